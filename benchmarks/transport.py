@@ -35,9 +35,8 @@ from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import local_machine
 from hybridrl.config.planner.world import slots_on_nodes
-from hybridrl.controller.pool import Pool
+from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.controller.ray.runtime import ray_runtime
-from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import Call, WorkerGroup, build_roles, call_together
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.partition import partition_by_micro_batch
@@ -150,10 +149,8 @@ def pool_config(ranks: int, folder: Path) -> PoolConfig:
     return PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),
-        allow_straddle=False,
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
-        ranks_per_engine=1,
         ahead=[],
         modules=["transport"],
         log_folder=folder / "logs",

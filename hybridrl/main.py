@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import hydra
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -39,8 +40,7 @@ from hybridrl.app.process import (
     set_up_process,
     show_problems,
 )
-from hybridrl.app.setup_times import SetupTimes, program_start
-from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, finite
+from hybridrl.app.sweep import SWEEP_CONFIG, JobResult
 from hybridrl.config.checks.checkpoint import AUTO, auto_problem
 from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.installation import check_installation
@@ -56,6 +56,7 @@ from hybridrl.config.command.secrets import (
 )
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.plan_text import plan
+from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
@@ -85,8 +86,6 @@ def main() -> None:
 
 def job(cfg: DictConfig) -> float:
     """Run Hydra's task: one run, or one job of a sweep, whose failure is a result."""
-    state = HydraConfig.get()
-    in_sweep = state.mode == RunMode.MULTIRUN
     start = time.time()
     secrets = config_secrets(cfg)
     hide_in_files(_written_by_hydra(), secrets)
@@ -104,13 +103,24 @@ def job(cfg: DictConfig) -> float:
         log.exception("The run failed")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED
-    if in_sweep:
-        status = "failed" if code else "dry" if cfg.run.dry else "ok"
-        text = without_secrets(error_text, secrets)
-        _result(status, metric, time.time() - start, text).write()
+    if _in_sweep():
+        state, error_text = HydraConfig.get(), without_secrets(error_text, secrets)
+        JobResult(
+            job=int(state.job.num),
+            overrides=[argument_without_secret(override) for override in _task_overrides()],
+            status="failed" if code else "dry" if cfg.run.dry else "ok",
+            metric=metric if math.isfinite(metric) else None,
+            seconds=time.time() - start,
+            directory=state.runtime.output_dir,
+            error=error_text.splitlines()[0] if error_text else "",
+        ).write()
     elif code:
         sys.exit(code)
     return metric
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _task_overrides() -> list[str]:
@@ -126,7 +136,7 @@ def _written_by_hydra() -> list[Path]:
     files: list[Path] = []
     if state.output_subdir is not None:
         files += (Path(state.runtime.output_dir) / state.output_subdir).glob("*")
-    if state.mode == RunMode.MULTIRUN:
+    if _in_sweep():
         files += Path(state.sweep.dir).glob(SWEEP_CONFIG)
     return files
 
@@ -134,16 +144,14 @@ def _written_by_hydra() -> list[Path]:
 def run(cfg: DictConfig) -> float:
     """Check the composed config, then train; return the final eval/accuracy (NaN of a dry run).
 
-    Raises:
-        ConfigError: every problem of config and data, before any worker is started.
+    ConfigError has every problem of config and data, before any worker is started.
     """
     state = HydraConfig.get()
     overrides = _task_overrides()
-    provenance = provenance_of(
-        overrides, recipe_files(state.runtime.choices, state.runtime.config_sources)
-    )
-    in_sweep = state.mode == RunMode.MULTIRUN
-    setup = SetupTimes(time.time() if in_sweep else program_start())
+    recipes = recipe_files(state.runtime.choices, state.runtime.config_sources)
+    provenance = provenance_of(overrides, recipes)
+    in_sweep = _in_sweep()
+    setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
     if not cfg.run.dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
@@ -185,11 +193,7 @@ def run(cfg: DictConfig) -> float:
 def _composed(line: CommandLine) -> Precomposed | None:
     """Compose the config as Hydra will; add `hardware` to `line` if it is not chosen.
 
-    Returns:
-        None for another primary config, or if nothing is composed.
-
-    Raises:
-        ConfigError: problems of the overrides and of the rest of the config.
+    Returns None for another primary config, or if nothing is composed.
     """
     if not line.composes:
         return None
@@ -200,8 +204,7 @@ def _composed(line: CommandLine) -> Precomposed | None:
 
 
 def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
-    """Return the problems of the composed config and its data; none of a sweep, whose jobs "
-    "check."""
+    """Return the problems of the composed config and its data; none of a sweep: its jobs check."""
     if found.cfg is None or line.args.multirun:
         return []
     guard_logging(config_secrets(found.cfg))
@@ -216,13 +219,7 @@ def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
 def _problems_around(
     error: BaseException, line: CommandLine, found: Precomposed | None
 ) -> list[str]:
-    """Return the problem of Hydra's error, and further problems of the config.
-
-    Args:
-        error: raised by Hydra.
-        line: the command line.
-        found: the composed config.
-    """
+    """Return the problem of Hydra's error, and further problems of the config."""
     further = _further_problems(line, found) if found is not None else []
     if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
         error = error.__cause__
@@ -235,19 +232,6 @@ def _problems_around(
         return [folder, *further]
     # An unresolvable value is also part of the directory's name.
     return further or [problem_of(error)]
-
-
-def _result(status: str, metric: float, seconds: float, error: str) -> JobResult:
-    state = HydraConfig.get()
-    return JobResult(
-        job=int(state.job.num),
-        overrides=[argument_without_secret(override) for override in _task_overrides()],
-        status=status,
-        metric=finite(metric),
-        seconds=seconds,
-        directory=state.runtime.output_dir,
-        error=error.splitlines()[0] if error else "",
-    )
 
 
 if __name__ == "__main__":

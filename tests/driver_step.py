@@ -30,9 +30,8 @@ import torch
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.calls import TimedResult
+from hybridrl.controller.calls import Span, SpanLog, TimedResult
 from hybridrl.controller.placement import Slot
-from hybridrl.controller.spans import Span, SpanLog
 from hybridrl.controller.worker_group import WorkerGroup, Workers
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -180,18 +179,17 @@ class Ranks:
         self.seconds += time.perf_counter() - start
 
     def _answer(self, call: Any, part: Any, rank: int) -> Any:
-        if call.method == "generate":
+        role, _, method = call.name.partition(".")
+        if method == "generate":
             return self._rollout(part)
-        if call.method in ("compute_log_probs", "compute_values"):
+        if method in ("compute_log_probs", "compute_values"):
             order = [i for mini in part.epochs[0] for micro in mini for i in micro]
             lengths = part.batch.responses.lengths[order]
-            noise = self._noise[call.role == "ref"]
+            noise = self._noise[role == "ref"]
             return Ragged(noise[: int(lengths.sum())], lengths)
-        if call.method == "reshard":
+        if method == "reshard":
             (self._version,) = call.args
-        return {"reshard": {"s": 0.0}, "sleep": None, "update": {f"{call.role}/loss": 0.0}}[
-            call.method
-        ]
+        return {"reshard": {"s": 0.0}, "sleep": None, "update": {f"{role}/loss": 0.0}}[method]
 
     def _rollout(self, prompts: PromptBatch) -> Rollout:
         ids = prompts.prompt_id.repeat_interleave(EACH)

@@ -38,14 +38,10 @@ def conf_dir() -> Path:
 
 
 def find_machine() -> Machine:
-    """Return the Ray cluster of RAY_ADDRESS, else this machine.
-
-    Raises:
-        ConfigError: the cluster cannot be joined, or the installed Ray is unsupported.
-    """
+    """Return the Ray cluster of RAY_ADDRESS, else this machine; ConfigError if it is not there."""
     if ray_address():
         check_ray()
-        from hybridrl.controller.ray.cluster_machine import cluster_machine
+        from hybridrl.controller.ray.ray_probes import cluster_machine
 
         return cluster_machine()
     return local_machine()
@@ -83,9 +79,7 @@ def examine_config(cfg: DictConfig, machine: Machine, provenance: Provenance) ->
 def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
     """Check the weight files of a config's models, by their headers.
 
-    Args:
-        result: the examined config.
-        on_hub: true for models from the hub, after their download; false for all others.
+    Those from the hub are checked after their download, apart from all others.
     """
     config, report = result.config, result.report
     models = []
@@ -100,11 +94,7 @@ def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
 
 
 def hardware_overrides(machine: Machine) -> list[str]:
-    """Return hardware=gpu if there is a GPU, else hardware=cpu, with the reason.
-
-    Raises:
-        ConfigError: nvidia-smi failed.
-    """
+    """Return hardware=gpu if there is a GPU, else hardware=cpu, with the reason."""
     if machine.gpu_error:
         raise ConfigError(
             f"hardware is not set and cannot be chosen: {machine.gpu_error}.\n"

@@ -1,22 +1,21 @@
-"""Launch of a run from a checked config: data, Ray, workers, restarts.
+"""Launch of a run from a checked config: lock of the run's directory, data, Ray, restarts.
 
 Heavy imports are inside functions, so that config errors appear at once.
 """
 
-import importlib
+import fcntl
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.app.run_lock import exclusive_run
-from hybridrl.app.setup_times import SetupTimes
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.checks.checkpoint import AUTO, NONE
@@ -24,19 +23,23 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
 if TYPE_CHECKING:
-    from hybridrl.app.inputs import RunInputs
+    from hybridrl.app.session import RunInputs
     from hybridrl.data.sources.prompts import PromptSets
 
 log = logging.getLogger(__name__)
 
 # Seconds between a restart that could not begin and the next.
 RESTART_PAUSE_S = 10.0
+LOCK_FILE = ".lock"
+# Seconds to wait for the lock.
+LOCK_S = 5.0
 # Keys that the data needs.
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
@@ -46,9 +49,6 @@ class Prepared:
     """A run before anything is started.
 
     Attributes:
-        result: the checked config.
-        machine: nodes that the run may use.
-        setup: timing of the setup.
         preflight: checks the machines; raises ConfigError if the run would fail there.
         owns_checkpoints: true if all checkpoints in its directory belong to this run.
     """
@@ -94,12 +94,54 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> float:
     raise failed
 
 
-def check_data(result: Examined) -> "PromptSets":
-    """Return the prompts of a config.
+@contextmanager
+def exclusive_run(run_dir: Path) -> Iterator[None]:
+    """Lock the directory for this process during the block; its end releases the lock.
 
     Raises:
-        ConfigError: every problem of config and data.
+        ConfigError: another run has the lock, such as a job that was requeued before its end; or no
+            file can be written there.
     """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.run.dir = {run_dir} cannot be written to: {error.strerror}.\n"
+            f"Set hydra.run.dir to a directory that can."
+        ) from error
+    try:
+        _lock(run_dir, descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(run_dir: Path, descriptor: int) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # children of a killed run may hold it for some seconds
+            if time.monotonic() > deadline:
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise ConfigError(
+                    f"hydra.run.dir = {run_dir} is in use by {owner or 'a process'}: two runs "
+                    f"would overwrite each other's metrics and checkpoints.\n"
+                    f"Wait for its end, or set another directory."
+                ) from None
+        except OSError as error:  # some network file systems have no locks
+            log.warning("%s cannot be locked (%s): no other run may use it", run_dir, error)
+            return
+        time.sleep(0.2)
+    with suppress(OSError):  # a full disk: the owner is then unknown
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def check_data(result: Examined) -> "PromptSets":
+    """Return the prompts of a config; ConfigError with every problem of config and data."""
     prompts = examine_data(result)
     if result.report.problems:
         raise ConfigError(*result.report.problems)
@@ -128,13 +170,7 @@ def examine_data(result: Examined) -> "PromptSets | None":
 
 
 def _train(prepared: Prepared, folder: Path, restart: int) -> float:
-    """Start Ray and the workers, train, and stop them; return the final held-out accuracy.
-
-    Args:
-        prepared: the run.
-        folder: its directory.
-        restart: number of this restart, 0 for the first start.
-    """
+    """Start Ray and workers, train, and stop them; return the final held-out accuracy."""
     from hybridrl.controller.ray.runtime import ray_runtime
 
     result, machine, setup = prepared.result, prepared.machine, prepared.setup
@@ -150,8 +186,11 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
             setup.mark("ray")
             if ray_address():
                 prepared.preflight()
-            with _nodes(config) as nodes:
-                agents.set_result(nodes)
+            with ExitStack() as nodes:
+                if _is_confirmed(config):
+                    from hybridrl.controller.ray.ray_probes import RayProbes
+
+                    agents.set_result(nodes.enter_context(RayProbes()))
                 inputs = preparing.result()
             setup.mark("checks")
             if restart:
@@ -168,37 +207,19 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
             return train(config, folder, machine, inputs, setup)
 
 
-@contextmanager
-def _nodes(config: RunConfig) -> Iterator[NodeProbes]:
-    """Open the node probes that verify a checkpoint."""
-    if config.cluster.nodes == 1 or config.resume == NONE:
-        yield LocalProbes(socket.gethostname())
-        return
-    from hybridrl.controller.ray.ray_probes import RayProbes
-
-    with RayProbes() as agents:
-        yield agents
+def _is_confirmed(config: RunConfig) -> bool:
+    """Return True if other nodes verify the checkpoint, too."""
+    return config.cluster.nodes > 1 and config.resume != NONE
 
 
 def _prepare_session(
     result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[NodeProbes]"
 ) -> "RunInputs":
-    """Return the inputs of a run; also imports torch and other heavy packages.
-
-    Args:
-        result: the checked config.
-        folder: the run's directory.
-        watch: receives the progress of reading a checkpoint.
-        agents: node probes, available after Ray's start.
-
-    Raises:
-        ConfigError: a problem of the data, a model or the checkpoint.
-    """
+    """Return the inputs of a run; also imports torch and other heavy packages."""
     prompts = check_data(result)
-    importlib.import_module("hybridrl.app.session")
-    from hybridrl.app.inputs import read_inputs
+    from hybridrl.app.session import read_inputs
 
     verify_here = partial(verify, watch=watch)
-    if result.config.cluster.nodes > 1:
+    if _is_confirmed(result.config):
         verify_here = partial(verify, watch=watch, confirm=ClusterVerification(agents))
     return read_inputs(result.config, folder, prompts, verify_here)

@@ -1,4 +1,4 @@
-"""Process of a command: setup and exit codes."""
+"""Process of a command: setup, signals, exit codes."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.signals import Interrupted, interrupt_on_termination, preemption_behind
+from hybridrl.controller.signals import Interrupted, preemption_behind, signal_guard
 from hybridrl.models.cache import cache_folder
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
@@ -19,8 +19,7 @@ KERNEL_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR"
 
 
 def set_up_process() -> None:
-    """Set up signals (all end the process as Ctrl-C does), kernel caches, memory and imports."""
-    interrupt_on_termination()
+    """Set up kernel caches, memory and imports."""
     for variable, folder in KERNEL_FOLDERS.items():
         os.environ.setdefault(variable, str(cache_folder() / folder))
     # Large CPU tensors in 2 MiB pages: with 4 KiB pages, allocating a batch takes longer than
@@ -37,28 +36,28 @@ def import_from_here() -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with a message and a code if the block raises one of the errors below.
+    """Exit with a message and a code if the block raises an error below or a signal comes.
 
     Exit codes: 1 workers failed, 2 the user can fix it, 75 SIGTERM or SIGHUP with a checkpoint
     written, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
     """
     try:
-        yield
+        with signal_guard():
+            yield
     except ConfigError as error:
         show_problems(error)
         sys.exit(EXIT_CONFIG)
     except WorkerError as error:  # complete message
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt as error:
+    except Interrupted as error:
         preempted = preemption_behind(error)
-        signum = error.signum if isinstance(error, Interrupted) else signal.SIGINT
-        name = signal.Signals(preempted.signum if preempted else signum).name
+        name = signal.Signals((preempted or error).signum).name
         if preempted is not None and preempted.checkpoint is not None:
             sys.stderr.write(f"Stopped by {name}; resume from {preempted.checkpoint}\n")
             sys.exit(EXIT_PREEMPTED)
         sys.stderr.write(f"Stopped by {name}\n")
-        sys.exit(128 + signum)
+        sys.exit(128 + error.signum)
 
 
 def show_problems(error: ConfigError) -> None:

@@ -11,24 +11,28 @@ import os
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from hybridrl.app.inputs import RunInputs
-from hybridrl.app.setup_times import SetupTimes
+from hybridrl.checkpoint import verification
+from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.signals import Preemption
-from hybridrl.controller.worker_group import Workers, start_workers
+from hybridrl.controller.worker_group import start_workers
+from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
-from hybridrl.trainer.checkpointing.resume import Resume
+from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.ppo import PPOTrainer
@@ -47,21 +51,34 @@ log = logging.getLogger(__name__)
 TRACKERS_S, HURRY_S = 20.0, 3.0
 
 
-def train(
+class RunInputs(NamedTuple):
+    """Prompts, their order in training, base models and checkpoint, read before workers start."""
+
+    prompts: PromptSets
+    source: PromptSource
+    models: Fingerprints
+    resume: Resume | None
+
+
+def read_inputs(
     config: RunConfig,
     run_dir: Path,
-    machine: Machine,
-    inputs: RunInputs,
-    setup: SetupTimes,
+    prompts: PromptSets,
+    verify: Verify = verification.verify,
+) -> RunInputs:
+    """Read the inputs of a run; writes nothing. ConfigError for a model or the checkpoint."""
+    source = prompt_source(prompts, config.data, config.seed)
+    models = base_models(config)
+    # Takes seconds for hundreds of thousands of prompts: not during the first checkpoint.
+    known = source.fingerprint
+    resume = find_resume(config, run_dir, models, known, verify)
+    return RunInputs(prompts, source, models, resume)
+
+
+def train(
+    config: RunConfig, run_dir: Path, machine: Machine, inputs: RunInputs, setup: SetupTimes
 ) -> float:
     """Train as configured, inside `ray_runtime`.
-
-    Args:
-        config: checked and resolved.
-        run_dir: directory for all output of the run.
-        machine: nodes that the run may use.
-        inputs: prompts, models, checkpoint.
-        setup: timing of the setup.
 
     Returns:
         Held-out accuracy after the last step, sampled at the training temperature.
@@ -90,9 +107,11 @@ def train(
         evaluator = _evaluator(config, prompts, rewards, stack)
         tracker = _tracker(config, run_dir, resume, stack)
         setup.mark("driver")
-        workers = stack.enter_context(start_workers(config, run_dir))
+        workers = start_workers(config, run_dir)
+        stack.enter_context(workers.pool)
         setup.mark("workers", workers.pool.start_times.seconds)
-        preemption = stack.enter_context(Preemption(_preemption_s(config)))
+        grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
+        preemption = stack.enter_context(Preemption(grace_s))
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
         trainer = PPOTrainer(
             config,
@@ -106,22 +125,10 @@ def train(
             reporter,
         )
         setup.mark("driver")
-        _show_workers(workers, setup, console)
+        hosts = [("", host.describe()) for host in workers.pool.hosts]
+        console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
         return trainer.fit(resume)
-
-
-def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
-    """Return the tracker; its metrics are sent and drawn at the end, also after a failure."""
-    tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
-    stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
-    stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
-    return tracker
-
-
-def _preemption_s(config: RunConfig) -> float:
-    """Return the seconds after SIGTERM for a checkpoint; 0 without checkpoints."""
-    return config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
 
 
 def _evaluator(
@@ -135,6 +142,22 @@ def _evaluator(
         top_p=config.rollout.top_p,
         greedy=config.eval.greedy,
     )
+
+
+def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
+    """Return the tracker; its metrics are sent and drawn at the end, also after a failure."""
+    tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
+
+    def draw_unfinished(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and tracker.rows:
+            try:
+                draw(run_dir, f"{config.run.name}, seed {config.seed}")
+            except OSError as error:
+                log.warning("the curves could not be drawn: %s", error)
+
+    stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
+    stack.push(draw_unfinished)
+    return tracker
 
 
 def _throughput(config: RunConfig, machine: Machine) -> Throughput:
@@ -156,8 +179,6 @@ def _show_header(
     resume: Resume | None,
     console: RunConsole,
 ) -> None:
-    assert config.fsdp.dp_shard is not None
-    num_ranks = config.fsdp.dp_replicate * config.fsdp.dp_shard
     reward_parameters = None
     if config.reward_model is not None:
         reward = model_shape(read_model_config(config.reward_model.model.path))
@@ -165,7 +186,7 @@ def _show_header(
     facts = RunFacts(
         run_dir=run_dir,
         machine=machine.describe(),
-        num_ranks=num_ranks,
+        num_ranks=world_size(config),
         num_parameters=model_shape(read_model_config(config.model.path)).parameters,
         data_sets=prompts.data_sets,
         notes=prompts.notes,
@@ -175,34 +196,14 @@ def _show_header(
     console.header(config.run.name, lines)
 
 
-def _show_workers(workers: Workers, setup: SetupTimes, console: RunConsole) -> None:
-    hosts = [("", host.describe()) for host in workers.pool.hosts]
-    console.header("workers", [*hosts, ("setup", str(setup))])
-
-
-def _draw_unfinished(
-    kind: type[BaseException] | None, tracker: Tracker, config: RunConfig, run_dir: Path
-) -> None:
-    """Draw the curves of a run that ends by an exception, without hiding it."""
-    if kind is None or not tracker.rows:
-        return
-    try:
-        draw(run_dir, f"{config.run.name}, seed {config.seed}")
-    except OSError as error:
-        log.warning("the curves could not be drawn: %s", error)
-
-
 def _route_logging(console: RunConsole, stack: ExitStack) -> None:
     """Route log lines above the console's live display during the run."""
     root = logging.getLogger()
     handler = console.logging_handler()
     before = list(root.handlers)
+    files = [old for old in before if isinstance(old, logging.FileHandler)]
     root.handlers = [
-        handler if isinstance(old, logging.StreamHandler) and not _is_file(old) else old
+        handler if isinstance(old, logging.StreamHandler) and old not in files else old
         for old in before
     ]
     stack.callback(setattr, root, "handlers", before)
-
-
-def _is_file(handler: logging.Handler) -> bool:
-    return isinstance(handler, logging.FileHandler)

@@ -6,7 +6,6 @@ the table, too. A job without the file has failed.
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -38,12 +37,9 @@ class JobResult:
     """One job of a sweep.
 
     Attributes:
-        job: its number in the sweep.
         overrides: as composed; empty without a readable result.
         status: ok | dry | failed.
         metric: final eval/accuracy, by which jobs are ranked; None if there is none.
-        seconds: wall time.
-        directory: the job's run directory.
         error: first line of the reason of a failure; else empty.
     """
 
@@ -72,11 +68,7 @@ class SweepTable(Callback):
         self._started = time.time()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Show the results.
-
-        Raises:
-            SystemExit: 1, if a job failed; hydra.main does not report it.
-        """
+        """Show the results; exits with 1 if a job failed, which hydra.main does not report."""
         directory = Path(config.hydra.sweep.dir)
         results = ranked(read_results(directory, since=self._started))
         # Without a terminal: wide enough for all cells.
@@ -135,9 +127,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def ranked(results: list[JobResult]) -> list[JobResult]:
     """Sort by metric, highest first; jobs without one last, in their order."""
-    return sorted(
-        results, key=lambda r: (r.metric is None, -(r.metric if r.metric is not None else 0), r.job)
-    )
+    return sorted(results, key=lambda r: (r.metric is None, -(r.metric or 0.0), r.job))
 
 
 def sweep_table(results: list[JobResult]) -> Table:
@@ -159,8 +149,3 @@ def sweep_table(results: list[JobResult]) -> Table:
             escape(status),
         )
     return table
-
-
-def finite(metric: float) -> float | None:
-    """Return the metric; None for NaN and infinity."""
-    return metric if math.isfinite(metric) else None

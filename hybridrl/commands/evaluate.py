@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl.app.compose import find_machine
+from hybridrl.app.launch import check_data
 from hybridrl.commands.evaluation.config import evaluation_config
-from hybridrl.commands.evaluation.options import EvalOptions, Split, parse_options
-from hybridrl.commands.evaluation.subject import Subject, find_subject
+from hybridrl.commands.evaluation.options import (
+    EvalOptions,
+    Split,
+    Subject,
+    find_subject,
+    parse_options,
+)
 from hybridrl.commands.running import UsageError, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import Examined
-from hybridrl.config.planner.machine import Machine
-from hybridrl.config.schema import RunConfig
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder
 
@@ -44,25 +46,21 @@ def _evaluate(argv: Sequence[str]) -> None:
     config_dir = [] if options.config_dir is None else ["--config-dir", options.config_dir]
     line = parse_argv([*config_dir, *options.overrides])
     examined = evaluation_config(line, subject, machine, runs_code=options.runs_code)
-    check_installation(examined.config.hardware.accelerator)
-    _run(options, subject, examined, machine)
-
-
-def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Machine) -> None:
+    config = examined.config
+    check_installation(config.hardware.accelerator)
     # Heavy imports follow the checks.
     from hybridrl.commands.evaluation.report import results_of, table_of, write_results
     from hybridrl.commands.evaluation.session import Evaluation, Totals, evaluate
     from hybridrl.controller.ray.runtime import ray_runtime
 
-    config, started, begin = examined.config, datetime.now(UTC), time.perf_counter()
+    started, begin = datetime.now(UTC), time.perf_counter()
     model_folder(config.model)  # downloads once, not in every worker
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)
-    prompts = _prompts(examined.config)
+    prompts = check_data(examined)
     asked = _asked(prompts, options)
-    evaluation = Evaluation(
-        options, subject, config, prompts, asked, _output_folder(options, subject)
-    )
+    output = _output_folder(options, subject)
+    evaluation = Evaluation(options, subject, config, prompts, asked, output)
     console = Console(highlight=False, markup=False)
     console.print(_headline(evaluation), soft_wrap=True)
 
@@ -73,9 +71,8 @@ def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Ma
 
     _log_to(evaluation.output / LOG)
     with ray_runtime(config.cluster, config.hardware.accelerator):
-        config.model.path = absolute_path(
-            config.model.path
-        )  # workers may have another current directory
+        # Workers may have another current directory.
+        config.model.path = absolute_path(config.model.path)
         totals = evaluate(evaluation, progress)
     results = results_of(evaluation, totals)
     path = write_results(evaluation, totals, results, machine, started)
@@ -85,46 +82,20 @@ def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Ma
     console.print(f"{path} after {time.perf_counter() - begin:.0f} s", soft_wrap=True)
 
 
-def _prompts(config: RunConfig) -> "PromptSets":
-    """Return the prompts of a config.
-
-    Raises:
-        ConfigError: every problem of the data.
-    """
-    from hybridrl.data.sources.prompts import examine_prompts
-    from hybridrl.trainer.multi_turn.environment import stop_problems
-
-    path, limit = config.model.path, config.rollout.max_prompt_tokens
-    prompts, problems = examine_prompts(config.data, path, limit)
-    if config.environment is not None:
-        problems += stop_problems(path, config.environment)
-    if prompts is None or problems:
-        raise ConfigError(*problems)
-    return prompts
-
-
 def _asked(prompts: "PromptSets", options: EvalOptions) -> "list[Prompt]":
-    """Return the prompts to evaluate.
-
-    Raises:
-        UsageError: there are fewer than --problems.
-    """
+    """Return the prompts to evaluate."""
     half = prompts.train if options.split is Split.train else prompts.held_out
     if options.problems is not None and options.problems > len(half):
         raise UsageError(
             f"--problems {options.problems}: expected at most {len(half)}, the problems of the "
-            f"split "
-            f"{options.split.value} (data.num_eval_problems limits held_out).\nLower --problems."
+            f"split {options.split.value} (data.num_eval_problems limits held_out).\n"
+            "Lower --problems."
         )
     return half[: options.problems]
 
 
 def _output_folder(options: EvalOptions, subject: Subject) -> Path:
-    """Create the folder for the results.
-
-    Raises:
-        UsageError: it is not empty.
-    """
+    """Create the folder for the results, which must be new or empty."""
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = options.output or Path("evals", subject.name, now)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

@@ -1,6 +1,5 @@
 """`hybridrl export`: writes a checkpoint as a folder for transformers and vLLM."""
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from hybridrl.checkpoint.files import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.checkpoint.find import Found
 from hybridrl.commands.running import (
     UsageError,
+    argument_parser,
     checkpoint_at,
     report_removal,
     run_command,
@@ -36,62 +36,39 @@ generation config. Adapters are merged, and also written in peft's format (DIR/a
 
 Needs neither GPU nor Ray, and host memory for one tensor.
 """
-EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 129 SIGHUP, 130 Ctrl-C, "
-    "143 SIGTERM."
-)
 
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
     guard_standard_output()
-    args = _parser().parse_args()
+    parser = argument_parser("export", DESCRIPTION)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory")
+    target = "the folder to write: new, empty or an earlier export"
+    add("folder", type=Path, metavar="DIR", help=target)
+    add("--dtype", type=DType, choices=list(DType), default=DType.float32, help="(float32)")
+    add("--model", metavar="PATH", help="the base model, if it has moved")
+    args = parser.parse_args()
     run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hybridrl export",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory")
-    add(
-        "folder",
-        type=Path,
-        metavar="DIR",
-        help="the folder to write: new, empty or an earlier export",
-    )
-    add("--dtype", type=DType, choices=list(DType), default=DType.float32, help="(float32)")
-    add("--model", metavar="PATH", help="the base model, if it has moved")
-    return parser
-
-
 def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> None:
-    """Export a checkpoint to a folder, and print a summary.
+    """Export a checkpoint, or a run's newest one, to a folder, and print a summary.
 
-    Args:
-        checkpoint: a checkpoint's folder, or a run's directory for its newest one.
-        folder: the target; an earlier export there is replaced.
-        dtype: of the weights.
-        base: path of the base model, if it has moved.
+    An earlier export in the folder is replaced. `base` is the base model's path, if it has moved.
 
     Raises:
         ConfigError: a path is wrong, the checkpoint is damaged, or the folder is in use.
-        SystemExit: reading or writing failed.
     """
     start = time.perf_counter()
     folder = folder.expanduser().absolute()
-    check_target(folder)
+    _check_target(folder)
     found = checkpoint_at(checkpoint)
-    check_origin(folder, found, base)
+    _check_origin(folder, found, base)
     warn_about_changed_model(found, _model(found.manifest.config, base))
     try:
         with report_removal(found.folder):
-            tensors = write_checkpoint(found, folder, dtype, base)
+            tensors = _write_checkpoint(found, folder, dtype, base)
     except OSError as error:
         problem = f"{folder} could not be written, and was removed"
         if not _is_write_error(error, folder):
@@ -105,36 +82,23 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
     )
 
 
-def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
-    """Write the policy of a verified checkpoint to a folder.
-
-    Args:
-        found: the checkpoint.
-        folder: replaced if it exists.
-        dtype: of the weights.
-        base: path of the base model, if it has moved.
-
-    Returns:
-        Number of tensors.
-
-    Raises:
-        ConfigError: there is no such model, or the checkpoint is of another one.
-        OSError: reading or writing failed.
-    """
+def _write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
+    """Write the policy of a verified checkpoint to a folder; return the number of tensors."""
     # Problems of the paths are reported before these slow imports.
     from hybridrl.distributed.storage.export import AdapterFiles, write_model
     from hybridrl.distributed.storage.stored_policy import StoredPolicy
     from hybridrl.trainer.tracking.provenance import versions
 
     config = found.manifest.config
-    model, lora = _model(config, base), _lora(config)
+    model = _model(config, base)
+    lora = None if config["lora"] is None else LoRAConfig(**config["lora"])
     drawn_on = Accelerator(config["hardware"]["accelerator"])
     try:
         policy = StoredPolicy(found.folder / STATE, model, lora, drawn_on)
     except OSError as error:  # errors of transformers contain no path
         raise ConfigError(f"model.path = {model.path} could not be read: {error}") from error
     files = None
-    if lora is not None:
+    if lora is not None:  # else the model's weights need not be there
         files = AdapterFiles(policy.adapters(), lora, name_or_folder(model))
     record = {
         "checkpoint": str(found.folder.resolve()),
@@ -148,12 +112,8 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
     return len(policy.shapes)
 
 
-def check_target(folder: Path) -> None:
-    """Check the target folder.
-
-    Raises:
-        UsageError: it is a file, or a folder with other files than an earlier export.
-    """
+def _check_target(folder: Path) -> None:
+    """Refuse a file, or a folder with other files than an earlier export, as the target."""
     if folder.is_dir() and not folder.is_symlink():
         added = added_to(folder) if is_export(folder) else []
         if not added and (is_export(folder) or not any(folder.iterdir())):
@@ -169,18 +129,8 @@ def check_target(folder: Path) -> None:
     raise _target_error(folder, found)
 
 
-def check_origin(folder: Path, found: Found, base: str | None) -> None:
-    """Check that the target is neither the checkpoint's nor the base model's folder.
-
-    Args:
-        folder: the target.
-        found: the checkpoint.
-        base: path of the base model, if it has moved.
-
-    Raises:
-        UsageError: the folder is that model's, or lies among checkpoints.
-        ConfigError: there is no such model.
-    """
+def _check_origin(folder: Path, found: Found, base: str | None) -> None:
+    """Refuse the checkpoint's or the base model's folder as the target."""
     target, checkpoint = folder.resolve(), found.folder.resolve()
     above = {target, *target.parents}
     among = checkpoint.parent in above and checkpoint.parent.name == CHECKPOINTS
@@ -210,7 +160,3 @@ def _model(config: Mapping[str, Any], base: str | None) -> ModelConfig:
     section = config["model"]
     path = section["path"] if base is None else absolute_path(base)
     return ModelConfig(path=path, init=Init(section["init"]), seed=section["seed"])
-
-
-def _lora(config: Mapping[str, Any]) -> LoRAConfig | None:
-    return None if config["lora"] is None else LoRAConfig(**config["lora"])

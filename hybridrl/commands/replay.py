@@ -8,14 +8,13 @@ Exit codes: 0 everything is finite, 1 failed, 2 the folder or the config is wron
 not finite, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.commands.running import run_command
+from hybridrl.commands.running import argument_parser, run_command
 from hybridrl.config.checks.installation import check_ray
 from hybridrl.controller.output import guard_standard_output
 
@@ -27,11 +26,7 @@ WIDTH = 160
 def main() -> None:
     """Run the command; exits by SystemExit unless everything is finite."""
     guard_standard_output()
-    parser = argparse.ArgumentParser(
-        prog="hybridrl replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("replay", __doc__, None)
     parser.add_argument("folder", type=Path, help="folder named by the stopped run")
     parser.add_argument(
         "--run-code", action="store_true", help="run user code named in the folder's config"

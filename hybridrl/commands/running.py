@@ -1,5 +1,6 @@
-"""Common code of the commands: exit codes, and finding and verifying a checkpoint."""
+"""Common code of the commands: arguments, exit codes, finding and verifying a checkpoint."""
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,11 @@ from hybridrl.models.file_hashes import without_weights
 from hybridrl.trainer.checkpointing.base_models import other_files, trained_model
 from hybridrl.trainer.checkpointing.verification import VerificationProgress
 
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path, config or checkpoint, 129 SIGHUP, "
+    "130 Ctrl-C, 143 SIGTERM."
+)
+
 
 class UsageError(ConfigError):
     """Problems of a command's own arguments."""
@@ -24,12 +30,21 @@ class UsageError(ConfigError):
     subject = "on the command line"
 
 
-def run_command(command: Callable[[], None]) -> None:
-    """Run a command; exits by SystemExit unless all goes well.
+def argument_parser(
+    command: str, description: str, epilog: str | None = EXIT_CODES
+) -> argparse.ArgumentParser:
+    """Return a parser for `hybridrl <command>`."""
+    return argparse.ArgumentParser(
+        prog=f"hybridrl {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
-    Exit codes: 1 failed, 2 the user can fix it, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM, and the
-    command's own.
-    """
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run a command; exits by SystemExit, with the codes of `exit_codes`, unless all goes well."""
     set_up_process()
     with exit_codes():
         try:
@@ -41,10 +56,7 @@ def run_command(command: Callable[[], None]) -> None:
 
 
 def checkpoint_at(path: Path) -> Found:
-    """Find and verify a checkpoint; prints progress, and newer damaged checkpoints.
-
-    Args:
-        path: a checkpoint's folder, or a run's directory for its newest intact one.
+    """Find and verify a checkpoint, or a run's newest intact one; prints progress and damaged ones.
 
     Raises:
         ConfigError: there is none, it is damaged or removed meanwhile, or the disk fails.
@@ -66,13 +78,6 @@ def warn_about_changed_model(found: Found, model: ModelConfig) -> None:
     """Warn if the files of a checkpoint's base model have changed since training.
 
     Tokenizer and chat template come from there, and the weights under adapters.
-
-    Args:
-        found: the checkpoint.
-        model: the base model at its present path.
-
-    Raises:
-        ConfigError: there is no such model, or a file of it cannot be read.
     """
     before = found.manifest.models
     weights = found.manifest.config["lora"] is not None and model.init is Init.pretrained
@@ -87,11 +92,7 @@ def warn_about_changed_model(found: Found, model: ModelConfig) -> None:
 
 @contextmanager
 def report_removal(folder: Path) -> Iterator[None]:
-    """Report an error as removal, if the folder is gone: a run removes its old checkpoints.
-
-    Raises:
-        UsageError: the block failed, and the folder is gone.
-    """
+    """Report an error as removal, if the folder is gone: a run removes its old checkpoints."""
     try:
         yield
     except Exception as error:

@@ -2,11 +2,15 @@
 
 import importlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# Name of threads with calls that may block for ever.
+MAY_BLOCK = "may block"
 
 
 def run_in_background(function: Callable[..., T], *arguments: Any, name: str) -> Future[T]:
@@ -26,6 +30,22 @@ def run_in_background(function: Callable[..., T], *arguments: Any, name: str) ->
     return future
 
 
+def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
+    """Call a function that may block for ever; TimeoutError if it has not returned in time.
+
+    Without the head node, Ray's control calls wait a minute and then end the process.
+    """
+    return run_in_background(function, name=MAY_BLOCK).result(timeout_s)
+
+
+def join_abandoned_calls(timeout_s: float) -> None:
+    """Wait at most `timeout_s` seconds for calls abandoned by `call_with_timeout`."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threading.enumerate():
+        if thread.name == MAY_BLOCK:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
 def import_all(modules: Sequence[str]) -> None:
     """Import modules one after the other."""
     for module in modules:
@@ -34,7 +54,4 @@ def import_all(modules: Sequence[str]) -> None:
 
 def import_in_background(modules: Sequence[str]) -> Future[None]:
     """Begin to import modules in a thread, which Python joins at exit."""
-    executor = ThreadPoolExecutor(1, "import ahead")
-    imported = executor.submit(import_all, modules)
-    executor.shutdown(wait=False)
-    return imported
+    return ThreadPoolExecutor(1, "import ahead").submit(import_all, modules)

@@ -2,8 +2,8 @@
 
 import logging
 import traceback
-from contextlib import ContextDecorator
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hybridrl.config.errors import ConfigError
 
@@ -36,7 +36,7 @@ class RemoteError(Exception):
         summary: type and message on one line.
         trace: traceback, with those of the causes first.
         problems: problems of a ConfigError, else empty.
-        phase: work in progress, "actor.update"; empty: the phase that the driver called.
+        phase: work in progress; empty: the phase that the driver called.
     """
 
     def __init__(self, summary: str, trace: str, problems: list[str], phase: str) -> None:
@@ -50,29 +50,14 @@ class RemoteError(Exception):
         return f"{self.summary}\n{self.trace}"
 
 
-class errors_as_text(ContextDecorator):
-    """Convert any exception of the block to a RemoteError, and log it.
-
-    Args:
-        phase: phase of the error.
-    """
-
-    def __init__(self, phase: str = "") -> None:
-        self._phase = phase
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            return
+@contextmanager
+def errors_as_text(phase: str = "") -> Iterator[None]:
+    """Convert any exception of the block to a RemoteError of this phase, and log it."""
+    try:
+        yield
+    except BaseException as error:
         text = "".join(traceback.format_exception(error))
         logger.error("%s", text)
         summary = traceback.format_exception_only(error)[-1].strip()
         problems = error.problems if isinstance(error, ConfigError) else []
-        raise RemoteError(summary, text, problems, self._phase) from None
+        raise RemoteError(summary, text, problems, phase) from None

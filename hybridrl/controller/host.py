@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -25,61 +25,29 @@ from hybridrl.config.choices import Accelerator, Init, NVLinkMulticast
 from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.planner.machine import torch_threads
 from hybridrl.config.planner.multicast import turn_off_multicast
-from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import rendezvous
 from hybridrl.controller.background import import_all, import_in_background
-from hybridrl.controller.calls import RoleCall, TimedResult
+from hybridrl.controller.calls import RoleCall, Stopwatch, TimedResult
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.output import guard_logging, redirect_output, rotate_log
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
-from hybridrl.controller.rendezvous import Joined, Rendezvous
-from hybridrl.controller.spans import Stopwatch
+from hybridrl.controller.rendezvous import Rendezvous
 from hybridrl.controller.watch import flight_recorder
 from hybridrl.distributed import position
 
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.profiler import profile
 
-    from hybridrl.controller.profiler import RankProfiler
     from hybridrl.workers.base import Worker
 
 logger = logging.getLogger(__name__)
 
 # Seconds by which the store's timeout exceeds the controller's, whose error is more detailed.
 TIMEOUT_MARGIN_S = 30.0
-
-
-class HostInfo(NamedTuple):
-    """Identity of a new process."""
-
-    slot: Slot
-    pid: int
-    node_name: str
-
-
-@dataclass(frozen=True)
-class HostConfig:
-    """Start parameters of every process.
-
-    Attributes:
-        accelerator: device of the roles.
-        slots_on_node: processes that share the node.
-        log_folder: folder of its log file.
-        import_path: the driver's sys.path, for the user's modules.
-        omp_threads: OMP_NUM_THREADS as set by the user; None: as `torch_threads` computes it.
-        start_timeout_s: seconds allowed for the rendezvous.
-        nvlink_multicast: permission for libraries to use it.
-    """
-
-    accelerator: Accelerator
-    slots_on_node: int
-    log_folder: str
-    import_path: tuple[str, ...]
-    omp_threads: str | None
-    start_timeout_s: float
-    nvlink_multicast: NVLinkMulticast
 
 
 @contextmanager
@@ -95,94 +63,94 @@ class WorkerHost:
     """Host of all roles of one rank: a Ray actor whose methods the pool calls in order.
 
     All exceptions are `RemoteError`.
+
+    `import_path` is the driver's sys.path, for the user's modules; `omp_threads` is OMP_NUM_THREADS
+    as set by the user.
     """
 
-    def __init__(self, config: HostConfig) -> None:
-        self._config = config
-        if config.nvlink_multicast is NVLinkMulticast.off:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        accelerator: Accelerator,
+        slots_on_node: int,
+        log_folder: str,
+        import_path: Sequence[str],
+        omp_threads: str | None,
+    ) -> None:
+        self._start_timeout_s = cluster.start_timeout_s
+        self._on_gpu = accelerator is Accelerator.gpu
+        if cluster.nvlink_multicast is NVLinkMulticast.off:
             turn_off_multicast()
-        self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
-        self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
+        self._slot, self._node_name = self._place(), socket.gethostname()
+        self._log_file = Path(log_folder) / f"{self._node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
-        flight_recorder.write_on_signal(Path(config.log_folder))
+        flight_recorder.write_on_signal(Path(log_folder))
         position.publish()
-        sys.path.extend(path for path in config.import_path if path not in sys.path)
-        threads = torch_threads(
-            on_gpu=config.accelerator is Accelerator.gpu, processes=config.slots_on_node
-        )
-        os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(threads)
+        sys.path.extend(path for path in import_path if path not in sys.path)
+        threads = torch_threads(on_gpu=self._on_gpu, processes=slots_on_node)
+        os.environ["OMP_NUM_THREADS"] = omp_threads or str(threads)
+        os.environ["LOCAL_WORLD_SIZE"] = str(slots_on_node)
         self._rank = -1
         self._store: TCPStore | FileStore | None = None
         self._mesh: DeviceMesh | None = None
         self._importing: Future[None] | None = None
         self._roles: dict[str, Worker] = {}
         self._secrets: set[str] = set()
-        self._profiler: RankProfiler | None = None
+        self._profile: profile | None = None
 
     @_step("info")
-    def info(self) -> HostInfo:
-        """Return slot, process id and node of this process."""
-        return self._info
+    def info(self) -> tuple[Slot, int, str]:
+        """Return slot, process id and node name of this process."""
+        return self._slot, os.getpid(), self._node_name
 
     @_step("preload")
-    def preload(self, modules: list[str]) -> None:
-        """Import torch and the modules of the roles."""
+    def preload(self, modules: Sequence[str], ahead: Sequence[Any]) -> None:
+        """Import torch and roles' modules; begin to import those that building `ahead` needs."""
         import_all(["torch.distributed", "hybridrl.distributed.mesh", *modules])
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-
-    @_step("import_ahead")
-    def import_ahead(self, configs: list[Any]) -> None:
-        """Begin to import the modules that building these roles needs; return at once."""
-        device_type = "cuda" if self._config.accelerator is Accelerator.gpu else "cpu"
-        modules: list[str] = []
-        for config in configs:
-            modules += import_class(config.worker).modules_ahead(config, device_type)
-        self._importing = import_in_background(modules)
+        device_type = "cuda" if self._on_gpu else "cpu"
+        needed: list[str] = []
+        for config in ahead:
+            needed += import_class(config.worker).modules_ahead(config, device_type)
+        self._importing = import_in_background(needed)
 
     @_step("open_rendezvous")
     def open_rendezvous(
         self, address: str | None, port: int | None, band: tuple[int, int], world_size: int
     ) -> Rendezvous:
-        """Create the store, on rank 0.
+        """Create the store, on rank 0: in a file without an address; without a port on a free one.
 
-        Args:
-            address: address to listen on; None: use a file.
-            port: port; None: a free one of the band.
-            band: first and last port.
-            world_size: number of ranks.
+        The band is the first and the last port of those.
         """
-        timeout_s = self._config.start_timeout_s
+        timeout_s = self._start_timeout_s
         if address is None:
             self._store, where = rendezvous.open_file_store(world_size, timeout_s)
-            return where
-        ports = rendezvous.port_band(*band) if port is None else [port]
-        self._store, where = rendezvous.open_store(address, ports, world_size, timeout_s)
+        else:
+            ports = rendezvous.port_band(*band) if port is None else [port]
+            self._store, where = rendezvous.open_store(address, ports, world_size, timeout_s)
         return where
 
     @_step("join_rendezvous")
-    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Joined:
-        """Become `rank`, connect to the store of rank 0 and report the connection."""
+    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> None:
+        """Become `rank`, and connect to the store of rank 0."""
         self._rank = rank
-        self._info = self._info._replace(slot=slot)
-        log_file = self._log_file.with_name(f"{self._info.node_name}_rank{rank}.log")
+        self._slot = slot
+        log_file = self._log_file.with_name(f"{self._node_name}_rank{rank}.log")
         rotate_log(log_file)
         self._log_file = self._log_file.rename(log_file)
         os.environ.update(
             rendezvous.environment_of(where),
             RANK=str(rank),
             LOCAL_RANK=str(slot.local_rank),
-            LOCAL_WORLD_SIZE=str(self._config.slots_on_node),
         )
         interface = rendezvous.interface_of(slot.node_ip)
         if interface is not None:  # else gloo resolves the host name, perhaps to 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
-            timeout_s = self._config.start_timeout_s + TIMEOUT_MARGIN_S
-            self._store = rendezvous.join_store(where, timeout_s)
+            self._store = rendezvous.join_store(where, self._start_timeout_s + TIMEOUT_MARGIN_S)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
-        return rendezvous.joined(self._store)
 
     @_step("init_process_group")
     def init_process_group(self, fsdp: FSDPConfig) -> None:
@@ -193,21 +161,21 @@ class WorkerHost:
         from hybridrl.distributed.collectives import NO_LIMIT, lift_limits
         from hybridrl.distributed.mesh import build_mesh
 
-        on_gpu = self._config.accelerator is Accelerator.gpu
-        device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
-        if device is not None:
+        device = None
+        if self._on_gpu:
+            device = torch.device("cuda", self._slot.local_rank)
             torch.cuda.set_device(device)
         assert self._store is not None, "join_rendezvous comes first"
         self._store.set_timeout(NO_LIMIT)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo",
             store=self._store,
             rank=self._rank,
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=NO_LIMIT,
             device_id=device,
         )
-        self._mesh = build_mesh(fsdp, "cuda" if on_gpu else "cpu")
+        self._mesh = build_mesh(fsdp, "cuda" if self._on_gpu else "cpu")
         lift_limits()
 
     @_step("read_ahead")
@@ -248,11 +216,8 @@ class WorkerHost:
     ) -> list[TimedResult]:
         """Run methods of roles, one after the other; a value that is not kept is None.
 
-        Args:
-            calls: the methods.
-            assemble: builds this rank's part of a batch from `contents`; the part is the first
-                argument of each call. None: there is no batch.
-            contents: the part's pieces; Ray resolves their references.
+        `assemble` builds this rank's part of a batch from `contents`, pieces whose references Ray
+        resolves. The part is the first argument of each call.
         """
         part: tuple[Any, ...] = ()
         if assemble is not None:
@@ -262,25 +227,32 @@ class WorkerHost:
         outcomes = []
         for call in calls:
             with errors_as_text(call.name), self._working(call.name) as watch:
-                value = getattr(self._roles[call.role], call.method)(
-                    *part, *call.args, **call.kwargs
-                )
+                role, _, method = call.name.partition(".")
+                value = getattr(self._roles[role], method)(*part, *call.args, **call.kwargs)
             outcomes.append(TimedResult(value if call.keep else None, watch.span))
         return outcomes
 
     @errors_as_text()
     def start_profile(self) -> None:
         """Start torch's profiler."""
-        from hybridrl.controller.profiler import RankProfiler
+        from torch.profiler import ProfilerActivity, profile
 
-        self._profiler = RankProfiler(self._config.accelerator is Accelerator.gpu)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._profile = profile(activities=activities)
+        self._profile.start()
 
     @errors_as_text()
     def write_profile(self, path: str) -> None:
-        """Stop the profiler and write a Chrome trace."""
-        assert self._profiler is not None, "no profile was started"
-        self._profiler.write(Path(path))
-        self._profiler = None
+        """Stop the profiler and write a Chrome trace, gzipped for .gz; a failed write is logged."""
+        assert self._profile is not None, "no profile was started"
+        self._profile.stop()
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(path)
+            logger.info("wrote %s", path)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", path, error)
+        self._profile = None
 
     @errors_as_text()
     def close(self) -> None:
@@ -305,15 +277,15 @@ class WorkerHost:
         with torch.profiler.record_function(name), Stopwatch(name) as watch:
             position.enter(name)
             yield watch
-            if self._config.accelerator is Accelerator.gpu:
+            if self._on_gpu:
                 position.at("device work")
                 torch.cuda.current_stream().synchronize()
             position.leave()
 
-    def _slot(self) -> Slot:
+    def _place(self) -> Slot:
         context = ray.get_runtime_context()
         local_rank = 0
-        if self._config.accelerator is Accelerator.gpu:
+        if self._on_gpu:
             (gpu,) = context.get_accelerator_ids()["GPU"]
             local_rank = visible_index(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
         return Slot(context.get_node_id(), ray.util.get_node_ip_address(), local_rank)

@@ -10,7 +10,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridrl.controller.watch.waiting import call_with_timeout
+from hybridrl.controller.background import call_with_timeout
 
 T = TypeVar("T")
 
@@ -36,13 +36,7 @@ class NodeTasks:
     def submit(
         self, node_id: str, function: Callable[..., Any], *arguments: Any, retries: int = 0
     ) -> ObjectRef:
-        """Begin to run a function on a node, this one or another.
-
-        Args:
-            node_id: Ray's NodeID.
-            function: function of a module; it is pickled by name.
-            arguments: its arguments.
-            retries: restarts after a death of its process.
+        """Begin to run a function of a module on a node; retry after a death of its process.
 
         Raises:
             GetTimeoutError: Ray did not accept the task; later tasks are not submitted.
@@ -61,19 +55,11 @@ class NodeTasks:
     def run_each(
         self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, T]:
-        """Run a function on several nodes at the same time.
-
-        Args:
-            function: function of a module; it is pickled by name.
-            arguments: its arguments by node.
-
-        Returns:
-            Results by node, without the nodes that did not answer in time.
-        """
+        """Run a function, pickled by name, on several nodes; return what came in time, by node."""
         refs, found = {}, {}
         for node in arguments:
             if node != self.driver and ray.is_initialized():
-                with suppress(GetTimeoutError):
+                with suppress(RayError):
                     refs[node] = self.submit(node, function, *arguments[node])
         if self.driver in arguments:
             found[self.driver] = function(*arguments[self.driver])

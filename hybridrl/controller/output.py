@@ -21,9 +21,6 @@ class LossyFile(io.FileIO):
     Args:
         file: descriptor, which stays open, or path of a file to append to.
         secrets: additional secrets to hide.
-
-    Attributes:
-        lost: bytes lost since the last successful write.
     """
 
     def __init__(self, file: int | str, secrets: Iterable[str] = ()) -> None:
@@ -70,12 +67,9 @@ def guard_standard_output() -> None:
 
 
 def guard_logging(secrets: Iterable[str] = ()) -> None:
-    """Make log files and standard output survive a full disk, and hide secrets.
+    """Make log files and standard output survive a full disk, and hide more secrets.
 
     Call it after logging is configured: the handlers get new streams.
-
-    Args:
-        secrets: additional secrets to hide, those of a config.
     """
     out, err = lossy_text(1, secrets), lossy_text(2, secrets)
     printed = {sys.stdout: out, sys.stderr: err}

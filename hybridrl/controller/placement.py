@@ -3,11 +3,13 @@
 import ipaddress
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hybridrl.config.errors import ConfigError
@@ -15,6 +17,7 @@ from hybridrl.config.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0
+LOG_TAIL_LINES = 25
 
 
 class Slot(NamedTuple):
@@ -31,77 +34,78 @@ class Slot(NamedTuple):
     local_rank: int
 
 
+class Host(NamedTuple):
+    """Process of one rank, as known to the driver."""
+
+    rank: int
+    handle: ActorHandle
+    slot: Slot
+    pid: int
+    node_name: str
+    log_file: Path
+
+    def describe(self) -> str:
+        """Describe rank, node and process; Ray's id distinguishes nodes with one host name."""
+        node = f"{self.node_name} ({self.slot.node_ip}, node {self.slot.node_id[:8]})"
+        return f"rank {self.rank} on {node}, slot {self.slot.local_rank}, pid {self.pid}"
+
+    def log_tail(self) -> str:
+        """Return the last lines of its log, with a final newline; empty if not on this node."""
+        if not self.log_file.is_file():
+            return ""
+        lines = self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        tail = "".join(f"  | {line}\n" for line in lines)
+        return f"Last lines of rank {self.rank}'s log:\n{tail}"
+
+
+def by_node(hosts: Sequence[Host]) -> dict[str, list[Host]]:
+    """Group ranks by the id of their node."""
+    nodes: dict[str, list[Host]] = defaultdict(list)
+    for host in hosts:
+        nodes[host.slot.node_id].append(host)
+    return nodes
+
+
 def rank_order(slots: Sequence[Slot]) -> list[int]:
     """Return indices into `slots`, sorted by address, NodeID and local rank.
 
     The same GPUs get the same ranks in every run, independent of the start order of processes.
     """
-    return sorted(range(len(slots)), key=lambda position: _sort_key(slots[position]))
 
+    def key(position: int) -> tuple[int, bytes, str, int]:
+        slot = slots[position]
+        address = ipaddress.ip_address(slot.node_ip)
+        return address.version, address.packed, slot.node_id, slot.local_rank
 
-def _sort_key(slot: Slot) -> tuple[int, bytes, str, int]:
-    address = ipaddress.ip_address(slot.node_ip)
-    return address.version, address.packed, slot.node_id, slot.local_rank
+    return sorted(range(len(slots)), key=key)
 
 
 def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int]:
-    """Return the rollout engines with ranks on several nodes.
-
-    Args:
-        slots: by rank.
-        ranks_per_engine: consecutive ranks that hold one copy of the rollout weights.
-    """
-    engines = range(len(slots) // ranks_per_engine)
-    return [
-        k for k in engines if len({s.node_id for s in _members(slots, k, ranks_per_engine)}) > 1
-    ]
+    """Return the rollout engines, of consecutive ranks, with ranks on several nodes."""
+    nodes = [slot.node_id for slot in slots]
+    firsts = range(0, len(nodes) - ranks_per_engine + 1, ranks_per_engine)
+    engines = [{*nodes[first : first + ranks_per_engine]} for first in firsts]
+    return [engine for engine, of_engine in enumerate(engines) if len(of_engine) > 1]
 
 
-def check_engines(
-    slots: Sequence[Slot], ranks_per_engine: int, *, allow_straddle: bool = False
-) -> None:
-    """Check that each rollout engine has all its ranks on one node.
-
-    Args:
-        slots: by rank.
-        ranks_per_engine: consecutive ranks that hold one copy of the rollout weights.
-        allow_straddle: warn instead.
-
-    Raises:
-        ConfigError: an engine straddles nodes; lists ranks and nodes of each such engine.
-    """
-    problems = []
+def warn_of_straddling(slots: Sequence[Slot], ranks_per_engine: int) -> None:
+    """Warn of `straddling_engines`, which the checks of the config permit or refuse."""
     for engine in straddling_engines(slots, ranks_per_engine):
         places = ", ".join(
-            f"rank {engine * ranks_per_engine + k} on node {slot.node_id[:8]} ({slot.node_ip})"
-            for k, slot in enumerate(_members(slots, engine, ranks_per_engine))
+            f"rank {rank} on node {slots[rank].node_id[:8]} ({slots[rank].node_ip})"
+            for rank in range(engine * ranks_per_engine, (engine + 1) * ranks_per_engine)
         )
-        if allow_straddle:
-            logger.warning(
-                "rollout engine %d straddles nodes, which placement.allow_straddle allows: %s. Its "
-                "ranks exchange data in every layer, so it samples slowly",
-                engine,
-                places,
-            )
-            continue
-        problems.append(
-            f"rollout.tensor_parallel_size={ranks_per_engine}: engine {engine} would straddle "
-            f"nodes: {places}.\n"
-            "An engine's ranks exchange data in every layer and must lie on one node.\n"
-            "Choose a tensor_parallel_size that divides the ranks of every node, or set "
-            "placement.allow_straddle=true, which is slow."
+        logger.warning(
+            "rollout engine %d straddles nodes: %s (placement.allow_straddle). Its ranks exchange "
+            "data in every layer, so it samples slowly",
+            engine,
+            places,
         )
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _members(slots: Sequence[Slot], engine: int, ranks_per_engine: int) -> Sequence[Slot]:
-    return slots[engine * ranks_per_engine : (engine + 1) * ranks_per_engine]
 
 
 def number_cpu_slots(slots: Sequence[Slot]) -> list[Slot]:
     """Number the CPU slots of each node, in the order given."""
-    counts: dict[str, int] = defaultdict(int)
+    counts: Counter[str] = Counter()
     numbered = []
     for slot in slots:
         numbered.append(slot._replace(local_rank=counts[slot.node_id]))
@@ -122,20 +126,14 @@ def reserve(
 ) -> PlacementGroup:
     """Reserve slots on as many different nodes as there are counts, all or nothing.
 
-    Each node has one bundle for all its slots, in the order given.
-
-    Args:
-        slots_on_nodes: number of slots per node.
-        on_gpu: reserve GPUs.
-        timeout_s: seconds to wait.
-        check: called every second while waiting; may raise.
+    Each node has one bundle for all its slots, in the order given. `check` is called every second
+    while waiting, and may raise.
 
     Raises:
         ConfigError: the cluster granted no reservation within `timeout_s` seconds.
     """
     alive = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    cpus = cpus_on_nodes(slots_on_nodes, alive)
-    bundles = [{"CPU": count} for count in cpus]
+    bundles = [{"CPU": count} for count in cpus_on_nodes(slots_on_nodes, alive)]
     if on_gpu:
         for bundle, slots in zip(bundles, slots_on_nodes, strict=True):
             bundle["GPU"] = float(slots)
@@ -163,9 +161,7 @@ def reserve(
 def cpus_on_nodes(slots_on_nodes: Sequence[int], cpus: Iterable[float]) -> list[float]:
     """Compute the CPUs to reserve on each node: one per slot, or all if slots share cores.
 
-    Args:
-        slots_on_nodes: number of slots per node.
-        cpus: CPUs of each of the cluster's nodes.
+    `cpus` are those of each of the cluster's nodes.
     """
     largest = sorted(cpus, reverse=True)
     nodes = len(slots_on_nodes)

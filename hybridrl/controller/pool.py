@@ -1,38 +1,49 @@
 """Pool: the worker processes of a run, one per rank, started, called and closed together."""
 
 import logging
-import math
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import processes
+from hybridrl.controller.background import call_with_timeout
+from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.host import WorkerHost
 from hybridrl.controller.node_tasks import NodeTasks
-from hybridrl.controller.placement import Slot, check_engines, reserve
-from hybridrl.controller.ray.object_store import ObjectStore
-from hybridrl.controller.rendezvous import disagreement, given_port
+from hybridrl.controller.placement import (
+    Host,
+    Slot,
+    by_node,
+    number_cpu_slots,
+    rank_order,
+    reserve,
+)
+from hybridrl.controller.rendezvous import given_port
 from hybridrl.controller.signals import shielded
-from hybridrl.controller.spans import PartTimes, SpanLog
-from hybridrl.controller.spawning import PoolConfig, ranked_hosts, spawn
 from hybridrl.controller.watch.ray_monitor import (
     RayMonitor,
     is_local_ray_broken,
     register_shared_memory,
 )
-from hybridrl.controller.watch.stall_detector import StallDetector, Stalled
-from hybridrl.controller.watch.stall_error import stall_error
-from hybridrl.controller.watch.waiting import Host, by_node, call_with_timeout, wait_for_all
+from hybridrl.controller.watch.waiting import StallDetector, wait_for_all
+from hybridrl.data.shardable import Piece
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)
@@ -41,18 +52,56 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 END_GRACE_S = 2.0
 CONTROL_TIMEOUT_S = 2.0
-START_SETTING = "cluster.start_timeout_s"
-STALL_SETTING = "cluster.stall_timeout_s"
 
 
-class Pool:
+@dataclass(frozen=True)
+class PoolConfig:
+    """Config of a pool.
+
+    Attributes:
+        slots_on_nodes: number of processes on each node.
+        modules: modules that every process imports first.
+        ahead: configs of roles; their slow modules are imported during the rendezvous.
+        log_folder: folder of the logs, one file per process.
+    """
+
+    cluster: ClusterConfig
+    slots_on_nodes: Sequence[int]
+    accelerator: Accelerator
+    fsdp: FSDPConfig
+    modules: Sequence[str]
+    ahead: Sequence[Any]
+    log_folder: Path
+
+
+class ObjectStore:
+    """Stores each piece in Ray's object store once, for the lifetime of the piece.
+
+    `guarded` is the context of each call into Ray, which without a raylet would end this process.
+    """
+
+    def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
+        self._guarded = guarded
+        self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def reference(self, piece: Piece) -> ObjectRef:
+        """Return the reference to a piece's content; WorkerError if Ray is lost or has no room."""
+        if piece not in self._stored:
+            with self._guarded():
+                self._stored[piece] = ray.put(piece())
+        return self._stored[piece]
+
+
+class Pool(AbstractContextManager["Pool"]):
     """Worker processes in the order of their ranks, joined in one process group.
 
     Create it inside `ray_runtime` and close it there; also a context manager.
 
     Raises:
-        ConfigError: the cluster lacks slots, an engine would straddle nodes, or no port is free
-            for the rendezvous.
+        ConfigError: the cluster lacks slots, or no port is free for the rendezvous.
         WorkerError: a process failed to start or to join.
     """
 
@@ -62,27 +111,26 @@ class Pool:
         self._nodes = NodeTasks()
         self._readers: dict[int, PositionReader] = {}
         self._reservation: PlacementGroup | None = None
-        self._busy: dict[ObjectRef, Host] = {}
+        self._busy: Sequence[ObjectRef] = []
         self._shared_memory: dict[str, list[str]] = {}
         self._ray_monitor = RayMonitor(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
         self.store = ObjectStore(partial(self._ray_monitor.guarded, "sending a batch"))
-        self.start_times = PartTimes()
+        self.start_times = SetupTimes(time.time())
         with ExitStack() as undo:
             undo.callback(self.close)
-            with self.start_times.part("processes"):
-                with self._ray_monitor.guarded("start: slots"):
-                    check = partial(self._ray_monitor.check, "start: slots")
-                    on_gpu = config.accelerator is Accelerator.gpu
-                    timeout_s = config.cluster.start_timeout_s
-                    self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
-                self._identify(spawn(config, self._reservation))
-            with self.start_times.part("imports"):
-                self._start_step(self.hosts, "preload", [(list(config.modules),)] * self.size)
-            with self.start_times.part("rendezvous"):
-                self._start_step(self.hosts, "import_ahead", [(list(config.ahead),)] * self.size)
-                self._join_rendezvous()
-                self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
+            with self._ray_monitor.guarded("start: slots"):
+                check = partial(self._ray_monitor.check, "start: slots")
+                on_gpu = config.accelerator is Accelerator.gpu
+                timeout_s = config.cluster.start_timeout_s
+                self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
+            self._identify(self._spawn(self._reservation))
+            self.start_times.mark("processes")
+            self._start_step(self.hosts, "preload", [(config.modules, config.ahead)] * self.size)
+            self.start_times.mark("imports")
+            self._join_rendezvous()
+            self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
+            self.start_times.mark("rendezvous")
             undo.pop_all()
         self.spans = SpanLog(self.size)
 
@@ -92,28 +140,44 @@ class Pool:
         return len(self.hosts)
 
     def run(self, method: str, arguments: Sequence[tuple], phase: str) -> list[Any]:
-        """Call a host method on every rank and wait.
+        """Call a method of WorkerHost on every rank and wait; return results by rank.
 
-        Args:
-            method: method of WorkerHost.
-            arguments: one tuple per rank.
-            phase: name for messages, "actor.update".
-
-        Returns:
-            Results by rank.
-
-        Raises:
-            WorkerError: a rank failed or died, or none made progress (cluster.stall_timeout_s).
+        The phase is the name for messages, "actor.update". Raises as `wait_for_all` does.
         """
         return self.begin(method, arguments, phase)()
 
-    def begin(self, method: str, arguments: Sequence[tuple], phase: str) -> Callable[[], list[Any]]:
-        """Call a host method on every rank; return a function that waits, as `run` does.
+    def begin(
+        self,
+        method: str,
+        arguments: Sequence[tuple],
+        phase: str,
+        hosts: Sequence[Host] | None = None,
+        *,
+        is_step: bool = False,
+    ) -> Callable[[], list[Any]]:
+        """Call a host method on every rank, or on `hosts`; return a function that waits, as `run`.
 
-        Make no other call until it has returned.
+        Make no other call until it has returned. `is_step`: a step of the start (`StallDetector`).
         """
-        refs = self._submit(self.hosts, method, arguments, phase)
-        return partial(self._wait, self.hosts, refs, phase)
+        called = self.hosts if hosts is None else hosts
+        of_hosts = zip(called, arguments, strict=True)
+        with self._ray_monitor.guarded(phase):
+            refs = [getattr(host.handle, method).remote(*own) for host, own in of_hosts]
+        self._busy = refs
+
+        def results() -> list[Any]:
+            watched = self._config.cluster, self._readers, self._nodes, self._ray_monitor
+            detector = StallDetector(*watched, phase, len(called), is_step=is_step)
+            try:
+                with self._ray_monitor.guarded(phase):
+                    found = wait_for_all(called, refs, phase, detector)
+            except WorkerError:
+                self._ray_monitor.check_after_failure(phase)
+                raise
+            self._busy = []
+            return found
+
+        return results
 
     def read_ahead(self, model: ModelConfig) -> None:
         """Begin to prefetch the model's checkpoint if all ranks are on one node; return at once.
@@ -125,8 +189,8 @@ class Pool:
 
     def connect(self) -> None:
         """Connect the roles in each process to each other, once all are built."""
-        with self.start_times.part("connect"):
-            files = self.run("connect", [()] * self.size, "start: connect")
+        files = self.run("connect", [()] * self.size, "start: connect")
+        self.start_times.mark("connect")
         for host, paths in zip(self.hosts, files, strict=True):
             self._register_shared_memory(host, paths)
 
@@ -142,19 +206,18 @@ class Pool:
             if self._nodes.submits_tasks and not is_local_ray_broken():
                 with suppress(RayError):
                     self._close_idle()
-            left = self._footprints()
+            # Shared memory is also recorded at the start: ranks may have died since.
+            pids = {node: ([h.pid for h in there],) for node, there in by_node(self.hosts).items()}
+            found = self._nodes.run_each(processes.footprint, pids)
+            left = {node: found.get(node, processes.Footprint([], [])) for node in pids}
             grace_s = END_GRACE_S if self._release_within_timeout() else 0.0
-            arguments = {node_id: (footprint, grace_s) for node_id, footprint in left.items()}
-            for remaining in self._nodes.run_each(processes.end, arguments).values():
-                if remaining:
-                    logger.error("processes still alive after SIGKILL: %s", remaining)
+            early = self._shared_memory
+            arguments = {node: (left[node], early.get(node, []), grace_s) for node in left}
+            self._nodes.run_each(processes.end, arguments)
             for reader in self._readers.values():
                 reader.close()
             self._readers, self.hosts = {}, []
             self._reservation = None
-
-    def __enter__(self) -> "Pool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -176,24 +239,43 @@ class Pool:
             with suppress(RayError):
                 remove_placement_group(self._reservation)
 
+    def _spawn(self, reservation: PlacementGroup) -> list[ActorHandle]:
+        """Create one process per slot; they start in the background."""
+        config, actor = self._config, ray.remote(WorkerHost)
+        import_path, omp_threads = tuple(sys.path), os.environ.get("OMP_NUM_THREADS")
+        folder = str(config.log_folder.resolve())
+        bundles = zip(reservation.bundle_specs, config.slots_on_nodes, strict=True)
+        return [
+            actor.options(
+                num_cpus=bundle["CPU"] / slots,
+                num_gpus=1 if "GPU" in bundle else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(reservation, index),
+            ).remote(config.cluster, config.accelerator, slots, folder, import_path, omp_threads)
+            for index, (bundle, slots) in enumerate(bundles)
+            for _ in range(slots)
+        ]
+
     def _identify(self, handles: Sequence[ActorHandle]) -> None:
         """Assign ranks to new processes by their places."""
+        folder = self._config.log_folder.resolve()
         # Hosts without a rank are numbered in the order of creation.
         unknown = Slot("?", "0.0.0.0", 0)
         anonymous = [
-            Host(k, handle, unknown, 0, "an unknown node", self._config.log_folder)
+            Host(k, handle, unknown, 0, "an unknown node", folder)
             for k, handle in enumerate(handles)
         ]
         infos = self._start_step(anonymous, "info", [()] * len(handles))
-        self.hosts = ranked_hosts(self._config, handles, infos)
+        slots = [slot for slot, _, _ in infos]
+        if self._config.accelerator is Accelerator.cpu:
+            slots = number_cpu_slots(slots)
+        for rank, k in enumerate(rank_order(slots)):
+            _, pid, name = infos[k]
+            log_file = folder / f"{name}_rank{rank}.log"
+            self.hosts.append(Host(rank, handles[k], slots[k], pid, name, log_file))
         near = [host for host in self.hosts if host.slot.node_id == self._nodes.driver]
         readers = {host.rank: open_position(host.pid) for host in near}
         self._readers = {rank: reader for rank, reader in readers.items() if reader is not None}
-        check_engines(
-            [host.slot for host in self.hosts],
-            self._config.ranks_per_engine,
-            allow_straddle=self._config.allow_straddle,
-        )
 
     def _join_rendezvous(self) -> None:
         """Agree on one rendezvous; the user's MASTER_ADDR and MASTER_PORT take precedence.
@@ -204,27 +286,13 @@ class Pool:
         address = os.environ.get("MASTER_ADDR")
         if address is None and (self._port is not None or len(by_node(self.hosts)) > 1):
             address = first.slot.node_ip
-        low, high = self._config.cluster.rendezvous_ports
-        request = (address, self._port, (low, high), self.size)
+        band = self._config.cluster.rendezvous_ports
+        request = (address, self._port, (band[0], band[1]), self.size)
         (where,) = self._start_step([first], "open_rendezvous", [request])
         if where.is_file:
             self._register_shared_memory(first, [where.address])
-        elif self._port is None and not low <= where.port <= high:
-            logger.warning(
-                "the rendezvous uses port %d, outside cluster.rendezvous_ports: on rank 0's node, "
-                "ip_local_port_range reserves ports of %d to %d for outgoing connections",
-                where.port,
-                low,
-                high,
-            )
-        reports = self._start_step(
-            self.hosts,
-            "join_rendezvous",
-            [(where, host.rank, host.slot) for host in self.hosts],
-        )
-        difference = disagreement(where, reports)
-        if difference is not None:
-            raise WorkerError([0], "start: rendezvous", difference)
+        arguments = [(where, host.rank, host.slot) for host in self.hosts]
+        self._start_step(self.hosts, "join_rendezvous", arguments)
 
     def _register_shared_memory(self, host: Host, paths: Sequence[str]) -> None:
         """Register files of a rank's node for removal at the end of the pool or the run."""
@@ -235,100 +303,16 @@ class Pool:
     def _start_step(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
-        phase = f"start: {method}"
-        refs = self._submit(hosts, method, arguments, phase)
-        return self._wait(hosts, refs, phase, self._config.cluster.start_timeout_s)
-
-    def _submit(
-        self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
-    ) -> list[ObjectRef]:
-        with self._ray_monitor.guarded(phase):
-            refs = [
-                getattr(host.handle, method).remote(*own)
-                for host, own in zip(hosts, arguments, strict=True)
-            ]
-        self._busy = dict(zip(refs, hosts, strict=True))
-        return refs
-
-    def _wait(
-        self,
-        hosts: Sequence[Host],
-        refs: Sequence[ObjectRef],
-        phase: str,
-        limit_s: float = math.inf,
-    ) -> list[Any]:
-        """Wait for the results of a call.
-
-        Args:
-            hosts: the called hosts.
-            refs: their results.
-            phase: name for messages.
-            limit_s: cluster.start_timeout_s for steps of the start, in which ranks publish no
-                progress. Other calls have no limit as long as a rank makes progress.
-        """
-        stalled_s, stall_setting = self._stall_limit(phase, limit_s)
-        watch = StallDetector(
-            self._readers,
-            self._nodes,
-            phase,
-            len(hosts),
-            stalled_s,
-            self._ray_monitor,
-            reports_progress=limit_s == math.inf,
-        )
-        try:
-            with self._ray_monitor.guarded(phase):
-                results = wait_for_all(hosts, refs, phase, limit_s, watch)
-        except TimeoutError as error:
-            (late,) = error.args
-            setting = START_SETTING
-            finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
-        except Stalled as stalled:
-            late, setting = stalled.late, stall_setting
-            finding = f"{stalled.what} in {phase} for {setting}={stalled_s:g} s"
-        except WorkerError:
-            self._ray_monitor.check_after_failure(phase)
-            raise
-        else:
-            self._busy = {}
-            return results
-        self._ray_monitor.check_after_failure(phase)
-        advice = f"If they are only slow, raise {setting}."
-        raise stall_error(self._nodes, late, len(hosts), phase, finding, advice)
-
-    def _stall_limit(self, phase: str, limit_s: float) -> tuple[float, str]:
-        """Return the seconds allowed without progress, and the name of the setting.
-
-        While roles are built, imports and compilers report little progress.
-        """
-        cluster = self._config.cluster
-        is_building = limit_s == math.inf and phase.startswith("start: ")
-        if is_building and 0 < cluster.stall_timeout_s < cluster.start_timeout_s:
-            return cluster.start_timeout_s, START_SETTING
-        return cluster.stall_timeout_s, STALL_SETTING
+        return self.begin(method, arguments, f"start: {method}", hosts, is_step=True)()
 
     def _close_idle(self) -> None:
         """Close roles in order, unless a call is in flight: then ranks wait for others."""
         if not self.hosts or not ray.is_initialized():
             return
-        refs = list(self._busy)
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
-        if len(done) < len(refs):
+        busy = self._busy
+        if busy and ray.wait(busy, num_returns=len(busy), timeout=0)[1]:
             return
         closing = [host.handle.close.remote() for host in self.hosts]
         _, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         if late:
             logger.warning("%d worker(s) did not close within %g s", len(late), CLOSE_TIMEOUT_S)
-
-    def _footprints(self) -> dict[str, processes.Footprint]:
-        """Return processes, with children, and shared memory of the hosts, by node."""
-        members = by_node(self.hosts)
-        pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in members.items()}
-        found = self._nodes.run_each(processes.footprint, pids)
-        left = {}
-        for node_id in members:
-            now = found.get(node_id, processes.Footprint([], []))
-            # Recorded at the start: ranks may have died since.
-            early = self._shared_memory.get(node_id, [])
-            left[node_id] = now._replace(shared_memory=sorted({*now.shared_memory, *early}))
-        return left

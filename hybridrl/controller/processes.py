@@ -69,15 +69,10 @@ def footprint(pids: list[int]) -> Footprint:
     return Footprint(found, sorted(files))
 
 
-def end(left: Footprint, grace_s: float) -> list[int]:
-    """Wait for processes, kill those that do not exit, and unlink the shared memory.
+def end(left: Footprint, shared_memory: list[str], grace_s: float) -> int:
+    """Wait for processes, kill those that do not exit, and unlink their and more shared memory.
 
-    Args:
-        left: the processes and files.
-        grace_s: seconds for them to exit by themselves.
-
-    Returns:
-        Ids of processes that still exist.
+    Returns the number of killed processes.
     """
     alive = []
     for pid, created in left.processes:
@@ -85,21 +80,21 @@ def end(left: Footprint, grace_s: float) -> list[int]:
             process = psutil.Process(pid)
             if process.create_time() == created:
                 alive.append(process)
-    alive = wait_or_kill(alive, grace_s)
-    for path in left.shared_memory:
+    killed = wait_or_kill(alive, grace_s)
+    for path in {*left.shared_memory, *shared_memory}:
         Path(path).unlink(missing_ok=True)
-    return [process.pid for process in alive]
+    return killed
 
 
-def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
-    """Wait `grace_s` seconds for processes, kill the rest; return those that still exist."""
+def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> int:
+    """Wait `grace_s` seconds for processes, kill the rest; return their number."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    return psutil.wait_procs(alive, timeout=KILL_TIMEOUT_S)[1]
+    if left := psutil.wait_procs(alive, timeout=KILL_TIMEOUT_S)[1]:
+        logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
+    return len(alive)
 
 
 def ray_processes(variable: str, folder: Path) -> list[psutil.Process]:
@@ -113,26 +108,16 @@ def ray_processes(variable: str, folder: Path) -> list[psutil.Process]:
     titled = [
         p for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("ray::")
     ]
-    return marked + [p for p in titled if p.pid not in known and _has_open(p.pid, folder)]
+    return marked + [p for p in titled if p.pid not in known and _has_open(p, folder)]
 
 
 def with_environment(name: str, value: str) -> list[psutil.Process]:
     """Return this user's processes that were started with this environment variable."""
-    wanted = f"{name}={value}".encode()
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found.append(process)
-        except OSError:
-            continue  # exited, or another user's
-    return found
+    found = psutil.process_iter(["environ"])
+    return [p for p in found if (p.info["environ"] or {}).get(name) == value]
 
 
-def _has_open(pid: int, folder: Path) -> bool:
-    with suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed since
-                if os.readlink(link).startswith(f"{folder}/"):
-                    return True
+def _has_open(process: psutil.Process, folder: Path) -> bool:
+    with suppress(psutil.Error):  # exited, or another user's
+        return any(file.path.startswith(f"{folder}/") for file in process.open_files())
     return False

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Keys of rank 0's store for its owner and the number of ranks.
-HOLDER, WORLD_SIZE = "hybridrl/holder", "hybridrl/world_size"
-# Environment variables from which libraries read a rendezvous.
-VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Key of rank 0's store for its owner.
+HOLDER = "hybridrl/holder"
 FILE_PREFIX = "hybridrl-rendezvous-"
 # Ports below are reserved for the system.
 FIRST_USER_PORT = 1024
@@ -55,18 +53,6 @@ class Rendezvous(NamedTuple):
         return self.port == 0
 
 
-class Joined(NamedTuple):
-    """Rendezvous that a rank has joined, as it reports it.
-
-    Attributes:
-        store: address of its connection, with owner and size as stored there.
-        environment: values of `VARIABLES`; empty if unset.
-    """
-
-    store: Rendezvous
-    environment: dict[str, str]
-
-
 def open_store(
     address: str, ports: Sequence[int], world_size: int, timeout_s: float
 ) -> tuple["TCPStore", Rendezvous]:
@@ -74,18 +60,13 @@ def open_store(
 
     With an IP address of this node, or localhost, it listens on that address only. With a name it
     listens on all addresses, because nodes often resolve their own name to 127.0.1.1.
-
-    Raises:
-        ConfigError: no port is free.
     """
     from torch.distributed import TCPStore
 
     listener = listen(address, ports)
     port = listener.getsockname()[1]
     store = TCPStore(
-        address,
-        port,
-        world_size,
+        *(address, port, world_size),
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
@@ -111,22 +92,15 @@ def open_file_store(world_size: int, timeout_s: float) -> tuple["FileStore", Ren
 def _publish_owner(
     store: "TCPStore | FileStore", address: str, port: int, world_size: int
 ) -> Rendezvous:
-    """Write owner and size into the store; return its rendezvous."""
     holder = f"{socket.gethostname()} pid {os.getpid()}"
     store.set(HOLDER, holder)
-    store.set(WORLD_SIZE, str(world_size))
     return Rendezvous(address, port, world_size, holder)
 
 
 def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range:
     """Return the ports `first` to `last`, moved below the kernel's ephemeral range on overlap.
 
-    Any outgoing connection may hold a port of the ephemeral range. Without room below the range,
-    the band stays.
-
-    Args:
-        first, last: bounds, inclusive.
-        ephemeral: the kernel's file with first and last port of the range.
+    Any outgoing connection may hold a port of that range. Without room below it, the band stays.
     """
     low, high = (int(number) for number in ephemeral.read_text().split())
     size = last - first + 1
@@ -136,11 +110,7 @@ def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range
 
 
 def given_port() -> int | None:
-    """Return MASTER_PORT, or None if unset.
-
-    Raises:
-        ConfigError: it is not a port.
-    """
+    """Return MASTER_PORT, or None if unset; ConfigError if it is not a port."""
     text = os.environ.get("MASTER_PORT")
     if text is None:
         return None
@@ -150,11 +120,7 @@ def given_port() -> int | None:
 
 
 def listen(address: str, ports: Sequence[int]) -> socket.socket:
-    """Listen on the first free port of `ports`.
-
-    Raises:
-        ConfigError: no port is free.
-    """
+    """Listen on the first free port of `ports`; ConfigError if there is none."""
     taken: list[int] = []
     for port in ports:
         try:
@@ -171,7 +137,7 @@ def listen(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _listen_on(address: str, port: int) -> socket.socket:
-    if _is_own(address):
+    if address == "localhost" or _is_ip(address):  # may name one interface of this node
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
             return socket.create_server(place, family=family)  # type: ignore[arg-type]
@@ -183,10 +149,7 @@ def _listen_on(address: str, port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _is_own(address: str) -> bool:
-    """Return True for an IP address or localhost, which may name one interface of this node."""
-    if address == "localhost":
-        return True
+def _is_ip(address: str) -> bool:
     try:
         ipaddress.ip_address(address)
     except ValueError:
@@ -195,26 +158,36 @@ def _is_own(address: str) -> bool:
 
 
 def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore | FileStore":
-    """Connect to rank 0's store within `timeout_s` seconds."""
+    """Connect to rank 0's store within `timeout_s` seconds.
+
+    Raises:
+        RuntimeError: there is another store at the address, as of another run at localhost.
+    """
     from torch.distributed import FileStore, TCPStore
 
+    timeout = timedelta(seconds=timeout_s)
     if where.is_file:
-        store = FileStore(where.address)
-        store.set_timeout(timedelta(seconds=timeout_s))
-        return store
-    return TCPStore(
-        where.address,
-        where.port,
-        where.world_size,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+        store: TCPStore | FileStore = FileStore(where.address)
+        store.set_timeout(timeout)
+    else:
+        size = where.world_size
+        store = TCPStore(where.address, where.port, size, is_master=False, timeout=timeout)
+    holder = store.get(HOLDER).decode() if store.check([HOLDER]) else "no rank 0"
+    if holder != where.holder:
+        place = where.address if where.is_file else f"{where.address}:{where.port}"
+        raise RuntimeError(
+            f"the rendezvous {place} should be of {where.holder}, and is of {holder}.\n"
+            "Set MASTER_ADDR to an address of rank 0's node that every node can reach."
+        )
+    return store
 
 
 def environment_of(where: Rendezvous) -> dict[str, str]:
     """Return the environment variables for libraries; a file has only WORLD_SIZE."""
-    place = () if where.is_file else (where.address, str(where.port))
-    return dict(zip(VARIABLES, (str(where.world_size), *place), strict=False))
+    found = {"WORLD_SIZE": str(where.world_size)}
+    if not where.is_file:
+        found |= {"MASTER_ADDR": where.address, "MASTER_PORT": str(where.port)}
+    return found
 
 
 def interface_of(address: str) -> str | None:
@@ -225,50 +198,3 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in entries):
             return name
     return None
-
-
-def joined(store: "TCPStore | FileStore") -> Joined:
-    """Return the rendezvous of a connected store; no holder if rank 0 did not create it."""
-    from torch.distributed import FileStore
-
-    is_ours = store.check([HOLDER, WORLD_SIZE])
-    holder = store.get(HOLDER).decode() if is_ours else ""
-    world_size = int(store.get(WORLD_SIZE)) if is_ours else 0
-    is_file = isinstance(store, FileStore)
-    address, port = (store.path, 0) if is_file else (store.host, store.port)
-    found = Rendezvous(address, port, world_size, holder)
-    return Joined(found, {name: os.environ.get(name, "") for name in VARIABLES})
-
-
-def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
-    """Describe the ranks that joined another rendezvous than rank 0's; None if all agree."""
-    others = [
-        f"rank {rank} has {text}"
-        for rank, text in enumerate(_differences(expected, reports))
-        if text
-    ]
-    if not others:
-        return None
-    return (
-        f"the ranks do not agree on the rendezvous {_describe(expected)}: {'; '.join(others)}.\n"
-        "Set MASTER_ADDR to an address of rank 0's node that every node can reach."
-    )
-
-
-def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[str]:
-    """Describe the differences of each rank; empty if there are none."""
-    for report in reports:
-        texts = [] if report.store == expected else [f"joined {_describe(report.store)}"]
-        texts += [
-            f"{name}={report.environment[name]}"
-            for name, value in environment_of(expected).items()
-            if report.environment[name] != value
-        ]
-        yield ", ".join(texts)
-
-
-def _describe(where: Rendezvous) -> str:
-    place = where.address if where.is_file else f"{where.address}:{where.port}"
-    if not where.holder:
-        return f"{place}, where no rank 0 listens"
-    return f"{place} of {where.holder} for {where.world_size} ranks"

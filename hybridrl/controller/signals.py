@@ -6,11 +6,11 @@ ignored after the first one. Under nohup it is always ignored.
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 SIGNALS = (signal.SIGINT, *TERMINATING)
 
+Handler = Callable[[int, FrameType | None], None]
+
 
 class Interrupted(KeyboardInterrupt):
     """Request of a signal to end the run. Ray's blocking calls pass no other exception type.
 
-    Args:
-        signum: the signal; the usual exit code is 128 + signum.
+    The usual exit code is 128 + `signum`.
     """
 
     def __init__(self, signum: int) -> None:
@@ -34,75 +35,52 @@ class Interrupted(KeyboardInterrupt):
         return f"interrupted by {signal.Signals(self.signum).name}"
 
 
-def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal as Ctrl-C: leave through every `finally`.
+@contextmanager
+def _handling(signals: Iterable[int], handler: Handler) -> Iterator[None]:
+    """Handle signals that are not ignored; afterwards restore the handlers, but of a SIGHUP."""
 
-    Raises:
-        Interrupted: always.
-    """
-    _count_once(signum)
-    raise Interrupted(signum)
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            signal.signal(signum, signal.SIG_IGN)
+        handler(signum, frame)
 
-
-def interrupt_on_termination() -> None:
-    """Handle SIGTERM, and SIGHUP unless it is ignored, as Ctrl-C."""
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, interrupt)
-
-
-def _count_once(signum: int) -> None:
-    if signum == signal.SIGHUP:
-        signal.signal(signum, signal.SIG_IGN)
+    # A background job of a shell ignores Ctrl-C. None: a handler that Python cannot restore.
+    heeded = [s for s in signals if signal.getsignal(s) not in (signal.SIG_IGN, None)]
+    previous = {signum: signal.signal(signum, handle) for signum in heeded}
+    try:
+        yield
+    finally:
+        for signum, before in previous.items():
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # a SIGHUP has come
+                signal.signal(signum, before)
 
 
-class SignalGuard:
-    """Context manager in which signals raise `Interrupted`; restores the handlers at the end.
+@contextmanager
+def signal_guard() -> Iterator[None]:
+    """Raise `Interrupted` in the block on a signal; restores the handlers at the end.
 
     A plain KeyboardInterrupt, to which Ray reduces the subclass, becomes `Interrupted` as well.
     Enter it in the main thread.
     """
+    received = [int(signal.SIGINT)]
 
-    def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-        self._received: int | None = None
-
-    def __enter__(self) -> "SignalGuard":
-        self._previous = {signum: signal.getsignal(signum) for signum in SIGNALS}
-        for signum, previous in self._previous.items():
-            if previous is not signal.SIG_IGN:  # a background job of a shell ignores Ctrl-C
-                signal.signal(signum, self._handle)
-        return self
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        _count_once(signum)
-        self._received = signum
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        received.append(signum)
         raise Interrupted(signum)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _restore(self._previous)
-        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
-            raise Interrupted(self._received or signal.SIGINT) from None
-
-
-def _restore(previous: Mapping[int, Any]) -> None:
-    """Restore handlers, except of a SIGHUP that has come."""
-    for signum, handler in previous.items():
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handler)
+    with _handling(SIGNALS, interrupt):
+        try:
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(received[-1]) from None
 
 
 class Preempted(Interrupted):
     """Preemption: the run has ended on SIGTERM or SIGHUP, after an attempt to checkpoint.
 
-    Args:
-        signum: the signal.
-        checkpoint: the checkpoint to resume from; None: it could not be written.
+    Without a checkpoint to resume from, it could not be written.
     """
 
     def __init__(self, signum: int, checkpoint: Path | None) -> None:
@@ -120,22 +98,17 @@ def preemption_behind(error: BaseException | None) -> Preempted | None:
 class Preemption:
     """Context manager in which SIGTERM and SIGHUP request an end within a grace period.
 
-    After the period, or on a second SIGTERM, `Interrupted` is raised. An error in the period
-    becomes `Interrupted`, because other processes may have got the signal as well. Enter it in
-    the main thread, inside a `SignalGuard`.
-
-    Args:
-        grace_s: the grace period in seconds; 0: none.
-
-    Attributes:
-        asked_by: the signals received, in order.
+    After the period of `grace_s` seconds (0: none), or on a second SIGTERM, `Interrupted` is
+    raised. An error in the period becomes `Interrupted`, because other processes may have got the
+    signal as well. Enter it in the main thread, inside `signal_guard`. `asked_by` are the signals
+    received, in order.
     """
 
     def __init__(self, grace_s: float) -> None:
         self.asked_by: list[int] = []
         self._has_ended = False
         self._grace_s = grace_s
-        self._previous: dict[int, Any] = {}
+        self._handlers = ExitStack()
 
     @property
     def is_asked(self) -> bool:
@@ -144,10 +117,9 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         if self._grace_s > 0:
-            for signum in TERMINATING:
-                if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._previous[signum] = signal.signal(signum, self._ask)
-            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
+            self._handlers.enter_context(_handling(TERMINATING, self._ask))
+            self._handlers.enter_context(_handling([signal.SIGALRM], self._end))
+            self._handlers.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
         return self
 
     def __exit__(
@@ -156,9 +128,7 @@ class Preemption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._previous:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-        _restore(self._previous)
+        self._handlers.close()
         if self._has_ended and type(error) is KeyboardInterrupt:  # Ray drops the subclass
             raise Interrupted(self.asked_by[0]) from None
         if self.is_asked and isinstance(error, Exception):
@@ -166,7 +136,6 @@ class Preemption:
             raise Interrupted(self.asked_by[0]) from error
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        _count_once(signum)
         self.asked_by.append(signum)
         if self.asked_by.count(signum) > 1:
             self._end(signum, frame)
@@ -192,15 +161,10 @@ def shielded() -> Iterator[None]:
     received: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        _count_once(signum)
         logger.warning("%s: handled after the start or shutdown", signal.Signals(signum).name)
         received.append(signum)
 
-    heeded = [s for s in SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
-    previous: dict[int, Any] = {signum: signal.signal(signum, note) for signum in heeded}
-    try:
+    with _handling(SIGNALS, note):
         yield
-    finally:
-        _restore(previous)
     if received:
         raise Interrupted(received[0])

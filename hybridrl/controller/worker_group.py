@@ -1,7 +1,6 @@
 """Worker groups: the driver's handle of a role, with calls dispatched to all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,12 +8,12 @@ from typing import Any
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.world import slots_on_nodes
-from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
+from hybridrl.config.schema import RunConfig, SaverConfig
 from hybridrl.controller.background import import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.host import import_class
-from hybridrl.controller.pool import Pool
-from hybridrl.controller.spawning import PoolConfig
+from hybridrl.controller.placement import warn_of_straddling
+from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.data.shardable import Shardable
 from hybridrl.workers.dispatch import Dispatch, dispatch_of
 
@@ -26,13 +25,7 @@ SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
 class WorkerGroup:
-    """One role on all ranks of a pool.
-
-    Args:
-        pool: processes that host the role.
-        role: name of the role.
-        config: config of the role; `config.worker` is the dotted path of its class.
-    """
+    """One role on all ranks of a pool; `config.worker` is the dotted path of its class."""
 
     def __init__(self, pool: Pool, role: str, config: Any) -> None:
         self.role = role
@@ -57,17 +50,10 @@ class WorkerGroup:
             AttributeError: the method is not marked with `@on_all_ranks`.
             WorkerError: a rank raised or died, or none made progress for cluster.stall_timeout_s.
         """
-        dispatch = dispatch_of(self.worker_class, method)
-        if dispatch in SHARDED:
-            whole, *others = args
-            call = Call(self, method, tuple(others), kwargs)
-            return call_together({method: call}, whole)[method].value
-        call = Call(self, method, args, kwargs)
-        arguments = [([call.on_rank(rank)], None) for rank in range(self.num_ranks)]
-        per_rank = self.pool.run("call", arguments, f"{self.role}.{method}")
-        self.pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
-        values = [outcome.value for (outcome,) in per_rank]
-        return values[0] if dispatch is Dispatch.RANK_ZERO else values
+        is_sharded = dispatch_of(self.worker_class, method) in SHARDED
+        whole, others = (args[0], args[1:]) if is_sharded else (None, args)
+        call = Call(self, method, others, kwargs)
+        return begin_together({method: call}, whole)()[method].value
 
 
 @dataclass(frozen=True)
@@ -84,16 +70,22 @@ class Call:
         """Dispatch mode of the method."""
         return dispatch_of(self.group.worker_class, self.method)
 
+    @property
+    def name(self) -> str:
+        """Name in messages: "actor.update"."""
+        return f"{self.group.role}.{self.method}"
+
     def on_rank(self, rank: int) -> RoleCall:
         """Return the message to a rank."""
-        keep = self.dispatch is Dispatch.BROADCAST or rank in self.answering()
-        return RoleCall(self.group.role, self.method, self.args, dict(self.kwargs), keep)
+        return RoleCall(self.name, self.args, dict(self.kwargs), rank in self.answering())
 
-    def answering(self) -> list[int]:
-        """Return the ranks whose results are used: the first of each shard, or rank 0."""
+    def answering(self) -> range:
+        """Return the ranks whose results are used: all, the first of each shard, or rank 0."""
+        if self.dispatch is Dispatch.BROADCAST:
+            return range(self.group.num_ranks)
         if self.dispatch is Dispatch.SHARD_DP:
-            return list(range(0, self.group.num_ranks, self.group.ranks_per_shard))
-        return [0]
+            return range(0, self.group.num_ranks, self.group.ranks_per_shard)
+        return range(1)
 
 
 def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, TimedResult]:
@@ -102,14 +94,14 @@ def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, Time
 
 
 def begin_together(
-    calls: Mapping[str, Call], whole: Shardable
+    calls: Mapping[str, Call], whole: Shardable | None
 ) -> Callable[[], dict[str, TimedResult]]:
     """Run methods of several roles, one after the other in every process, on one batch.
 
     Args:
-        calls: calls by any name, marked SHARD_DP or SHARD_DP_REDUCED. Their roles are in one
-            pool and have the same number of shards.
-        whole: the first argument of the methods. Pieces already sent are not sent again.
+        calls: calls by any name, of roles in one pool with the same number of shards.
+        whole: the first argument of the methods, which are marked SHARD_DP or SHARD_DP_REDUCED.
+            Pieces already sent are not sent again. None: the methods have neither mark.
 
     Returns:
         A function that waits: for each call the result that its `Dispatch` defines, and the span
@@ -120,89 +112,61 @@ def begin_together(
         AttributeError: a method is not marked with `@on_all_ranks`.
     """
     ((pool, num_shards),) = {(call.group.pool, call.group.num_shards) for call in calls.values()}
-    assert all(call.dispatch in SHARDED for call in calls.values()), list(calls)
-    stored = [[pool.store.reference(p) for p in part] for part in whole.pieces(num_shards)]
+    assert all((c.dispatch in SHARDED) == (whole is not None) for c in calls.values()), list(calls)
+    assemble = None
+    stored: list[list[Any]] = [[]] * num_shards
+    if whole is not None:
+        assemble = whole.assemble
+        stored = [[pool.store.reference(p) for p in part] for part in whole.pieces(num_shards)]
     assert len(stored) == num_shards, (len(stored), num_shards)
     arguments = [
         (
-            [c.on_rank(rank) for c in calls.values()],
-            whole.assemble,
+            [call.on_rank(rank) for call in calls.values()],
+            assemble,
             *stored[rank * num_shards // pool.size],
         )
         for rank in range(pool.size)
     ]
-    phase = ", ".join(f"{call.group.role}.{call.method}" for call in calls.values())
-    wait = pool.begin("call", arguments, phase)
+    wait = pool.begin("call", arguments, ", ".join(call.name for call in calls.values()))
 
     def results() -> dict[str, TimedResult]:
         per_rank = wait()
         pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
-        return _outcomes(calls, whole, per_rank)
+        of_calls = zip(calls.items(), zip(*per_rank, strict=True), strict=True)
+        return {name: _outcome(call, whole, ranks) for (name, call), ranks in of_calls}
 
     return results
 
 
-def _outcomes(
-    calls: Mapping[str, Call], whole: Shardable, per_rank: Sequence[Sequence[TimedResult]]
-) -> dict[str, TimedResult]:
-    """Join the results of each call over the ranks."""
-    outcomes = {}
-    for (name, call), ranks in zip(calls.items(), zip(*per_rank, strict=True), strict=True):
-        values = [ranks[rank].value for rank in call.answering()]
-        value = whole.join(values) if call.dispatch is Dispatch.SHARD_DP else values[0]
-        outcomes[name] = TimedResult(value, max((o.span for o in ranks), key=lambda s: s.seconds))
-    return outcomes
+def _outcome(call: Call, whole: Shardable | None, ranks: Sequence[TimedResult]) -> TimedResult:
+    """Join the results of a call over the ranks."""
+    value: Any = [ranks[rank].value for rank in call.answering()]
+    if call.dispatch is Dispatch.SHARD_DP and whole is not None:
+        value = whole.join(value)
+    elif call.dispatch is not Dispatch.BROADCAST:
+        value = value[0]
+    return TimedResult(value, max((o.span for o in ranks), key=lambda span: span.seconds))
 
 
 def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup]:
     """Build roles in a pool's processes, in the order given, and connect all roles of the pool.
 
-    Args:
-        pool: the processes.
-        configs: config by role, an instance of its worker's `config_class`.
-
-    Returns:
-        Worker group by role.
+    Each config is an instance of its worker's `config_class`.
     """
-    groups = {role: build_role(pool, role, config) for role, config in configs.items()}
+    groups = {role: _build_role(pool, role, config) for role, config in configs.items()}
     pool.connect()
     return groups
 
 
-def build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
-    """Build one role in a pool's processes, without connecting it to the others."""
-    building = [(role, config.worker, config)] * pool.size
-    with pool.start_times.part(role):
-        pool.run("build", building, f"start: {role}")
+def _build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
+    pool.run("build", [(role, config.worker, config)] * pool.size, f"start: {role}")
+    pool.start_times.mark(role)
     return WorkerGroup(pool, role, config)
-
-
-def _build_run(
-    pool: Pool, configs: Mapping[str, Any], fsdp: FSDPConfig, imported: Future[None]
-) -> dict[str, WorkerGroup]:
-    """Build the roles of a run; the rollout engine determines the sharding of the others.
-
-    Args:
-        pool: the processes.
-        configs: configs by role.
-        fsdp: the sharding spec as configured.
-        imported: import of the roles' modules; awaited after the rollout engine is built.
-    """
-    pool.read_ahead(configs["actor"].model)
-    rollout = build_role(pool, "rollout", configs["rollout"])
-    imported.result()
-    spec = replace(fsdp, columns=rollout.call("columns", fsdp))
-    others = {
-        role: own if isinstance(own, SaverConfig) else replace(own, fsdp=spec)
-        for role, own in configs.items()
-        if role != "rollout"
-    }
-    return {"rollout": rollout, **build_roles(pool, others)}
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Worker groups of a run and their pool; a context manager that closes the pool.
+    """Worker groups of a run and their pool, which the caller closes.
 
     `critic` is None if the advantage estimator uses no values, `ref` without KL penalty,
     `reward_model` if the run has none.
@@ -210,21 +174,11 @@ class Workers:
 
     pool: Pool
     actor: WorkerGroup
-    critic: WorkerGroup | None
     rollout: WorkerGroup
-    ref: WorkerGroup | None
-    reward_model: WorkerGroup | None
     saver: WorkerGroup
-
-    def close(self) -> None:
-        """End all worker processes; see `Pool.close`."""
-        self.pool.close()
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    critic: WorkerGroup | None = None
+    ref: WorkerGroup | None = None
+    reward_model: WorkerGroup | None = None
 
 
 def start_workers(config: RunConfig, run_dir: Path) -> Workers:
@@ -236,47 +190,31 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         ConfigError: the cluster lacks slots, or a worker raised a ConfigError.
         WorkerError: a process failed to start, to join or to build a role.
     """
-    idle = {
-        *([] if uses_critic(config) else ["critic"]),
-        *([] if config.algorithm.kl.coef != 0 else ["ref"]),
-        *([] if config.reward_model is not None else ["reward_model"]),
+    uses = {
+        "critic": uses_critic(config),
+        "ref": config.algorithm.kl.coef != 0,
+        "reward_model": config.reward_model is not None,
     }
-    configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
+    configs = {role: getattr(config, role) for role in BUILD_ORDER if uses.get(role, True)}
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
-    pool, groups = start_roles(config, configs, run_dir)
-    return Workers(
-        pool=pool,
-        actor=groups["actor"],
-        critic=groups.get("critic"),
-        rollout=groups["rollout"],
-        ref=groups.get("ref"),
-        reward_model=groups.get("reward_model"),
-        saver=groups["saver"],
-    )
+    groups = start_roles(config, configs, run_dir)
+    return Workers(groups["actor"].pool, **groups)
 
 
 def start_roles(
     config: RunConfig, configs: Mapping[str, Any], run_dir: Path
-) -> tuple[Pool, dict[str, WorkerGroup]]:
+) -> dict[str, WorkerGroup]:
     """Start one process per GPU or CPU slot and build roles in it; see `start_workers`.
 
-    Args:
-        config: config of the run.
-        configs: configs by role; must include rollout, which is built first, and actor.
-        run_dir: folder for logs.
-
-    Returns:
-        The pool, which the caller closes, and the worker group of each role.
+    Configs by role include rollout and actor. The rollout engine is built first and determines the
+    sharding of the other roles. The caller closes the pool of the worker groups.
     """
-    rollout = import_class(config.rollout.worker)
     modules = [role.worker.rpartition(".")[0] for role in configs.values()]
     pool_config = PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),
-        allow_straddle=config.placement.allow_straddle,
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
-        ranks_per_engine=rollout.ranks_per_shard(config.rollout),
         modules=modules,
         ahead=[config.rollout],
         log_folder=run_dir / "logs",
@@ -284,8 +222,17 @@ def start_roles(
     # Calls need the roles' classes; importing them here would delay the processes.
     imported = import_in_background(modules)
     with ExitStack() as undo:
-        pool = Pool(pool_config)
-        undo.callback(pool.close)
-        groups = _build_run(pool, configs, config.fsdp, imported)
+        pool = undo.enter_context(Pool(pool_config))
+        pool.read_ahead(configs["actor"].model)
+        imported.result()
+        rollout = _build_role(pool, "rollout", configs["rollout"])
+        warn_of_straddling([host.slot for host in pool.hosts], rollout.ranks_per_shard)
+        fsdp = replace(config.fsdp, columns=rollout.call("columns", config.fsdp))
+        others = {
+            role: own if isinstance(own, SaverConfig) else replace(own, fsdp=fsdp)
+            for role, own in configs.items()
+            if role != "rollout"
+        }
+        groups = {"rollout": rollout, **build_roles(pool, others)}
         undo.pop_all()
-    return pool, groups
+    return groups

@@ -27,7 +27,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
-from hybridrl.controller.signals import Interrupted, SignalGuard
+from hybridrl.controller.signals import Interrupted, signal_guard
 from hybridrl.doctor import training
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Stage
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     import_from_here()
     try:
-        with SignalGuard():
+        with signal_guard():
             if options.join is not None and not listens_here(options.join):
                 serve(options.join, JOIN_S)
                 sys.exit(0)

@@ -11,15 +11,14 @@ from hybridrl.doctor.context import CheckContext, fits
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 
 if TYPE_CHECKING:
-    from hybridrl.controller.ray.nodes import FreeNode
+    from hybridrl.controller.ray.ray_probes import FreeNode
 
 SLOTS, ENGINES = "placement.slots", "placement.engines"
 
 
 def check(context: CheckContext) -> list[Finding]:
     """Check placement.slots and placement.engines."""
-    from hybridrl.controller.ray.nodes import free_nodes
-    from hybridrl.controller.ray.ray_probes import RayProbes
+    from hybridrl.controller.ray.ray_probes import RayProbes, free_nodes
 
     wanted, config = slots_on_nodes(context.config), context.config
     ranks_per_engine = config.rollout.tensor_parallel_size

@@ -19,10 +19,9 @@ from hybridrl.config.choices import (
     Offload,
 )
 from hybridrl.config.schema import ClusterConfig, FSDPConfig
-from hybridrl.controller.pool import Pool
+from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.signals import Interrupted
-from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import build_roles
 
 
@@ -45,7 +44,6 @@ def pool_config(
             nvlink_multicast=multicast,
         ),
         slots_on_nodes=[2] * nodes,
-        allow_straddle=False,
         accelerator=Accelerator.cpu,
         fsdp=FSDPConfig(
             dp_shard=2,
@@ -62,7 +60,6 @@ def pool_config(
             offload=Offload.none,
             compile=False,
         ),
-        ranks_per_engine=engine,
         modules=["controller_roles"],
         ahead=[AdderConfig(ahead="controller_ahead")],
         log_folder=folder / "logs",

@@ -224,20 +224,19 @@ def test_ranks_meet_where_the_user_says(runtime, tmp_path, monkeypatch):
 
 
 class WithRankOneElsewhere(Pool):
-    """Rank 1 is told of a store of this process in place of rank 0's."""
+    """The address of rank 0's store leads rank 1 to one of this process."""
 
     def _start_step(self, hosts, method, arguments):
         if method == "join_rendezvous":
             self.store, elsewhere = open_store("127.0.0.3", [0], 2, 60.0)
-            first, (_, *rest) = arguments
-            arguments = [first, (elsewhere, *rest)]
+            first, (where, *rest) = arguments
+            arguments = [first, (elsewhere._replace(holder=where.holder), *rest)]
         return super()._start_step(hosts, method, arguments)
 
 
 def test_a_rank_that_joined_another_rendezvous_is_named(runtime, tmp_path):
-    with pytest.raises(
-        WorkerError, match=rf"rank 1 has joined 127\.0\.0\.3:\d+ of .*{os.getpid()}"
-    ):
+    told = rf"rank 1 .*127\.0\.0\.3:\d+ should be of .* and is of .*{os.getpid()}"
+    with pytest.raises(WorkerError, match=told):
         WithRankOneElsewhere(pool_config(tmp_path))
 
 

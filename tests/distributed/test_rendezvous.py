@@ -14,11 +14,8 @@ from torch.distributed import DistStoreError, FileStore, TCPStore
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.rendezvous import (
     Rendezvous,
-    disagreement,
-    environment_of,
     given_port,
     join_store,
-    joined,
     listen,
     open_file_store,
     open_store,
@@ -106,20 +103,17 @@ def meeting_file():
     Path(where.address).unlink()
 
 
-def test_ranks_of_one_node_meet_in_a_file(meeting_file, monkeypatch):
+def test_ranks_of_one_node_meet_in_a_file(meeting_file):
     store, where = meeting_file
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
     other = join_store(where, 10.0)
     other.set("key", "value")
     assert store.get("key") == b"value"
-    assert disagreement(where, [joined(store), joined(other)]) is None
     stranger = FileStore(f"{where.address}.stranger")
-    text = disagreement(where, [joined(store), joined(stranger)])
+    with pytest.raises(RuntimeError) as caught:
+        join_store(where._replace(address=stranger.path), 10.0)
     Path(stranger.path).unlink()
-    assert f"agree on the rendezvous {where.address} of {where.holder} for 2 ranks" in text
-    assert f"rank 1 has joined {stranger.path}, where no rank 0" in text
+    told = f"rendezvous {stranger.path} should be of {where.holder}, and is of no rank 0"
+    assert told in str(caught.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -180,42 +174,29 @@ def test_a_master_port_that_is_none_is_refused(text, monkeypatch):
 
 
 @pytest.fixture
-def meeting(monkeypatch):
-    """Rank 0's store for two ranks, where it is, and the environment that leads to it."""
-    store, where = open_store(LOOPBACK, [0], 2, 20.0)
-    for name, value in environment_of(where).items():
-        monkeypatch.setenv(name, value)
-    return store, where
+def meeting():
+    """Rank 0's store for two ranks, and where it is."""
+    return open_store(LOOPBACK, [0], 2, 20.0)
 
 
 def test_ranks_that_have_joined_rank_zeros_store_agree(meeting):
     store, where = meeting
-    assert disagreement(where, [joined(store), joined(join_store(where, 10.0))]) is None
+    join_store(where, 10.0).set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_a_rank_that_has_joined_another_run_is_named(meeting):
-    store, where = meeting
-    other, elsewhere = open_store("127.0.0.2", [0], 4, 20.0)
-    text = disagreement(where, [joined(store), joined(join_store(elsewhere, 10.0))])
-    assert f"agree on the rendezvous {LOOPBACK}:{where.port} of {where.holder} for 2 ranks" in text
-    assert f"rank 1 has joined 127.0.0.2:{elsewhere.port} of {elsewhere.holder} for 4" in text
-    assert "rank 0 has" not in text
-    del other
+    _, where = meeting
+    with pytest.raises(RuntimeError) as caught:
+        join_store(where._replace(holder="another-host pid 7"), 10.0)
+    told = f"{LOOPBACK}:{where.port} should be of another-host pid 7, and is of {where.holder}."
+    assert told in str(caught.value)
 
 
 def test_a_rank_that_meets_a_stranger_at_the_same_address_is_named():
     """Where MASTER_ADDR is localhost, every node has a port of that number of its own."""
     stranger = TCPStore(LOOPBACK, 0, 1, is_master=True, wait_for_workers=False)
     where = Rendezvous(LOOPBACK, stranger.port, 2, "another-host pid 7")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment_of(where).items():
-            patch.setenv(name, value)
-        text = disagreement(where, [joined(join_store(where, 10.0))])
-    assert f"rank 0 has joined {LOOPBACK}:{where.port}, where no rank 0 listens" in text
-
-
-def test_a_rank_whose_libraries_would_go_elsewhere_is_named(meeting, monkeypatch):
-    store, where = meeting
-    before = joined(store)
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
-    assert "rank 1 has MASTER_ADDR=10.0.0.9." in disagreement(where, [before, joined(store)])
+    told = f"{LOOPBACK}:{where.port} should be of another-host pid 7, and is of no rank 0"
+    with pytest.raises(RuntimeError, match=told):
+        join_store(where, 10.0)

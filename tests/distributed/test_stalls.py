@@ -183,7 +183,7 @@ def check_that_rank_one_is_named(start: Callable[[], Pool], finding: str) -> Non
     message = str(caught.value)
     assert (caught.value.ranks, caught.value.phase) == ([1], "start: join_rendezvous")
     assert re.match(
-        rf"{finding}: rank 1 is idle after start: import_ahead, 1 other has finished\.\n"
+        rf"{finding}: rank 1 is idle after start: preload, 1 other has finished\.\n"
         r"  rank 1 on .* \([\d.]+, node \w+\), slot 1, .* stopped by a signal",
         message,
     ), message

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import psutil
 
 from hybridrl.controller.ray.node_probes import ProbeResult, call_all
-from hybridrl.controller.ray.nodes import ray_nodes
-from hybridrl.controller.ray.ray_probes import RayProbes
+from hybridrl.controller.ray.ray_probes import RayProbes, ray_nodes
 from hybridrl.doctor import ray as ray_services
 from hybridrl.doctor.findings import Finding
 from hybridrl.doctor.network import stage as network

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.app.inputs import read_inputs
+from hybridrl.app.session import read_inputs
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.checkpoint.find import NoWholeCheckpoint

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.controller.placement import Slot
-from hybridrl.controller.watch.waiting import Host
+from hybridrl.controller.placement import Host, Slot
 from hybridrl.data.batch import EngineStats
 from hybridrl.trainer.timing.engines import (
     QUIET,

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from hybridrl.commands.evaluation.statistics import ALL, group_results, pass_at_k
+from hybridrl.commands.evaluation.report import ALL, group_results, pass_at_k
 from hybridrl.trainer.evaluate import half_width
 
 

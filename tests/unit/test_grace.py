@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.controller.spans import Span
+from hybridrl.controller.calls import Span
 from hybridrl.trainer.timing.phases import GraceCheck, Section, Timeline
 
 STEP = Timeline(

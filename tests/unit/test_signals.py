@@ -14,11 +14,11 @@ import sys, time
 from pathlib import Path
 from hybridrl.app.process import exit_codes, set_up_process
 from hybridrl.controller.output import guard_standard_output
-from hybridrl.controller.signals import Preempted, Preemption, SignalGuard
+from hybridrl.controller.signals import Preempted, Preemption, signal_guard
 
 set_up_process()
 guard_standard_output()
-with exit_codes(), SignalGuard(), Preemption(float(sys.argv[1])) as preemption:
+with exit_codes(), signal_guard(), Preemption(float(sys.argv[1])) as preemption:
     Path("ready").touch()
     for _ in range(100):
         time.sleep(0.01)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.controller.placement import Slot
-from hybridrl.controller.watch.process_snapshot import ProcessSnapshot, ProgressCounters, Traces
-from hybridrl.controller.watch.stall_detector import ProgressLog
+from hybridrl.controller.placement import Host, Slot
+from hybridrl.controller.watch.process_snapshot import Traces
 from hybridrl.controller.watch.stall_report import (
     MAX_DESCRIBED,
     RankReport,
@@ -14,7 +13,7 @@ from hybridrl.controller.watch.stall_report import (
     format_ranks,
     format_report,
 )
-from hybridrl.controller.watch.waiting import Host
+from hybridrl.controller.watch.waiting import ProgressLog
 from hybridrl.distributed.position import DONE, Position
 
 PHASE = "rollout.reshard"
@@ -26,7 +25,7 @@ BEFORE = Position("actor.update", DONE, 0, 0, steps=30, changes=90)
 def rank(number: int, position: Position | None, state: str = "S") -> RankReport:
     log = Path(f"/run/logs/here_rank{number}.log")
     host = Host(number, None, Slot("abcdef0123", "10.0.0.1", number), 100 + number, "here", log)
-    return RankReport(host, None if state == "?" else ProcessSnapshot(position, state))
+    return RankReport(host, position, state)
 
 
 def stall(*seen: RankReport, finished: int = 0, phase: str = PHASE) -> StallReport:
@@ -203,8 +202,8 @@ def test_ranks_are_listed_shortly(numbers, expected):
 def test_nobody_is_still_while_one_moves():
     progress = ProgressLog()
     for second in range(10):
-        progress.note(0, ProgressCounters(5, 0), second)
-        progress.note(1, ProgressCounters(second, 0), second)
+        progress.note(0, (5, 0), second)
+        progress.note(1, (second, 0), second)
     assert progress.seconds([0]) == 9
     assert progress.seconds([0, 1]) == 0
 
@@ -212,15 +211,15 @@ def test_nobody_is_still_while_one_moves():
 def test_a_rank_is_still_since_its_last_move():
     progress = ProgressLog()
     for second, movement in enumerate([(1, 0), (1, 0), (2, 0), (2, 1), (2, 1), (2, 1)]):
-        progress.note(0, ProgressCounters(*movement), second)
+        progress.note(0, movement, second)
     assert progress.seconds([0]) == 2
 
 
 def test_of_whom_nothing_is_heard_is_not_still():
     progress = ProgressLog()
-    progress.note(0, ProgressCounters(1, 0), 0.0)
-    progress.note(0, ProgressCounters(1, 0), 700.0)
+    progress.note(0, (1, 0), 0.0)
+    progress.note(0, (1, 0), 700.0)
     assert progress.seconds([0]) == 700.0
     assert progress.seconds([0, 1]) == 0.0
-    progress.note(1, ProgressCounters(1, 0), 600.0)
+    progress.note(1, (1, 0), 600.0)
     assert progress.seconds([0, 1]) == 0.0

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from hybridrl.controller.spans import Span, SpanLog, Stopwatch
+from hybridrl.controller.calls import Span, SpanLog, Stopwatch
 from hybridrl.trainer.timing.phases import Phases, Section, Timeline, write_trace
 
 T0 = 1_700_000_000.0

@@ -2,7 +2,7 @@
 
 import time
 
-from hybridrl.controller.watch.clock import WatchClock
+from hybridrl.controller.watch.process_snapshot import WatchClock
 
 
 def test_time_passes_for_who_looks_often_enough():

@@ -1,7 +1,4 @@
-"""Evaluation of a checkpoint or model: `hybridrl eval`.
+"""Evaluation of a checkpoint or model: parts of `hybridrl eval`.
 
-options.py parses the command line; subject.py finds the checkpoint or model; config.py builds and
-checks the config. session.py samples and scores; completions.py writes every response, report.py
-the results, with statistics.py for pass@k and confidence intervals. Evaluation during training is
-in trainer/evaluate.py. Start with commands/evaluate.py, then session.py.
+Start with commands/evaluate.py, then session.py. Evaluation during training: trainer/evaluate.py.
 """

@@ -13,11 +13,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridrl.app.compose import conf_dir, hardware_overrides, stored_weight_problems
 from hybridrl.checkpoint.find import Found
-from hybridrl.commands.evaluation.subject import Subject
+from hybridrl.commands.evaluation.options import Subject
 from hybridrl.config.choices import Init
 from hybridrl.config.command.command_line import CommandLine, names_hardware, precompose
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import leaves
 from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine
@@ -36,10 +37,9 @@ OF_DEVICE = (
     "max_num_seqs",
     "sleep",
 )
-# Keys that an evaluation reads.
-READ = (
+# Sections and further keys that an evaluation reads.
+SECTIONS = (
     "seed",
-    "run.name",
     "hardware",
     "model",
     "data",
@@ -48,9 +48,9 @@ READ = (
     "placement",
     "rollout",
     "reward",
-    "eval.rules",
     "environment",
 )
+READ = (*SECTIONS, "run.name", "eval.rules")
 # Keys that a flag replaces.
 FLAGS = {
     "rollout.responses_per_prompt": "--samples N",
@@ -62,17 +62,10 @@ FLAGS = {
 def evaluation_config(
     line: CommandLine, subject: Subject, machine: Machine, *, runs_code: bool
 ) -> Examined:
-    """Return the examined config of an evaluation.
+    """Return the examined config of an evaluation; ConfigError with every problem.
 
-    Args:
-        line: the overrides.
-        subject: checkpoint or model.
-        machine: nodes that the evaluation may use.
-        runs_code: true trusts the checkpoint's config: its user code may run, and its rewards may
-            use URLs and environment variables.
-
-    Raises:
-        ConfigError: every problem, in one report.
+    With `runs_code` the checkpoint's config is trusted: its user code may run, and its rewards may
+    use URLs and environment variables.
     """
     problems = list(idle_problems(line.overrides, subject))
     if problems:
@@ -109,11 +102,7 @@ def _own(checkpoint: Found) -> dict[str, Any]:
 
 
 def _refuse_unresolved(checkpoint: Found) -> None:
-    """Check that a checkpoint's config has no ${...}, which could read environment variables.
-
-    Raises:
-        ConfigError: it has some.
-    """
+    """Refuse ${...} in a checkpoint's config, which could read environment variables."""
     if "${" in json.dumps(_own(checkpoint)):
         raise ConfigError(
             f"{checkpoint.folder}: its config has a value with ${{...}}, expected the resolved "
@@ -184,15 +173,6 @@ def _hidden_problems(cfg: DictConfig) -> Iterator[str]:
     for section in OF_RUN:
         node = OmegaConf.select(cfg, section)
         tree = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        for key, value in _texts(section, tree):
-            if value == HIDDEN or f"//{HIDDEN}@" in value:
-                yield (f"{key} = {value}: checkpoints contain no secrets.\nSet {key}=<the secret>")
-
-
-def _texts(key: str, tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield dotted key and value of every text in a config."""
-    if isinstance(tree, dict):
-        for name, item in tree.items():
-            yield from _texts(f"{key}.{name}", item)
-    elif isinstance(tree, str):
-        yield key, tree
+        for key, value in leaves({section: tree}).items():
+            if value == HIDDEN or (isinstance(value, str) and f"//{HIDDEN}@" in value):
+                yield f"{key} = {value}: checkpoints contain no secrets.\nSet {key}=<the secret>"

@@ -1,12 +1,19 @@
-"""Command line of `hybridrl eval`: subject, flags, and overrides of the config."""
+"""Command line of `hybridrl eval`: a checkpoint or a model, flags, and overrides of the config."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hybridrl.commands.running import UsageError
+from hybridrl.checkpoint.files import CHECKPOINTS, MANIFEST, step_of
+from hybridrl.checkpoint.find import Found
+from hybridrl.commands.running import UsageError, argument_parser, checkpoint_at
+
+_MODEL = "config.json"
+# Longest name; file systems allow 255 bytes.
+_NAME_CHARS = 100
 
 DESCRIPTION = """\
 Score a checkpoint or any Hugging Face model on a data set: mean score and pass@k, with the
@@ -20,10 +27,6 @@ completions.
 A checkpoint is scored as in its run's evaluations: with the run's data, reward, limits and seed.
 Overrides as in `hybridrl train`: groups (data=, reward=, hardware=) and key=value.
 """
-EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or config, 129 SIGHUP, 130 Ctrl-C, "
-    "143 SIGTERM."
-)
 
 
 class Split(StrEnum):
@@ -35,22 +38,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of an evaluation.
-
-    Attributes:
-        subject: a checkpoint, a run's directory, a model's folder or its name on the hub.
-        overrides: of the config.
-        config_dir: a folder with more config files.
-        samples: of each problem.
-        ks: of pass@k, rising.
-        greedy: true decodes greedily.
-        problems: number of problems; None: all.
-        output: the folder to write; None: evals/<name>/<time>.
-        split: source of the problems.
-        correct_at: smallest score of a correct sample.
-        runs_code: true allows a checkpoint's config to name user code, URLs and environment
-            variables.
-    """
+    """Options of an evaluation, as `_parser` describes them; `ks` of pass@k are rising."""
 
     subject: str
     overrides: list[str]
@@ -66,27 +54,30 @@ class EvalOptions:
 
 
 def parse_options(argv: Sequence[str]) -> EvalOptions:
-    """Parse an argv; a wrong flag exits with code 2.
-
-    Raises:
-        UsageError: contradictory flags.
-    """
+    """Parse an argv; exits with code 2 on a wrong flag, raises UsageError on contradictions."""
     args = _parser().parse_intermixed_args(list(argv))
-    args.ks = _default_ks(args.samples) if args.ks is None else sorted(set(args.ks))
-    problems = _contradictions(args.samples, args.ks, greedy=args.greedy)
+    samples = args.samples
+    # By default 1, 2, 4... up to the number of samples.
+    powers = [2**power for power in range(samples.bit_length())]
+    args.ks = powers if args.ks is None else sorted(set(args.ks))
+    problems = []
+    if args.greedy and samples > 1:
+        problems.append(
+            f"--greedy with --samples {samples}: greedy decoding gives the same response each "
+            f"time.\nRemove --samples, or remove --greedy to sample at rollout.temperature."
+        )
+    if (k := args.ks[-1]) > samples:
+        problems.append(
+            f"--k {k} with --samples {samples}: pass@{k} needs at least {k} samples per problem.\n"
+            f"Add --samples {k}, or lower --k."
+        )
     if problems:
         raise UsageError(*problems)
     return EvalOptions(**vars(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hybridrl eval",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argument_parser("eval", DESCRIPTION)
     add = parser.add_argument
     add("subject", metavar="PATH", help="checkpoint, run directory, model folder or hub name")
     add("overrides", nargs="*", default=[], metavar="key=value", help="of the config")
@@ -95,13 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--greedy", action="store_true", help="decode greedily; one sample")
     add("--problems", type=_positive, metavar="N", help="only the first N problems (all)")
     add("--split", type=Split, choices=list(Split), default=Split.held_out, help="(held_out)")
-    add(
-        "--correct-at",
-        type=float,
-        default=1.0,
-        metavar="SCORE",
-        help="smallest score of a correct response (1)",
-    )
+    correct = "smallest score of a correct response (1)"
+    add("--correct-at", type=float, default=1.0, metavar="SCORE", help=correct)
     add("--output", type=Path, metavar="DIR", help="a new folder (evals/<name>/<time>)")
     trust = "trust the checkpoint's config: user code, URLs, environment variables"
     add("--run-code", dest="runs_code", action="store_true", help=trust)
@@ -119,21 +105,56 @@ def _ks(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
-def _default_ks(samples: int) -> list[int]:
-    """Return 1, 2, 4... up to the number of samples."""
-    return [2**power for power in range(samples.bit_length())]
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint or a model in Hugging Face format.
+
+    Attributes:
+        name: for output and folders; one component of a path.
+        model: the value of model.path; None for a checkpoint, whose run has it.
+    """
+
+    name: str
+    model: str | None = None
+    checkpoint: Found | None = None
+
+    @property
+    def step(self) -> int:
+        """Training step of the weights, from which seeds derive; 0 for a model."""
+        return self.checkpoint.manifest.step if self.checkpoint else 0
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the checkpoint; None for a model."""
+        return self.checkpoint.folder if self.checkpoint else None
 
 
-def _contradictions(samples: int, ks: Sequence[int], *, greedy: bool) -> list[str]:
-    problems = []
-    if greedy and samples > 1:
-        problems.append(
-            f"--greedy with --samples {samples}: greedy decoding gives the same response each "
-            f"time.\nRemove --samples, or remove --greedy to sample at rollout.temperature."
+def find_subject(path: str) -> Subject:
+    """Find a checkpoint or a model.
+
+    The path is that of a checkpoint's folder, a run's directory or its checkpoints folder (the
+    newest good one), a model's folder, `embedded`, or a name on the hub.
+
+    Raises:
+        ConfigError: the folder is neither, or the checkpoint is damaged.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return Subject(name=safe_name(Path(path).name), model=path)
+    name = folder.resolve().name
+    if (folder / _MODEL).is_file():
+        return Subject(name=safe_name(name), model=str(folder))
+    is_of_run = name == CHECKPOINTS or (folder / CHECKPOINTS).is_dir() or step_of(name) is not None
+    if not (is_of_run or (folder / MANIFEST).is_file() or folder.is_file()):
+        raise UsageError(
+            f"{path}: neither a checkpoint, nor the directory of a run with {CHECKPOINTS}/, nor a "
+            f"model's folder with {_MODEL}.\nUse one of these, or a model on the hub."
         )
-    if ks[-1] > samples:
-        problems.append(
-            f"--k {ks[-1]} with --samples {samples}: pass@{ks[-1]} needs at least "
-            f"{ks[-1]} samples per problem.\nAdd --samples {ks[-1]}, or lower --k."
-        )
-    return problems
+    found = checkpoint_at(folder)
+    run = safe_name(str(found.manifest.config["run"]["name"]))
+    return Subject(name=f"{run}_step_{found.manifest.step}", checkpoint=found)
+
+
+def safe_name(text: str) -> str:
+    """Return a text as a single, safe component of a path."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:_NAME_CHARS].lstrip(".") or "model"

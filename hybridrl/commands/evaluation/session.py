@@ -5,20 +5,20 @@ worker processes        policy and rollout engine on all ranks
 a pass                  some samples of every problem -> completions.jsonl
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hybridrl.commands.evaluation.completions import Completion, CompletionLog
-from hybridrl.commands.evaluation.options import EvalOptions
-from hybridrl.commands.evaluation.subject import Subject
+from hybridrl.commands.evaluation.options import EvalOptions, Subject
 from hybridrl.commands.running import report_removal
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, start_roles
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
@@ -28,6 +28,7 @@ from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.sampling import request_of
 from hybridrl.workers.policy import PolicyConfig
 
+COMPLETIONS = "completions.jsonl"
 # Responses per call, in units of those that the engines decode together. A larger value leaves
 # engines less often idle behind the longest responses, but delays the first results.
 ROUNDS_PER_CALL = 4
@@ -35,16 +36,7 @@ ROUNDS_PER_CALL = 4
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that is ready to run.
-
-    Attributes:
-        options: of the command.
-        subject: checkpoint or model.
-        config: checked and resolved.
-        prompts: of the data sets.
-        asked: prompts to evaluate.
-        output: existing folder.
-    """
+    """An evaluation that is ready to run; `asked` are the prompts to evaluate, `output` exists."""
 
     options: EvalOptions
     subject: Subject
@@ -70,7 +62,6 @@ class Totals:
 
     Attributes:
         scores: rule -> scores of each problem's samples; the training reward is "".
-        tokens: of all responses.
         truncated: responses ended by a limit.
         failed: scores that raised or timed out, over all rules.
         seconds: of generation.
@@ -96,58 +87,53 @@ class Totals:
 
 
 def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) -> Totals:
-    """Sample and score, inside `ray_runtime`.
-
-    Args:
-        evaluation: ready to run.
-        progress: called after each pass with the samples per problem so far.
-
-    Raises:
-        ConfigError: the cluster lacks the slots, or the checkpoint is of another model.
-        WorkerError: a process failed.
-    """
+    """Sample and score, inside `ray_runtime`; report the samples per problem after each pass."""
     config, options = evaluation.config, evaluation.options
     with ExitStack() as stack:
         decode = decoder(load_tokenizer(config.model.path))
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
         rules = open_rules(config, stack)
-        log = stack.enter_context(CompletionLog(evaluation.output, options.correct_at))
+        file = (evaluation.output / COMPLETIONS).open("w", encoding="utf-8")
+        log = stack.enter_context(file)
         rollout = _rollout_engines(evaluation, stack)
         generate = generator_for(config, environment, rollout, evaluation.prompts, decode)
         lengths = ResponseLengths()
         totals = Totals({rule: [[] for _ in evaluation.asked] for rule in ("", *rules)})
-        for first, count in passes(
-            options.samples, len(evaluation.asked), _responses_per_call(config)
-        ):
+        engines = world_size(config) // config.rollout.tensor_parallel_size
+        per_call = ROUNDS_PER_CALL * engines * config.rollout.max_num_seqs
+        for first, count in passes(options.samples, len(evaluation.asked), per_call):
             start = time.perf_counter()
-            batch = generate(lengths.expect(_request(evaluation, first, count))).batch
+            request = request_of(
+                evaluation.asked,
+                evaluation.subject.step,
+                temperature=evaluation.temperature,
+                top_p=evaluation.top_p,
+                samples=count,
+                first_sample=first,
+            )
+            batch = generate(lengths.expect(request)).batch
             seconds = time.perf_counter() - start
             lengths.learn(batch)
             each = [prompt for prompt in evaluation.asked for _ in range(count)]
             rewarded, results = score_by_rules(rewards, rules, each, batch)
-            log.write(_completions(each, first, count, batch, rewarded, results))
+            correct_at = options.correct_at
+            lines = _completions(each, first, count, batch, rewarded, results, correct_at)
+            log.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            log.flush()
             totals.add(results, batch, seconds)
             progress(first + count, totals)
         return totals
 
 
 def passes(samples: int, problems: int, per_call: int) -> Iterator[tuple[int, int]]:
-    """Yield (first sample, number of samples) of each call.
+    """Yield (first sample, number of samples) of each call, all with all problems.
 
-    Args:
-        samples: of each problem, in total.
-        problems: number of problems, all of which are in each call.
-        per_call: target number of responses per call.
+    `per_call` is the target number of responses.
     """
     each = max(1, per_call // problems)
     for first in range(0, samples, each):
         yield first, min(each, samples - first)
-
-
-def _responses_per_call(config: RunConfig) -> int:
-    engines = world_size(config) // config.rollout.tensor_parallel_size
-    return ROUNDS_PER_CALL * engines * config.rollout.max_num_seqs
 
 
 def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
@@ -161,22 +147,10 @@ def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
     )
     roles = {"rollout": config.rollout, "actor": policy}
     with nullcontext() if folder is None else report_removal(folder):
-        pool, groups = start_roles(config, roles, evaluation.output)
-    stack.enter_context(pool)
-    rollout: WorkerGroup = groups["rollout"]
+        rollout = start_roles(config, roles, evaluation.output)["rollout"]
+    stack.enter_context(rollout.pool)
     rollout.call("reshard", evaluation.subject.step)
     return rollout
-
-
-def _request(evaluation: Evaluation, first: int, count: int) -> PromptBatch:
-    return request_of(
-        evaluation.asked,
-        evaluation.subject.step,
-        temperature=evaluation.temperature,
-        top_p=evaluation.top_p,
-        samples=count,
-        first_sample=first,
-    )
 
 
 def _completions(
@@ -186,16 +160,25 @@ def _completions(
     batch: RolloutBatch,
     rewarded: Rewarded,
     results: dict[str, Scored],
-) -> Iterator[Completion]:
+    correct_at: float,
+) -> Iterator[dict[str, Any]]:
+    """Yield a record of each response: `length` in tokens, its end token included."""
     lengths, truncated = batch.responses.lengths.tolist(), batch.truncated.tolist()
     for row, (prompt, text) in enumerate(zip(prompts, rewarded.texts, strict=True)):
-        yield Completion(
-            problem=prompt.prompt_id,
-            sample=first + row % count,
-            prompt=prompt.text,
-            response=text,
-            answer=str(prompt.example["answer"]),
-            scores={rule: result.scores[row] for rule, result in results.items()},
-            length=lengths[row],
-            truncated=truncated[row],
-        )
+        scores = {rule_name(rule): result.scores[row] for rule, result in results.items()}
+        yield {
+            "problem": prompt.prompt_id,
+            "sample": first + row % count,
+            "prompt": prompt.text,
+            "response": text,
+            "answer": str(prompt.example["answer"]),
+            "scores": scores,
+            "length": lengths[row],
+            "truncated": truncated[row],
+            "correct": {rule: score >= correct_at for rule, score in scores.items()},
+        }
+
+
+def rule_name(rule: str) -> str:
+    """Return the name of a rule in files and tables; that of the training reward is ""."""
+    return rule or "reward"

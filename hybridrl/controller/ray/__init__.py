@@ -1,8 +1,4 @@
-"""Ray itself: its start and end, the nodes of a cluster, functions run on them, the object store.
+"""Ray itself: its start and end (runtime.py), the nodes of a cluster, functions run on them.
 
-Worker processes and roles live one folder above, the detection of lost Ray processes in watch/.
-Start reading at runtime.py; compat.py has everything that depends on private names of Ray.
-
-nodes, cluster_view, cluster_machine   nodes as known to Ray, to its head, and their hardware
-node_probes, ray_probes                functions on nodes, for the doctor
+compat.py has everything that depends on private names of Ray.
 """

@@ -9,12 +9,12 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 
 METADATA_S = 5
 
 
-class HeadReply(Enum):
+class HeadReply(StrEnum):
     """Kind of the head's reply."""
 
     cluster = "cluster"
@@ -24,14 +24,9 @@ class HeadReply(Enum):
 
 @dataclass(frozen=True)
 class NodeState:
-    """State of a node at the head.
+    """State of a node at the head: host name, IP address, reason if it is dead, ports of its Ray.
 
-    Attributes:
-        host: host name.
-        address: IP address.
-        alive: True while it reports to the head.
-        reason: reason for a dead node.
-        node_manager_port, object_manager_port: ports of its Ray.
+    It is alive while it reports to the head.
     """
 
     host: str
@@ -44,14 +39,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """Result of a query.
-
-    Attributes:
-        reply: kind of reply.
-        detail: error message.
-        ray_version, python_version: versions of the head.
-        nodes: all nodes, dead ones included.
-    """
+    """Result of a query: error message, or the head's versions and all nodes, also dead ones."""
 
     reply: HeadReply
     detail: str = ""
@@ -104,8 +92,7 @@ def joined_view() -> ClusterView | None:
 
 def main() -> None:
     """Print the state reported by the head at argv[1] as JSON."""
-    view = _ask(sys.argv[1])
-    sys.stdout.write(json.dumps(asdict(view) | {"reply": view.reply.value}) + "\n")
+    sys.stdout.write(json.dumps(asdict(_ask(sys.argv[1]))) + "\n")
 
 
 def _ask(address: str) -> ClusterView:
@@ -135,13 +122,8 @@ def _ask(address: str) -> ClusterView:
         )
         for node in found
     )
-    return ClusterView(
-        HeadReply.cluster,
-        "",
-        versions.get("ray_version", ""),
-        versions.get("python_version", ""),
-        nodes,
-    )
+    ray_version, python = versions.get("ray_version", ""), versions.get("python_version", "")
+    return ClusterView(HeadReply.cluster, "", ray_version, python, nodes)
 
 
 if __name__ == "__main__":

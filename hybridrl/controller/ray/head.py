@@ -13,14 +13,7 @@ SETTINGS = 4
 
 
 class Connection(NamedTuple):
-    """Result of a connection test.
-
-    Attributes:
-        error: reason for a failed connection, else empty.
-        seconds: duration of connecting.
-        is_grpc: True if the server speaks HTTP/2.
-        said: first bytes of any other server.
-    """
+    """Result of a connection test: the error of a failed one, the first bytes of a stranger."""
 
     error: str = ""
     seconds: float = 0.0
@@ -54,8 +47,10 @@ def connect(host: str, port: int) -> Connection:
         stream = socket.create_connection((host.strip("[]"), port), PATIENCE_S)
     except TimeoutError:
         return Connection(f"no answer within {PATIENCE_S:g} s (packets dropped or no route)")
+    except ConnectionRefusedError:
+        return Connection("connection refused: no process listens on the port")
     except OSError as error:
-        return Connection(_reason(error))
+        return Connection((error.strerror or str(error)).lower())
     seconds = time.perf_counter() - start
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         stream.close()  # a TLS server sends nothing in plain text
@@ -68,9 +63,3 @@ def connect(host: str, port: int) -> Connection:
             said = b""
     is_grpc = len(said) >= 9 and said[3] == SETTINGS
     return Connection("", seconds, is_grpc, "" if is_grpc else said.decode(errors="replace"))
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused: no process listens on the port"
-    return (error.strerror or str(error)).lower()

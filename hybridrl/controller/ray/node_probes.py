@@ -23,12 +23,7 @@ from hybridrl.controller.background import run_in_background
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of a probe on one node.
-
-    Attributes:
-        value: return value of the function.
-        error: reason for a missing value, else empty.
-    """
+    """Value of a probe on one node, or the reason for a missing value."""
 
     value: Any = None
     error: str = ""
@@ -51,15 +46,10 @@ class NodeProbes(Protocol):
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
     ) -> dict[str, ProbeResult]:
-        """Run a function on several nodes at the same time.
-
-        Args:
-            function: function of a module, which the nodes import.
-            arguments: its arguments by node.
-            timeout_s: seconds until all must have answered; the others have an error.
+        """Run a function of a module on several nodes, each with its arguments, at the same time.
 
         Returns:
-            A result for each node in `arguments`, in that order.
+            A result for each node in `arguments`, in that order; after `timeout_s` seconds, errors.
         """
 
 
@@ -142,24 +132,11 @@ def timed_out(timeout_s: float) -> ProbeResult:
 
 
 class LocalProbes:
-    """Probes of this machine alone, in threads of this process.
-
-    Args:
-        node: name of the node.
-    """
+    """Probes of this machine alone, by the name `node`, in threads of this process."""
 
     def __init__(self, node: str) -> None:
-        self._node = node
-
-    @property
-    def nodes(self) -> list[str]:
-        """Name of this machine."""
-        return [self._node]
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """Loopback address of this machine."""
-        return {self._node: "127.0.0.1"}
+        self.nodes = [node]
+        self.addresses = {node: "127.0.0.1"}
 
     def call_each(
         self,
@@ -168,6 +145,5 @@ class LocalProbes:
         timeout_s: float,
     ) -> dict[str, ProbeResult]:
         """Implement `NodeProbes.call_each`; after a timeout, a function continues in its thread."""
-        return collect(
-            {node: in_thread(function, *values) for node, values in arguments.items()}, timeout_s
-        )
+        futures = {node: in_thread(function, *values) for node, values in arguments.items()}
+        return collect(futures, timeout_s)

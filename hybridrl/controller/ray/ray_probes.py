@@ -1,19 +1,26 @@
-"""Node probes over Ray: one actor on each node of a cluster."""
+"""Nodes of the cluster that this process has joined: hardware, resources, functions run on them."""
 
 import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, NodeDiedError, RayError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.machine import Machine, local_machine
+from hybridrl.controller.node_tasks import NodeTasks
+from hybridrl.controller.placement import cpus_on_nodes
+from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.node_probes import (
+    NodeIdentity,
     ProbeResult,
     failed,
     node_names,
@@ -21,11 +28,146 @@ from hybridrl.controller.ray.node_probes import (
     run_packed,
     timed_out,
 )
-from hybridrl.controller.ray.nodes import RayNode, ranks_that_fit, ray_nodes
-from hybridrl.controller.ray.runtime import joined_cluster, worker_environment
+from hybridrl.controller.ray.runtime import ALL_GPUS_VISIBLE, joined_cluster, worker_environment
 
+# Seconds for the nodes to report their hardware; on one core, a process starts slowly.
+REPORT_TIMEOUT_S = 60.0
+# Kinds of missing reports, as texts about nodes.
+FAILED = (
+    "could not report their hardware:\n{}\n"
+    "Install the same hybridrl and packages there, in the Python that started Ray, or remove these "
+    "nodes from the cluster."
+)
+REFUSED = (
+    "did not report their hardware: Ray accepted no task in time: {}.\n"
+    "The head may be overloaded: see `ray status`, try again, or restart Ray."
+)
+SILENT = (
+    "did not report their hardware in time: {}.\n"
+    "See `ray status`; restart Ray there, or remove these nodes from the cluster."
+)
 # Threads of an actor: a function that hangs must not block later ones.
 CALLS_AT_ONCE = 8
+
+
+class FreeNode(NamedTuple):
+    """Resources of a node that Ray manages, and those of them that no run holds."""
+
+    node: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+
+def free_nodes() -> list[FreeNode]:
+    """Return the alive nodes, in the order of addresses."""
+    free = compat.free_resources()
+    return sorted(
+        FreeNode(
+            f"{node.identity.address} ({node.identity.unique})",
+            node.cpus,
+            node.gpus,
+            free.get(node.node_id, {}).get("CPU", 0.0),
+            free.get(node.node_id, {}).get("GPU", 0.0),
+        )
+        for node in ray_nodes()
+        if node.alive
+    )
+
+
+class RayNode(NamedTuple):
+    """Node and the resources that Ray manages; `identity` has a part of the NodeID.
+
+    It is alive while it reports to the head.
+    """
+
+    identity: NodeIdentity
+    node_id: str
+    alive: bool
+    cpus: float = 0.0
+    gpus: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        host, address, unique = self.identity
+        return f"{host} ({address}, node {unique})"
+
+
+def ray_nodes() -> list[RayNode]:
+    """Return all nodes of the cluster, dead ones included; the driver's first."""
+    driver = ray.get_runtime_context().get_node_id()
+    found = [
+        RayNode(
+            NodeIdentity(
+                node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"][:8]
+            ),
+            node["NodeID"],
+            node["Alive"],
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+    ]
+    return sorted(found, key=lambda node: (node.node_id != driver, node.identity))
+
+
+def cluster_machine() -> Machine:
+    """Return the hardware of the cluster at RAY_ADDRESS, limited to Ray's resources."""
+    with joined_cluster(ALL_GPUS_VISIBLE):
+        return machine_of([node for node in ray_nodes() if node.alive])
+
+
+def machine_of(nodes: Sequence[RayNode]) -> Machine:
+    """Return the hardware of nodes; ConfigError if one does not report it."""
+    tasks, refs, found = NodeTasks(), {}, []
+    missing: dict[str, list[str]] = {FAILED: [], REFUSED: [], SILENT: []}
+    for node in nodes:
+        try:
+            refs[node] = tasks.submit(node.node_id, local_machine, retries=3)
+        except GetTimeoutError:
+            missing[REFUSED].append(node.name)
+    if refs:
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=REPORT_TIMEOUT_S)
+    for node in nodes:
+        if node not in refs:
+            continue
+        try:
+            (hardware,) = ray.get(refs[node], timeout=0).nodes
+            gpus = hardware.gpus[: int(node.gpus)]
+            found.append(replace(hardware, cores=int(node.cpus), gpus=gpus))
+        except (GetTimeoutError, NodeDiedError, TaskUnschedulableError):
+            missing[SILENT].append(node.name)
+        except RayError as error:
+            # The last line is the message of the remote exception.
+            reason = str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
+            missing[FAILED].append(f"{node.name}: {reason}")
+    problems = []
+    for text, names in missing.items():
+        listed = ("\n" if text is FAILED else ", ").join(names)
+        begin = f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {len(names)} of {len(nodes)} nodes"
+        problems += [f"{begin} {text.format(listed)}"] if names else []
+    if problems:
+        raise ConfigError(*problems)
+    return Machine(tuple(found))
+
+
+def ranks_that_fit(
+    nodes: Mapping[str, RayNode], wanted: Sequence[int], *, on_gpu: bool
+) -> dict[str, int]:
+    """Return the largest of the wanted numbers of ranks that fits on each node, or 0.
+
+    A placement group would reserve the same resources.
+    """
+    cpus = cpus_on_nodes(wanted, [node.cpus for node in nodes.values()])
+    requested = list(zip(wanted, cpus, strict=True))
+    found = {}
+    for name, node in nodes.items():
+        limit = node.gpus if on_gpu else float("inf")
+        fitting = [slots for slots, share in requested if share <= node.cpus and slots <= limit]
+        found[name] = max(fitting, default=0)
+    return found
 
 
 class RayProbes:
@@ -37,35 +179,23 @@ class RayProbes:
         ConfigError: on entering, if the cluster cannot be joined.
     """
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._nodes: dict[str, RayNode] = {}
-        self._actors: dict[str, ActorHandle] = {}
-
     def __enter__(self) -> "RayProbes":
         with ExitStack() as stack:
             if not ray.is_initialized():
                 stack.enter_context(joined_cluster(worker_environment(os.environ)))
             alive = [node for node in ray_nodes() if node.alive]
-            names = node_names([node.identity for node in alive])
-            self._nodes = dict(zip(names, alive, strict=True))
-            stack.callback(self._end)
-            self._actors = {name: _actor_on(self._nodes[name]) for name in names}
+            self.nodes = node_names([node.identity for node in alive])
+            self._nodes = dict(zip(self.nodes, alive, strict=True))
+            self.addresses = {name: node.identity.address for name, node in self._nodes.items()}
+            self._actors: dict[str, ActorHandle] = {}
+            for name, node in self._nodes.items():
+                self._actors[name] = _actor_on(node)
+                stack.callback(ray.kill, self._actors[name])
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def nodes(self) -> list[str]:
-        """Host names, with addresses and NodeIDs if they repeat; the driver's first."""
-        return list(self._nodes)
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """IP addresses as known to Ray."""
-        return {name: node.identity.address for name, node in self._nodes.items()}
 
     def ranks_that_fit(self, wanted: Sequence[int], *, on_gpu: bool) -> dict[str, int]:
         """Return the largest of the wanted numbers of ranks that fits on each node, or 0."""
@@ -83,13 +213,7 @@ class RayProbes:
             node: self._actors[node].run.remote(packed(function, values))
             for node, values in arguments.items()
         }
-        return {
-            node: _answer(reference, deadline, timeout_s) for node, reference in references.items()
-        }
-
-    def _end(self) -> None:
-        for actor in self._actors.values():
-            ray.kill(actor)
+        return {node: _answer(ref, deadline, timeout_s) for node, ref in references.items()}
 
 
 class _NodeActor:

@@ -24,12 +24,12 @@ from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
+from hybridrl.controller.background import call_with_timeout, join_abandoned_calls
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
-from hybridrl.controller.signals import SignalGuard, shielded
+from hybridrl.controller.signals import shielded, signal_guard
 from hybridrl.controller.watch.janitor import Janitor
 from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
-from hybridrl.controller.watch.waiting import call_with_timeout, join_abandoned_calls
 
 logger = logging.getLogger(__name__)
 
@@ -70,24 +70,22 @@ MIB = 2**20
 def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[None]:
     """Run the block, in the main thread, with Ray.
 
-    With RAY_ADDRESS, that cluster is joined. Else Ray is started here, and afterwards ended with
-    all its processes in any case. SIGINT and SIGTERM become `Interrupted` in the block. Close a
-    pool in the block that opens it.
-
-    Args:
-        cluster: size of a Ray started here, as gpus_per_node.
-        accelerator: kind of slots, GPUs or CPU slots.
+    With RAY_ADDRESS, that cluster is joined. Else Ray is started here, with cluster.gpus_per_node
+    slots, and afterwards ended with all its processes in any case. SIGINT and SIGTERM become
+    `Interrupted` in the block. Close a pool in the block that opens it.
 
     Raises:
         ConfigError: RAY_ADDRESS does not name a cluster that can be joined.
         Interrupted: a signal came.
     """
-    with SignalGuard(), compat.messages_to(_log), ExitStack() as stack:
+    with signal_guard(), compat.messages_to(_log), ExitStack() as stack:
         if ray_address():
             stack.enter_context(joined_cluster(worker_environment(os.environ)))
         else:
             with shielded():  # else a signal in between leaves the folder behind
-                folder = _make_folder()
+                root = tempfile.gettempdir()
+                root = root if len(root) <= MAX_TEMP_ROOT else "/tmp"
+                folder = Path(tempfile.mkdtemp(prefix="hybridrl-", dir=root))
                 janitor = Janitor(MARK, folder)
                 stack.callback(janitor.dismiss)
                 stack.callback(_stop, folder)
@@ -113,11 +111,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
-    """Join the cluster at RAY_ADDRESS for the block, with `environment` in the workers.
-
-    Raises:
-        ConfigError: the cluster cannot be joined.
-    """
+    """Join the cluster at RAY_ADDRESS for the block, with `environment` in the workers."""
     try:
         _join(environment)
         yield
@@ -163,16 +157,12 @@ def _no_cluster(address: str, why: object) -> ConfigError:
     )
 
 
-def _make_folder() -> Path:
-    root = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(prefix="hybridrl-", dir=root if len(root) <= MAX_TEMP_ROOT else "/tmp")
-    )
-
-
 def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> None:
     slots = cluster.gpus_per_node
     assert slots is not None, "cluster.gpus_per_node is resolved before Ray starts"
+    # The batches of a few steps.
+    free = shutil.disk_usage(processes.SHARED_MEMORY).free
+    store_bytes = max(80 * MIB, min(processes.STORE_BYTES[accelerator], free // 2))
     start = time.perf_counter()
     # ray.init may swallow an exception of a signal; it takes a few seconds.
     with (
@@ -186,7 +176,7 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
             address="local",
             num_cpus=slots,
             num_gpus=slots if accelerator is Accelerator.gpu else 0,
-            object_store_memory=_object_store_bytes(accelerator),
+            object_store_memory=store_bytes,
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
@@ -210,12 +200,10 @@ def _stop(folder: Path) -> None:
                 logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
             except RayError as error:
                 logger.error("Ray did not shut down cleanly: %s", error)
-        left = processes.wait_or_kill(started, STOP_GRACE_S)
+        processes.wait_or_kill(started, STOP_GRACE_S)
         # Processes started during the shutdown.
-        left += processes.wait_or_kill(processes.ray_processes(MARK, folder), 0.0)
+        processes.wait_or_kill(processes.ray_processes(MARK, folder), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
-        if left:
-            logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
         logger.debug("Ray stopped in %.1f s", time.perf_counter() - start)
 
 
@@ -245,10 +233,3 @@ def _log(line: str) -> None:
     """Log a line of Ray's; the pool's own error describes the death of a worker better."""
     level = logging.DEBUG if "worker died or was killed" in line else logging.WARNING
     logger.log(level, "Ray: %s", line)
-
-
-def _object_store_bytes(accelerator: Accelerator) -> int:
-    """Return a size for the batches of a few steps, at most half of the free /dev/shm."""
-    wanted = processes.STORE_BYTES[accelerator]
-    free = shutil.disk_usage(processes.SHARED_MEMORY).free
-    return max(80 * MIB, min(wanted, free // 2))

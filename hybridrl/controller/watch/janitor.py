@@ -31,9 +31,7 @@ _COMMAND = (
 class Janitor:
     """The run's handle of the janitor process.
 
-    Args:
-        variable: environment variable of all processes of the run.
-        folder: its value, and the folder to remove.
+    All processes of the run have an environment variable whose value is the folder to remove.
     """
 
     def __init__(self, variable: str, folder: Path) -> None:
@@ -67,23 +65,14 @@ def main(variable: str, folder: str, run: str) -> None:
 
 
 def clear(variable: str, folder: Path) -> int:
-    """End the processes of a killed run, and remove its files.
-
-    Returns:
-        Number of processes that had to be killed.
-    """
-    import psutil
-
+    """End the processes of a killed run and remove its files; return how many had to be killed."""
     from hybridrl.controller import processes
 
     members = processes.ray_processes(variable, folder)
     left = processes.footprint([process.pid for process in members])
     listed = folder / SHARED_MEMORY_LIST
     paths = listed.read_text().splitlines() if listed.is_file() else []
-    _, alive = psutil.wait_procs(members, timeout=GRACE_S)
-    processes.wait_or_kill(alive, 0.0)
+    killed = processes.end(left, paths, GRACE_S)
     processes.wait_or_kill(processes.ray_processes(variable, folder), 0.0)
-    for path in {*left.shared_memory, *paths}:
-        Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    return len(alive)
+    return killed

@@ -1,18 +1,18 @@
 """Snapshots of processes of this node: position, state, progress, stacks, last collectives.
 
-Plain functions of one machine; `Nodes` runs them here or, for other nodes, as Ray tasks.
+Plain functions of one machine; `NodeTasks` runs them here or on other nodes.
 """
 
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from hybridrl.controller.processes import STACK_SIGNAL
 from hybridrl.controller.watch.flight_recorder import RECORDER_SIGNAL, records
@@ -20,26 +20,13 @@ from hybridrl.distributed.position import Position, open_position
 
 # Seconds for processes to write their stacks, minimum and maximum.
 MIN_WRITING_S, MAX_WRITING_S = 0.5, 3.0
-PY_SPY_TIMEOUT_S = 4.0
 # Less I/O than this does not count as progress.
 TRAFFIC_STEP_BYTES = 16 * 2**20
-STOPPED = "Tt"
+STOPPED = ("T", "t")
 # States of a process that has ended; empty: no such process.
 GONE = ("", "X", "Z")
 # A thread in faulthandler's output; the main thread comes last.
 _THREAD = re.compile(r'hread 0x.*\n  File "(.*)", line (\d+) in (.*)')
-
-
-class ProcessSnapshot(NamedTuple):
-    """Position and state of a process.
-
-    Attributes:
-        position: last published position; None if there is none, or the process has ended.
-        state: letter of /proc/<pid>/stat, "T" if stopped; empty if the process has ended.
-    """
-
-    position: Position | None
-    state: str
 
 
 class Traces(NamedTuple):
@@ -59,40 +46,32 @@ class Traces(NamedTuple):
     passed: int = -1
 
 
-class ProgressCounters(NamedTuple):
-    """Counters that change while a process makes progress.
-
-    Attributes:
-        changes: number of changes of its position.
-        traffic: bytes read and written, in units of TRAFFIC_STEP_BYTES. A rank that writes a
-            large file keeps its position for long.
-    """
-
-    changes: int
-    traffic: int
+def process_snapshots(pids: Sequence[int]) -> list[tuple[Position | None, str]]:
+    """Return position, None if unknown, and `state_of` each process."""
+    return [(_position(pid), state_of(pid)) for pid in pids]
 
 
-def process_snapshots(pids: Sequence[int]) -> list[ProcessSnapshot]:
-    """Return position and state of processes."""
-    return [ProcessSnapshot(_position(pid), state_of(pid)) for pid in pids]
-
-
-def progress_counters(pids: Sequence[int]) -> list[ProgressCounters | None]:
+def progress_counters(pids: Sequence[int]) -> list[tuple[int, int] | None]:
     """Return the counters of processes; None for one that publishes no position."""
-    found: list[ProgressCounters | None] = []
-    for pid in pids:
-        position = _position(pid)
-        found.append(position and counters_at(pid, position))
-    return found
+    positions = [_position(pid) for pid in pids]
+    return [at and counters_at(pid, at) for pid, at in zip(pids, positions, strict=True)]
 
 
-def counters_at(pid: int, position: Position) -> ProgressCounters:
-    """Return the counters of a process at a position."""
-    return ProgressCounters(position.changes, _traffic_bytes(pid) // TRAFFIC_STEP_BYTES)
+def counters_at(pid: int, position: Position) -> tuple[int, int]:
+    """Return what changes while a process makes progress: changes of its position, and traffic.
+
+    Traffic is read and written, in units of TRAFFIC_STEP_BYTES: a rank that writes a large file
+    keeps its position for long.
+    """
+    traffic = 0
+    with suppress(psutil.Error):
+        io = psutil.Process(pid).io_counters()
+        traffic = io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
+    return position.changes, traffic // TRAFFIC_STEP_BYTES
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state; empty if it has ended."""
+    """Return the letter of a process's state in /proc/<pid>/stat; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -101,42 +80,31 @@ def state_of(pid: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Return True if a signal or a debugger has stopped a process."""
-    state = state_of(pid)
-    return bool(state) and state in STOPPED
+    return state_of(pid) in STOPPED
 
 
 def write_traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> list[Traces]:
     """Make processes write the stacks of all threads to their logs, and their last collectives.
 
     Stopped processes are continued for this, because the call has already failed.
-
-    Args:
-        pids: processes of a pool.
-        ranks: their ranks.
-        logs: their log files.
     """
-    sizes = [_size(log) for log in logs]
-    signalled = [pid for pid in pids if _position(pid) is not None]  # others have no handler yet
-    for pid in signalled:
+    # Processes without a position have no handlers yet.
+    asked = {pid: log for pid, log in zip(pids, logs, strict=True) if _position(pid) is not None}
+    sizes = {log: log.stat().st_size if log.is_file() else 0 for log in asked.values()}
+    for pid in asked:
         with suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
             os.kill(pid, RECORDER_SIGNAL)
             if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)
-    frames = _await_frames(logs, sizes) if signalled else [""] * len(pids)
-    silent = {
-        pid: log
-        for pid, log, frame in zip(pids, logs, frames, strict=True)
-        if pid in signalled and not frame
-    }
-    message = _spy(silent) if silent else ""
-    frames = [message if pid in silent else frame for pid, frame in zip(pids, frames, strict=True)]
+    frames = _await_frames(sizes)
     found = []
-    for pid, rank, log, frame in zip(pids, ranks, logs, frames, strict=True):
+    for pid, rank, log in zip(pids, ranks, logs, strict=True):
         files = [str(path) for path in records(log.parent, str(rank))]
         position = _position(pid)
         device = (position.device, position.passed) if position is not None else ("", -1)
-        found.append(Traces(frame, files, *device))
+        silent = "it writes no stacks" if pid in asked else ""
+        found.append(Traces(frames.get(log) or silent, files, *device))
     return found
 
 
@@ -150,27 +118,14 @@ def _position(pid: int) -> Position | None:
         reader.close()
 
 
-def _traffic_bytes(pid: int) -> int:
-    """Return the bytes through files, pipes and sockets that the kernel counts."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:
-        return 0
-    counts = dict(line.split(": ") for line in lines)
-    return sum(int(counts.get(n, 0)) for n in ("rchar", "wchar", "read_bytes", "write_bytes"))
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _await_frames(logs: Sequence[Path], sizes: Sequence[int]) -> list[str]:
-    start = time.monotonic()
-    while True:
+def _await_frames(sizes: Mapping[Path, int]) -> dict[Path, str]:
+    """Return the innermost line in each log that was written after its size."""
+    deadline = time.monotonic() + MAX_WRITING_S
+    frames: dict[Path, str] = {}
+    while not all(frames.get(log) for log in sizes) and time.monotonic() < deadline:
         time.sleep(MIN_WRITING_S)
-        frames = [_innermost(log, size) for log, size in zip(logs, sizes, strict=True)]
-        if all(frames) or time.monotonic() - start > MAX_WRITING_S:
-            return frames
+        frames = {log: _innermost(log, size) for log, size in sizes.items()}
+    return frames
 
 
 def _innermost(log: Path, start: int) -> str:
@@ -185,24 +140,35 @@ def _innermost(log: Path, start: int) -> str:
     return f"{function} ({Path(path).name}:{line})"
 
 
-def _spy(silent: Mapping[int, Path]) -> str:
-    """Append stacks read by py-spy to the logs of processes that cannot write them.
+class WatchClock:
+    """Clock that excludes suspension of this process.
 
-    Returns:
-        A remark for the report.
+    A scheduler suspends a whole job, so the polled processes make no progress either. Between two
+    calls of `now`, at most `longest_gap_s` seconds count: more than between two polls.
     """
-    program = shutil.which("py-spy")
-    if program is None:
-        return "it writes no stacks; install py-spy to read them"
-    running = []
-    for pid, log in silent.items():
-        with log.open("a") as file:
-            command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-            running.append(subprocess.Popen(command, stdout=file, stderr=file))
-    deadline = time.monotonic() + PY_SPY_TIMEOUT_S
-    for process in running:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0.0))
-        process.kill()
-        process.wait()
-    return "it writes no stacks; its log has those of py-spy"
+
+    def __init__(self, longest_gap_s: float) -> None:
+        self._longest_gap_s = longest_gap_s
+        self._asked_at = time.monotonic()
+        self._seconds = 0.0
+
+    def now(self) -> float:
+        """Return the seconds since creation."""
+        asked_at = time.monotonic()
+        self._seconds += min(asked_at - self._asked_at, self._longest_gap_s)
+        self._asked_at = asked_at
+        return self._seconds
+
+
+class StoppedTimes:
+    """Durations for which processes of this node have been stopped by a signal."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def seconds(self, pid: int, now: float) -> float:
+        """Return the seconds since a process was first seen stopped, or 0; `now` is a clock's."""
+        if not is_stopped(pid):
+            self._since.pop(pid, None)
+            return 0.0
+        return now - self._since.setdefault(pid, now)

@@ -18,9 +18,14 @@ from ray.exceptions import RayError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.compat import local_folder, local_processes
 from hybridrl.controller.ray.head import connect, head_place, ray_address
-from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
 from hybridrl.controller.watch.janitor import SHARED_MEMORY_LIST
-from hybridrl.controller.watch.process_snapshot import GONE, is_stopped, state_of
+from hybridrl.controller.watch.process_snapshot import (
+    GONE,
+    StoppedTimes,
+    WatchClock,
+    is_stopped,
+    state_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +54,12 @@ def register_shared_memory(paths: Sequence[str]) -> None:
 class RayMonitor:
     """Monitor of the Ray that this process uses, in a thread.
 
-    Args:
-        limit_s: seconds for which a process of Ray may be stopped; 0: no limit.
+    A process of Ray may be stopped for `limit_s` seconds; 0: no limit.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._pids = local_processes()
         self._limit_s = limit_s
-        self._stopped = StoppedTimes()
         self._finding = ""
         self._closing = threading.Event()
         watch = self._watch_processes if self._pids else self._watch_head
@@ -69,11 +72,7 @@ class RayMonitor:
         return bool(self._finding) and not self._pids
 
     def check(self, phase: str) -> None:
-        """Check Ray's processes; takes microseconds.
-
-        Raises:
-            WorkerError: Ray is lost; the error names this phase.
-        """
+        """Raise WorkerError, of this phase, if Ray is lost; takes microseconds."""
         for name, pid in self._pids.items():
             if not self._finding and state_of(pid) in GONE:
                 self._finding = f"Ray's {name} (pid {pid}) on this machine died"
@@ -93,11 +92,7 @@ class RayMonitor:
 
     @contextmanager
     def guarded(self, phase: str) -> Iterator[None]:
-        """Guard a block of calls into Ray.
-
-        Raises:
-            WorkerError: Ray is lost, or a call failed.
-        """
+        """Raise WorkerError if Ray is lost, or a call into Ray in the block fails."""
         self.check(phase)
         try:
             yield
@@ -112,20 +107,18 @@ class RayMonitor:
         self._thread.join()
 
     def _watch_processes(self) -> None:
-        clock = WatchClock(longest_gap_s=2 * EVERY_S)
+        clock, stopped = WatchClock(longest_gap_s=2 * EVERY_S), StoppedTimes()
         while not self._closing.wait(EVERY_S):
             now = clock.now()
             for name, pid in self._pids.items():
-                self._check_stopped(name, pid, now)
-
-    def _check_stopped(self, name: str, pid: int, now: float) -> None:
-        if self._stopped.seconds(pid, now) >= self._limit_s > 0:
-            self._finding = (
-                f"Ray's {name} (pid {pid}) on this machine was stopped by a signal for "
-                f"cluster.stall_timeout_s={self._limit_s:g} s"
-            )
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)  # calls that wait for it inside Ray return
+                if not stopped.seconds(pid, now) >= self._limit_s > 0:
+                    continue
+                self._finding = (
+                    f"Ray's {name} (pid {pid}) on this machine was stopped by a signal for "
+                    f"cluster.stall_timeout_s={self._limit_s:g} s"
+                )
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)  # calls that wait for it inside Ray return
 
     def _watch_head(self) -> None:
         address = ray_address()

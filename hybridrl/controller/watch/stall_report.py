@@ -1,18 +1,33 @@
-"""Stall report: the suspected ranks of a stalled call, and its text."""
+"""Stall report: evidence from the nodes, the suspected ranks of a stalled call, and its text."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import ray
+from ray.exceptions import RayError
+
+from hybridrl.controller.background import call_with_timeout
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.node_tasks import NodeTasks
+from hybridrl.controller.placement import Host, Slot, by_node
+from hybridrl.controller.ray.compat import actor_state
 from hybridrl.controller.watch.flight_recorder import NCCL_PREFIX
-from hybridrl.controller.watch.process_snapshot import GONE, STOPPED, ProcessSnapshot, Traces
-from hybridrl.controller.watch.waiting import Host
+from hybridrl.controller.watch.process_snapshot import (
+    GONE,
+    STOPPED,
+    Traces,
+    process_snapshots,
+    write_traces,
+)
 from hybridrl.distributed.position import Position
 
 # Number of ranks that a report describes one by one.
 MAX_DESCRIBED = 8
 IN_KERNEL = "D"
+RAY_TIMEOUT_S = 2.0
 # In this phase, processes have no ranks, and some may not be started.
 FIRST_PHASE = "start: info"
 # Progress of a rank with a position of an earlier call, or none.
@@ -20,39 +35,19 @@ NOT_BEGUN = (-1, 0)
 
 
 class RankReport(NamedTuple):
-    """Evidence about an unfinished rank.
-
-    Attributes:
-        host: the rank.
-        snapshot: position and state; None if its node does not answer.
-        traces: stack and flight records.
-    """
+    """Evidence about an unfinished rank: its position, if known, and a key of `_STATES`."""
 
     host: Host
-    snapshot: ProcessSnapshot | None
+    position: Position | None
+    state: str
     traces: Traces = Traces("", [])
-
-    @property
-    def position(self) -> Position | None:
-        """Position, or None if unknown."""
-        return None if self.snapshot is None else self.snapshot.position
-
-    @property
-    def state(self) -> str:
-        """Letter of the process's state; "?" if unknown, "0" if not started."""
-        if self.snapshot is None:
-            return "?" if self.host.pid else "0"
-        return self.snapshot.state
 
 
 @dataclass(frozen=True)
 class StallReport:
-    """Report of a call that some ranks have not finished.
+    """Report of a call that the ranks in `seen` have not finished.
 
-    Attributes:
-        phase: the call, "rollout.reshard"; several methods are separated by commas.
-        seen: the unfinished ranks.
-        num_ranks: number of called ranks.
+    `phase` is the call, "rollout.reshard"; several methods are separated by commas.
     """
 
     phase: str
@@ -94,39 +89,35 @@ class StallReport:
 
     def summary(self) -> str:
         """Describe all ranks on one line: "rank 3 is in bucket 17 of 24, ranks 0-2 are in ..."."""
-        groups: dict[str, list[RankReport]] = {}
+        groups: dict[str, list[int]] = {}
         for rank in sorted(self.seen, key=lambda s: self.progress(s) or NOT_BEGUN):
-            groups.setdefault(self.place(rank.position), []).append(rank)
-        texts = []
-        for place, members in groups.items():
-            texts.append(f"{format_ranks([s.host.rank for s in members], 'is', 'are')} {place}")
+            groups.setdefault(place_in(self.phase, rank.position), []).append(rank.host.rank)
+        texts = [f"{format_ranks(ranks, 'is', 'are')} {place}" for place, ranks in groups.items()]
         finished = self.num_ranks - len(self.seen)
         if finished:
             texts.append(f"{finished} other{'s have' if finished > 1 else ' has'} finished")
         return ", ".join(texts)
 
-    def place(self, position: Position | None) -> str:
-        """Describe a position after "is": "in bucket 17 of 24", "idle after rollout.generate"."""
-        if position is None:
-            return "nowhere yet" if self.phase == FIRST_PHASE else "at an unknown place"
-        if position.is_idle:
-            return f"idle after {position.phase}" if position.phase else "idle"
-        if position.phase == self.phase:
-            return position.within()
-        return f"in {position.phase}, {position.within()}"
-
     def describe(self, rank: RankReport) -> str:
         """Describe a rank: node, process, position, state, innermost line, log file."""
-        parts = [self.place(rank.position), _STATES.get(rank.state, "")]
+        state = _STATES.get(rank.state, "")
         if rank.state in STOPPED:
-            pid = rank.host.pid
-            parts[1] += f"; kill -CONT {pid} resumes it"
-        if rank.traces.device:
-            parts.append(f"its device {rank.traces.device}")
-        if rank.traces.frame:
-            parts.append(rank.traces.frame)
-        text = ", ".join(part for part in parts if part)
+            state += f"; kill -CONT {rank.host.pid} resumes it"
+        device = f"its device {rank.traces.device}" if rank.traces.device else ""
+        parts = [place_in(self.phase, rank.position), state, device, rank.traces.frame]
+        text = ", ".join(filter(None, parts))
         return f"  {rank.host.describe()}: {text}\n    {rank.host.log_file}"
+
+
+def place_in(phase: str, position: Position | None) -> str:
+    """Describe a place in a call after "is": "in bucket 17 of 24", "idle after actor.update"."""
+    if position is None:
+        return "nowhere yet" if phase == FIRST_PHASE else "at an unknown place"
+    if position.is_idle:
+        return f"idle after {position.phase}" if position.phase else "idle"
+    if position.phase == phase:
+        return position.within()
+    return f"in {position.phase}, {position.within()}"
 
 
 _STATES = {
@@ -142,13 +133,7 @@ _STATES = {
 
 
 def format_report(stall: StallReport, finding: str, advice: str) -> str:
-    """Format the report of a stalled call.
-
-    Args:
-        stall: the report, with traces.
-        finding: first words, "no rank made progress in rollout.reshard for 600 s".
-        advice: last line, for a call that is only slow.
-    """
+    """Format a report from its finding, "no rank made progress in ... for 600 s", to the advice."""
     ordered = stall.in_order()
     lines = [f"{finding}: {stall.summary()}."]
     lines += [stall.describe(rank) for rank in ordered[:MAX_DESCRIBED]]
@@ -185,3 +170,68 @@ def format_ranks(numbers: Sequence[int], verb: str, verbs: str) -> str:
     texts = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
     listed = " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
     return f"rank {listed} {verb}" if len(ordered) == 1 else f"ranks {listed} {verbs}"
+
+
+def collect_report(
+    nodes: NodeTasks, phase: str, late: Sequence[Host], num_ranks: int
+) -> StallReport:
+    """Collect position and state of unfinished ranks, without interfering with them."""
+    late = [host if host.pid else _completed_from_ray(host) for host in late]
+    seen = _on_nodes(nodes, late, process_snapshots, lambda hosts: ([h.pid for h in hosts],))
+    reports = [RankReport(host, *seen.get(host, (None, "?" if host.pid else "0"))) for host in late]
+    return StallReport(phase, reports, num_ranks)
+
+
+def stall_error(nodes: NodeTasks, report: StallReport, finding: str, advice: str) -> WorkerError:
+    """Build the error of a stalled call, after stacks and flight records are written."""
+    written = _on_nodes(
+        nodes,
+        [rank.host for rank in report.seen],
+        write_traces,
+        lambda hosts: (
+            [h.pid for h in hosts],
+            [h.rank for h in hosts],
+            [h.log_file for h in hosts],
+        ),
+    )
+    seen = [rank._replace(traces=written.get(rank.host, rank.traces)) for rank in report.seen]
+    report = replace(report, seen=seen)
+    ordered = [rank.host for rank in report.in_order()]
+    text = f"{format_report(report, finding, advice)}\n{ordered[0].log_tail()}".rstrip()
+    return WorkerError([host.rank for host in ordered], report.phase, text)
+
+
+def _on_nodes(
+    nodes: NodeTasks,
+    hosts: Sequence[Host],
+    function: Callable[..., Sequence[Any]],
+    arguments: Callable[[Sequence[Host]], tuple[Any, ...]],
+) -> dict[Host, Any]:
+    """Run a function on each node; return its results by the hosts there, as far as known."""
+    members = by_node([host for host in hosts if host.pid])
+    found = nodes.run_each(function, {node: arguments(there) for node, there in members.items()})
+    return {
+        host: value
+        for node, values in found.items()
+        for host, value in zip(members[node], values, strict=True)
+    }
+
+
+def _completed_from_ray(host: Host) -> Host:
+    """Complete a host without a report from Ray's record; no pid if not yet started."""
+    try:
+        entry = call_with_timeout(RAY_TIMEOUT_S, partial(actor_state, host.handle))
+    except (TimeoutError, RayError):
+        return host
+    address = entry.get("Address", {})
+    if not address.get("IPAddress"):
+        return host
+    node_id, pid = address["NodeID"], entry["Pid"]
+    names = [node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] == node_id]
+    name = names[0] if names else host.node_name
+    return host._replace(
+        slot=Slot(node_id, address["IPAddress"], host.slot.local_rank),
+        pid=pid,
+        node_name=name,
+        log_file=host.log_file / f"{name}_pid{pid}.log",
+    )

@@ -1,36 +1,41 @@
-"""Wait for the results of all ranks, with a deadline, and attribute failures to the first one."""
+"""Wait for the results of all ranks: the first failure, a stall or a deadline ends the wait."""
 
 import logging
-import threading
+import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.background import run_in_background
+from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller.errors import RemoteError, WorkerError
-from hybridrl.controller.placement import Slot
-from hybridrl.controller.watch.clock import WatchClock
+from hybridrl.controller.node_tasks import NodeTasks
+from hybridrl.controller.placement import Host, by_node
+from hybridrl.controller.watch.process_snapshot import (
+    StoppedTimes,
+    WatchClock,
+    counters_at,
+    progress_counters,
+)
+from hybridrl.controller.watch.ray_monitor import RayMonitor
+from hybridrl.controller.watch.stall_report import (
+    collect_report,
+    format_report,
+    place_in,
+    stall_error,
+)
+from hybridrl.distributed.position import PositionReader
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # After a failure that only echoes another rank's, seconds to wait for the original.
 ROOT_CAUSE_GRACE_S = 5.0
 # Maximum uninterrupted wait, for signals and deadlines.
 POLL_S = 1.0
-# Maximum seconds that count between two polls: more means that the driver was suspended.
-LONGEST_GAP_S = 60.0
-# Name of threads with calls that may block for ever.
-MAY_BLOCK = "may block"
-LOG_TAIL_LINES = 25
 # Messages of gloo, NCCL and TCPStore after the loss of a peer in a collective.
 ECHOES = (
     "closed by peer",
@@ -41,167 +46,193 @@ ECHOES = (
     "remote process exited",
     "ncclremoteerror",
 )
+# Maximum seconds between two checks of other nodes, each of which is a Ray task.
+OTHER_NODES_EVERY_S = 30.0
+# More than the seconds between two checks of this node.
+CHECK_S = 2.0
+START_SETTING = "cluster.start_timeout_s"
+STALL_SETTING = "cluster.stall_timeout_s"
 
 
-class Host(NamedTuple):
-    """Process of one rank, as known to the driver."""
+class ProgressLog:
+    """Time of the last progress of each rank. A rank without reports does not count as stalled."""
 
-    rank: int
-    handle: ActorHandle
-    slot: Slot
-    pid: int
-    node_name: str
-    log_file: Path
+    def __init__(self) -> None:
+        # rank -> progress, seconds when it was seen first and last
+        self._seen: dict[int, tuple[tuple[int, int], float, float]] = {}
 
-    def describe(self) -> str:
-        """Describe rank, node and process; Ray's id distinguishes nodes with one host name."""
-        node = f"{self.node_name} ({self.slot.node_ip}, node {self.slot.node_id[:8]})"
-        where = f"{node}, slot {self.slot.local_rank}, pid {self.pid}"
-        return f"rank {self.rank} on {where}"
+    def note(self, rank: int, progress: tuple[int, int], now: float) -> None:
+        """Add the progress of a rank at a time in seconds."""
+        known = self._seen.get(rank)
+        since = known[1] if known is not None and known[0] == progress else now
+        self._seen[rank] = (progress, since, now)
 
-
-def by_node(hosts: Sequence[Host]) -> dict[str, list[Host]]:
-    """Group ranks by the id of their node."""
-    nodes: dict[str, list[Host]] = {}
-    for host in hosts:
-        nodes.setdefault(host.slot.node_id, []).append(host)
-    return nodes
+    def seconds(self, ranks: Sequence[int]) -> float:
+        """Return the seconds since the last progress of any of these ranks."""
+        if not all(rank in self._seen for rank in ranks):
+            return 0.0
+        seen = [self._seen[rank] for rank in ranks]
+        return min((last - since for _, since, last in seen), default=0.0)
 
 
-class CallMonitor(Protocol):
-    """Monitor of ranks during a call."""
+class StallDetector:
+    """Monitor of one call on the ranks of a pool.
 
-    def check(self, busy: Sequence[Host]) -> None:
-        """Check the unfinished ranks, about every second; may raise."""
-
-    def last_place(self, host: Host) -> str:
-        """Return the last position of a dead rank, "in bucket 17 of 24"; empty if unknown."""
-
-
-class Failure(NamedTuple):
-    """Failure of one rank.
-
-    Attributes:
-        host: the rank.
-        died: True if its process died; False if it raised.
-        summary: the exception on one line.
-        details: traceback, or Ray's message about the death.
-        problems: problems of a ConfigError.
-        phase: the rank's own phase if more specific than the driver's, else empty.
+    `readers` read the positions on this node, by rank. `is_step`: a step of the start, in which
+    ranks publish no progress. It has a deadline; before it, only stopped ranks of this node are
+    detected.
     """
 
-    host: Host
-    died: bool
-    summary: str
-    details: str
-    problems: list[str]
-    phase: str = ""
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        readers: Mapping[int, PositionReader],
+        nodes: NodeTasks,
+        ray_monitor: RayMonitor,
+        phase: str,
+        num_ranks: int,
+        *,
+        is_step: bool,
+    ) -> None:
+        self._readers = readers
+        self._nodes = nodes
+        self._ray_monitor = ray_monitor
+        self._phase = phase
+        self._num_ranks = num_ranks
+        self._deadline_s = cluster.start_timeout_s if is_step else None
+        self._setting, self._limit_s = STALL_SETTING, cluster.stall_timeout_s
+        # While roles are built, imports and compilers report little progress.
+        is_building = phase.startswith("start: ") and not is_step
+        if is_building and 0 < self._limit_s < cluster.start_timeout_s:
+            self._setting, self._limit_s = START_SETTING, cluster.start_timeout_s
+        self._has_warned = False
+        self._progress = ProgressLog()
+        self._stopped = StoppedTimes()
+        self._every_s = min(OTHER_NODES_EVERY_S, self._limit_s / 4)
+        self._clock = WatchClock(max(self._every_s, CHECK_S))
+        self._read_at = -math.inf
 
-    @property
-    def is_echo(self) -> bool:
-        """True if the rank only reports the loss of another one."""
-        text = self.summary.lower()
-        return not self.died and any(echo in text for echo in ECHOES)
+    def check(self, busy: Sequence[Host]) -> None:
+        """Check the unfinished ranks, without waiting; WorkerError if the call has stalled."""
+        self._ray_monitor.check(self._phase)
+        now = self._clock.now()
+        if self._deadline_s is not None and now >= self._deadline_s:
+            finding = f"{len(busy)} rank(s) did not finish {self._phase} within"
+            self._raise(busy, finding, START_SETTING, self._deadline_s)
+        if not self._limit_s:
+            return
+        if self._deadline_s is None:
+            self._check_progress(busy, now)
+        else:
+            self._check_stopped(busy, now)
+
+    def last_place(self, host: Host) -> str:
+        """Return the last position of a rank of this node, also of a dead one, or ""."""
+        reader = self._readers.get(host.rank)
+        return "" if reader is None else place_in(self._phase, reader.read())
+
+    def _raise(self, late: Sequence[Host], finding: str, setting: str, limit_s: float) -> None:
+        self._ray_monitor.check_after_failure(self._phase)
+        report = collect_report(self._nodes, self._phase, late, self._num_ranks)
+        finding = f"{finding} {setting}={limit_s:g} s"
+        raise stall_error(self._nodes, report, finding, f"If they are only slow, raise {setting}.")
+
+    def _check_stopped(self, busy: Sequence[Host], now: float) -> None:
+        for host in busy:
+            is_here = host.rank in self._readers
+            if is_here and self._stopped.seconds(host.pid, now) >= self._limit_s:
+                finding = f"rank {host.rank} has been stopped by a signal in {self._phase} for"
+                self._raise(busy, finding, self._setting, self._limit_s)
+
+    def _check_progress(self, busy: Sequence[Host], now: float) -> None:
+        for host in busy:
+            if host.rank in self._readers:
+                position = self._readers[host.rank].read()
+                self._progress.note(host.rank, counters_at(host.pid, position), now)
+        others = by_node([host for host in busy if host.rank not in self._readers])
+        if now - self._read_at >= self._every_s:
+            self._read_at = now
+            self._read_other_nodes(others)
+        ranks = [host.rank for host in busy]
+        finding = f"no rank made progress in {self._phase} for"
+        stalled_s = self._progress.seconds(ranks)
+        if stalled_s >= self._limit_s:
+            self._read_other_nodes(others)
+            if self._progress.seconds(ranks) >= self._limit_s:
+                self._raise(busy, finding, self._setting, self._limit_s)
+        if stalled_s >= self._limit_s / 2 and not self._has_warned:
+            self._has_warned = True
+            report = collect_report(self._nodes, self._phase, busy, self._num_ranks)
+            advice = f"The run ends after {self._limit_s:g} s without progress."
+            logger.warning("%s", format_report(report, f"{finding} {stalled_s:.0f} s", advice))
+
+    def _read_other_nodes(self, others: Mapping[str, list[Host]]) -> None:
+        pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in others.items()}
+        for node_id, found in self._nodes.run_each(progress_counters, pids).items():
+            for host, progress in zip(others[node_id], found, strict=True):
+                if progress is not None:
+                    self._progress.note(host.rank, progress, self._clock.now())
+
+
+class Death(RemoteError):
+    """Death of a worker process, with Ray's message as its trace."""
 
 
 def wait_for_all(
-    hosts: Sequence[Host],
-    refs: Sequence[ObjectRef],
-    phase: str,
-    timeout_s: float,
-    monitor: CallMonitor,
+    hosts: Sequence[Host], refs: Sequence[ObjectRef], phase: str, detector: StallDetector
 ) -> list[Any]:
-    """Return the results of all hosts, in order.
-
-    Args:
-        hosts: the called hosts.
-        refs: the call on each host.
-        phase: name for messages, "actor.update".
-        timeout_s: seconds until all must have answered, or infinity.
-        monitor: checked about every second; its exceptions propagate.
+    """Return the results of a call on all hosts, in order; the detector looks every second.
 
     Raises:
         ConfigError: a worker raised a ConfigError.
-        WorkerError: a worker raised or died; at once unless it only echoes another failure.
-        TimeoutError: the deadline passed; its only argument is the list of busy hosts.
+        WorkerError: a worker raised or died; at once unless it only echoes another failure. Or
+            the call has stalled.
     """
-    clock, deadline = WatchClock(LONGEST_GAP_S), timeout_s
     waiting = dict(zip(refs, hosts, strict=True))
     results: dict[ObjectRef, Any] = {}
-    failures: list[Failure] = []
-    while waiting:
-        left = max(deadline - clock.now(), 0.0)
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, POLL_S))
-        if not (ready or left):
-            break
+    failures: list[tuple[Host, RemoteError]] = []
+    deadline = math.inf
+    while waiting and time.monotonic() < deadline:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
         if not (ready or failures):
-            monitor.check(list(waiting.values()))
+            detector.check(list(waiting.values()))
         for ref in ready:
             host = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(_failure(host, error, monitor))
-                if not failures[-1].is_echo:
-                    _raise(failures[-1], phase)
-                deadline = min(deadline, clock.now() + ROOT_CAUSE_GRACE_S)
+                cause = _cause(host, error, detector)
+                failures.append((host, cause))
+                is_echo = any(echo in cause.summary.lower() for echo in ECHOES)
+                if isinstance(cause, Death) or not is_echo:
+                    _raise(host, cause, phase)
+                deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
     if failures:
-        _raise(failures[0], phase)
-    if waiting:
-        raise TimeoutError(list(waiting.values()))
+        _raise(*failures[0], phase)
     return [results[ref] for ref in refs]
 
 
-def _failure(host: Host, error: RayError, monitor: CallMonitor) -> Failure:
+def _cause(host: Host, error: RayError, detector: StallDetector) -> RemoteError:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
-        cause = error.cause
-        return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
-    place = monitor.last_place(host)
+        return error.cause
+    place = detector.last_place(host)
     where = f" {place}" if place else ""
     if isinstance(error, ActorDiedError):
         summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
-    elif isinstance(error, ActorUnavailableError):
+        return Death(summary, str(error), [], "")
+    if isinstance(error, ActorUnavailableError):
         summary = f"its process or its node is lost or unreachable{where}"
-    else:
-        return Failure(host, False, type(error).__name__, str(error), [])
-    return Failure(host, True, summary, str(error), [])
+        return Death(summary, str(error), [], "")
+    return RemoteError(type(error).__name__, str(error), [], "")
 
 
-def _raise(failure: Failure, phase: str) -> None:
-    if failure.problems:
-        raise ConfigError(*failure.problems)
-    host, phase = failure.host, failure.phase or phase
+def _raise(host: Host, cause: RemoteError, phase: str) -> None:
+    if cause.problems:
+        raise ConfigError(*cause.problems)
+    phase = cause.phase or phase
     raise WorkerError(
         [host.rank],
         phase,
-        f"{host.describe()} failed in {phase}: {failure.summary}\n"
-        f"{failure.details.rstrip()}\n{log_tail(host) if failure.died else ''}"
-        f"Log: {host.log_file}",
+        f"{host.describe()} failed in {phase}: {cause.summary}\n{cause.trace.rstrip()}\n"
+        f"{host.log_tail() if isinstance(cause, Death) else ''}Log: {host.log_file}",
     )
-
-
-def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
-    """Call a function that may block for ever, such as a control call of Ray.
-
-    Without the head node, Ray's control calls wait a minute and then end the process.
-
-    Raises:
-        TimeoutError: the function has not returned in time. Its own exceptions propagate.
-    """
-    return run_in_background(function, name=MAY_BLOCK).result(timeout_s)
-
-
-def join_abandoned_calls(timeout_s: float) -> None:
-    """Wait at most `timeout_s` seconds for calls abandoned by `call_with_timeout`."""
-    deadline = time.monotonic() + timeout_s
-    for thread in threading.enumerate():
-        if thread.name == MAY_BLOCK:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-
-
-def log_tail(host: Host) -> str:
-    """Return the last lines of a rank's log, with a final newline; empty if not on this node."""
-    if not host.log_file.is_file():
-        return ""
-    lines = host.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return f"Last lines of rank {host.rank}'s log:\n" + "".join(f"  | {line}\n" for line in lines)

@@ -106,13 +106,10 @@ def replay(kept: ReplayBatch, folder: Path) -> Findings:
     roles = ["rollout", "actor"] + ["critic"] * (kept.role == "critic")
     configs = {role: getattr(config, role) for role in roles}
     configs["replay"] = ReplayConfig(role=kept.role, fsdp=config.fsdp)
-    pool, groups = start_roles(config, configs, folder)
-    try:
-        group = groups["replay"]
+    group = start_roles(config, configs, folder)["replay"]
+    with group.pool:
         group.call("load_weights", str((folder / WEIGHTS_FOLDER).resolve()))
         return examine(kept, group)
-    finally:
-        pool.close()
 
 
 def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:

@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-from hybridrl.controller.placement import straddling_engines
-from hybridrl.controller.watch.waiting import by_node
+from hybridrl.controller.placement import by_node, straddling_engines
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats, Rollout, RolloutBatch
 from hybridrl.trainer.timing.throughput import RESPONSES, TOKENS

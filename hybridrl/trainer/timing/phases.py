@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.controller.calls import TimedResult
+from hybridrl.controller.calls import Span, Stopwatch, TimedResult
 from hybridrl.controller.pool import Pool
-from hybridrl.controller.spans import Span, Stopwatch
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
 from hybridrl.config.planner.memory import node_ram
 from hybridrl.controller.ray.node_probes import NodeIdentity, ProbeResult
-from hybridrl.controller.ray.nodes import RayNode, ranks_that_fit
+from hybridrl.controller.ray.ray_probes import RayNode, ranks_that_fit
 from hybridrl.doctor import memory
 from hybridrl.doctor.context import max_ranks
 from hybridrl.doctor.findings import Verdict
@@ -129,7 +129,7 @@ def test_nodes_max_ranks_what_leaves_room_for_the_rest(wanted, there, expected):
 
 
 def ray_node(cpus, gpus):
-    return RayNode(NodeIdentity("h", "10.0.0.1", "x"), "x", True, "", cpus, gpus)
+    return RayNode(NodeIdentity("h", "10.0.0.1", "x"), "x", True, cpus, gpus)
 
 
 @pytest.mark.parametrize(

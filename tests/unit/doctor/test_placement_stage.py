@@ -3,7 +3,7 @@
 import pytest
 from host_cases import assert_finds
 
-from hybridrl.controller.ray.nodes import FreeNode
+from hybridrl.controller.ray.ray_probes import FreeNode
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.placement import judge_engines, judge_slots
 
