@@ -8,9 +8,9 @@ sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,11 +21,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import free_gathered_weights
 from hybridrl.distributed.forward.compiling import compile_layer
-from hybridrl.distributed.forward.log_probs import KeptLogits
-from hybridrl.distributed.forward.token_models import SequenceScores, TokenLogProbs, TokenValues
+from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
+from hybridrl.distributed.gathering import free_gathered_weights
 from hybridrl.distributed.lora import (
+    adapter_parameters,
     adapters,
     add_adapters,
     checkpoint_parameters,
@@ -33,14 +33,11 @@ from hybridrl.distributed.lora import (
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
-from hybridrl.distributed.torch_compat import (
-    compute_local_shape_and_global_offset,
-    local_tensor,
-)
+from hybridrl.distributed.torch_compat import compute_local_shape_and_global_offset, local_tensor
 from hybridrl.distributed.weights import (
+    LACKING_REWARD_MODEL,
     CheckpointWeights,
     FirstWeights,
-    Lacking,
     empty_model,
     first_weights,
 )
@@ -74,43 +71,32 @@ def load_sharded_policy(
     _check_columns(lm, fsdp, mesh)
     if lora is not None:
         add_adapters(lm, lora)
-    keep = KeptLogits.none if fsdp.activation_checkpointing else KeptLogits.all
-    root = TokenLogProbs(lm, chunk_tokens, keep)
+    root = TokenLogProbs(lm, chunk_tokens, keep_logits=not fsdp.activation_checkpointing)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
-    _fill(root, first_weights(model, lm.config, _shapes(root), device_of(mesh)), device_of(mesh))
+    device = device_of(mesh)
+    _fill(root, first_weights(model, lm.config, _shapes(root), device), device)
     if lora is not None:
-        _fill_adapters(lm, lora.seed, device_of(mesh))
+        _fill_adapters(lm, lora.seed, device)
     return root.eval()
 
 
 def load_sharded_critic(
     model: ModelConfig, fsdp: FSDPConfig, mesh: DeviceMesh, seed: int
-) -> TokenValues:
-    """Load a backbone with a new scalar head, sharded; a collective over all ranks.
-
-    The head stays in float32: values in bfloat16 have only three digits.
-
-    Args:
-        model: model of the backbone.
-        fsdp: the sharding spec.
-        mesh: the training mesh.
-        seed: seed of the head.
+) -> ScalarModel:
+    """Load a backbone with a new scalar head, drawn from the seed; a collective over all ranks.
 
     Raises:
         ConfigError: the architecture is not supported, or the checkpoint lacks weights.
     """
-    backbone = empty_model(AutoModel, model_folder(model))
-    root = TokenValues(backbone)
-    fully_shard(root.head, mesh=sharding_mesh(mesh), reshard_after_forward=False)
-    _shard(root, root.backbone.layers, fsdp, mesh)
+    root = _empty_scalar_model(model_folder(model), fsdp, mesh, bias=True)
     device = device_of(mesh)
-    _fill(root, first_weights(model, backbone.config, _shapes(root), device), device)
+    _fill(root, first_weights(model, root.backbone.config, _shapes(root), device), device)
     for name, value in root.initial_head(seed).items():
         _keep_shard(root.get_parameter(name), value.to(device))
     return root.eval()
 
 
-def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> SequenceScores:
+def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> ScalarModel:
     """Load a sequence classifier, sharded by rows; a collective over all ranks.
 
     Args:
@@ -121,14 +107,22 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     Raises:
         ConfigError: the architecture is not supported, or the checkpoint lacks weights.
     """
-    folder, device = resolve_model(path), device_of(mesh)
-    root = SequenceScores(empty_model(AutoModel, folder))
-    fully_shard(root.score, mesh=sharding_mesh(mesh), reshard_after_forward=False)
-    _shard(root, root.backbone.layers, replace(fsdp, columns=None), mesh)
+    folder = resolve_model(path)
+    root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
     # A head that shares the embedding's storage is no score head.
-    first = CheckpointWeights(folder, _shapes(root), tied=False, lacking=Lacking.reward_model)
-    _fill(root, first, device)
+    first = CheckpointWeights(folder, _shapes(root), tied=False, lacking=LACKING_REWARD_MODEL)
+    _fill(root, first, device_of(mesh))
     return root.eval()
+
+
+def _empty_scalar_model(
+    folder: Path, fsdp: FSDPConfig, mesh: DeviceMesh, *, bias: bool
+) -> ScalarModel:
+    """Shard an empty model, with its head in float32: bfloat16 has only three digits."""
+    root = ScalarModel(empty_model(AutoModel, folder), bias=bias)
+    fully_shard(root.head, mesh=sharding_mesh(mesh), reshard_after_forward=False)
+    _shard(root, root.backbone.layers, fsdp, mesh)
+    return root
 
 
 def named_shards(root: TokenLogProbs) -> list[NamedShard]:
@@ -138,54 +132,30 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     lora_B.weight. The getters stay valid over optimizer steps and forwards.
     """
     free_gathered_weights(root)
-    factors = [
-        (f"{name}.{factor}.weight", layer.get_parameter(f"{factor}.weight"))
-        for name, layer in adapters(root.lm).items()
-        for factor in ("lora_A", "lora_B")
-    ]
+    factors = adapter_parameters(root.lm)
     rest = ShardKind.frozen if factors else ShardKind.live
     named = checkpoint_parameters(root.lm, tied_twice=True)
     return [_named_shard(name, param, rest) for name, param in named] + [
-        _named_shard(name, param, ShardKind.live) for name, param in factors
+        _named_shard(name, param, ShardKind.live) for name, param in factors.items()
     ]
 
 
-def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
-    """Gather the adapters' weights under peft's names, float32 on CPU; a collective.
-
-    Returns:
-        Every weight on rank 0, nothing on the other ranks; without adapters nothing anywhere.
-    """
-    free_gathered_weights(root)
-    is_first = dist.get_rank() == 0
-    kept = {}
-    for name, layer in adapters(root.lm).items():
-        for factor, weight in (("lora_A", layer.lora_A.weight), ("lora_B", layer.lora_B.weight)):
-            whole = weight.detach().full_tensor()
-            if is_first:  # a copy: a gathered tensor may be a view of a padded, larger storage
-                kept[f"base_model.model.{name}.{factor}.weight"] = whole.to("cpu", copy=True)
-    return kept
-
-
 def _named_shard(name: str, param: DTensor, kind: ShardKind) -> NamedShard:
-    return NamedShard(name, tuple(param.shape), partial(local_tensor, param), _dim_cut(param), kind)
-
-
-def _dim_cut(param: DTensor) -> int:
     placement = param.placements[-1]
     assert isinstance(placement, Shard), param.placements
-    return placement.dim
+    local = partial(local_tensor, param)
+    return NamedShard(name, tuple(param.shape), local, placement.dim, kind)
 
 
 def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of the checkpoint by name; tied tensors once."""
     if isinstance(root, TokenLogProbs):
         return list(checkpoint_parameters(root.lm))
-    assert isinstance(root, TokenValues | SequenceScores)
+    assert isinstance(root, ScalarModel)
     prefix = root.backbone.base_model_prefix
     named = [(f"{prefix}.{name}", param) for name, param in root.backbone.named_parameters()]
-    if isinstance(root, SequenceScores):
-        named.append(("score.weight", root.score.weight))
+    if root.head.bias is None:  # a reward model's; a critic's head is new
+        named.append(("score.weight", root.head.weight))
     return named
 
 
@@ -196,9 +166,9 @@ def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
     for name in fsdp.columns or []:
         shape = shapes.get(name)
         if shape is None or len(shape) < 2 or shape[1] % shards:
-            found = "names no weight" if shape is None else f"names a weight of {tuple(shape)}"
+            found = "no weight" if shape is None else f"a weight of {tuple(shape)}"
             raise ConfigError(
-                f"fsdp.columns = {name} {found}, expected one whose columns fsdp.dp_shard = "
+                f"fsdp.columns = {name} names {found}, expected one whose columns fsdp.dp_shard = "
                 f"{shards} divides: FSDP2 cuts columns evenly only.\n"
                 f"Set fsdp.columns=null to have them found."
             )

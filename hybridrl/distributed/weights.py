@@ -1,12 +1,13 @@
 """Initial weights of a model: from a checkpoint, or drawn on the device from config.json."""
 
+import zipfile
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -22,60 +23,37 @@ from hybridrl.config.planner.model_shape import SUPPORTED
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.storage.mapped_weights import MappedWeights, Part
 from hybridrl.models.resolve import model_folder
+from hybridrl.models.weight_files import PICKLED, weight_files
 
 Auto = type[AutoModel] | type[AutoModelForCausalLM]
 # Shapes of whole tensors, by checkpoint name.
 Shapes = Mapping[str, torch.Size]
+# Part of a tensor: a slice of each dim.
+Part = tuple[slice, ...]
 
+# Prefix and tied names of the supported models. Folders of a backbone have no prefix, and of two
+# tied tensors a folder may have either.
+PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
 
-class Lacking(Enum):
-    """Message templates for a folder that lacks weights."""
-
-    policy = (
-        "model.path = {}...\n"
-        "Training would start from random numbers there.\n"
-        "Set model.path to a complete checkpoint, or model.init=random."
-    )
-    reward_model = (
-        "reward_model.model.path = {}.\n"
-        "Scores would come from random numbers there.\n"
-        "Name a complete checkpoint of a reward model."
-    )
-
-
-class FirstWeights(Protocol):
-    """Initial weights, the same for every sharding."""
-
-    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Return a part of the named tensor, in its stored dtype."""
-        ...
-
-
-def first_weights(
-    model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
-) -> FirstWeights:
-    """Open or draw the weights of an empty model, according to model.init.
-
-    Args:
-        model: the model.
-        lm: its config.json.
-        shapes: shapes of the required weights, by checkpoint name.
-        device: device on which random ones are drawn.
-
-    Raises:
-        ConfigError: the checkpoint lacks weights.
-    """
-    if model.init is Init.random:
-        return RandomWeights(lm.initializer_range, model.seed, device)
-    return CheckpointWeights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
+# Messages for a folder that lacks weights.
+LACKING_POLICY = (
+    "model.path = {}...\n"
+    "Training would start from random numbers there.\n"
+    "Set model.path to a complete checkpoint, or model.init=random."
+)
+LACKING_REWARD_MODEL = (
+    "reward_model.model.path = {}.\n"
+    "Scores would come from random numbers there.\n"
+    "Name a complete checkpoint of a reward model."
+)
 
 
 class CheckpointWeights:
-    """Weights of a checkpoint, of which each rank reads only its own parts.
+    """Memory-mapped weights of a Hugging Face folder, of which each rank reads only its own parts.
 
-    On a local or shared disk all ranks together read one checkpoint, and no rank waits for another.
+    The kernel reads pages on first use and evicts them when memory is short. *.bin files are read
+    without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped.
 
     Args:
         folder: folder of the checkpoint.
@@ -88,18 +66,34 @@ class CheckpointWeights:
     """
 
     def __init__(
-        self, folder: Path, shapes: Shapes, *, tied: bool, lacking: Lacking = Lacking.policy
+        self, folder: Path, shapes: Shapes, *, tied: bool, lacking: str = LACKING_POLICY
     ) -> None:
-        self._files = MappedWeights(folder)
-        self._names = self._files.names(shapes, tied=tied)
-        missing = sorted(shapes.keys() - self._names.keys())
+        stored: dict[str, Any] = {}  # tensors, or slices of safetensors
+        for file in weight_files(folder) or weight_files(folder, *PICKLED):
+            if file.suffix == ".safetensors":
+                opened = safe_open(file, framework="pt")
+                stored |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            else:
+                can_map = zipfile.is_zipfile(file)
+                stored |= torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
+        self._parts: dict[str, Any] = {}
+        for name, shape in shapes.items():
+            for other in (name, name.removeprefix(PREFIX), TIED.get(name) if tied else None):
+                if other in stored and _shape(stored[other]) == shape:
+                    self._parts[name] = stored[other]
+                    break
+        missing = sorted(shapes.keys() - self._parts.keys())
         if missing:
             listed = f"{folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}"
-            raise ConfigError(lacking.value.format(listed))
+            raise ConfigError(lacking.format(listed))
 
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Return a part of the named tensor, a view of its file."""
-        return self._files.part(self._names[name], where)
+        """Return a part of the named tensor, in its stored dtype: a view of its file."""
+        return self._parts[name][where]
+
+
+def _shape(stored: Any) -> torch.Size:
+    return stored.shape if isinstance(stored, Tensor) else torch.Size(stored.get_shape())
 
 
 class RandomWeights:
@@ -131,6 +125,28 @@ class RandomWeights:
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
         """Draw the named tensor and return a part of it."""
         return self(name, shape)[where]
+
+
+FirstWeights = CheckpointWeights | RandomWeights
+
+
+def first_weights(
+    model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
+) -> FirstWeights:
+    """Open or draw the weights of an empty model, according to model.init.
+
+    Args:
+        model: the model.
+        lm: its config.json.
+        shapes: shapes of the required weights, by checkpoint name.
+        device: device on which random ones are drawn.
+
+    Raises:
+        ConfigError: the checkpoint lacks weights.
+    """
+    if model.init is Init.random:
+        return RandomWeights(lm.initializer_range, model.seed, device)
+    return CheckpointWeights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:

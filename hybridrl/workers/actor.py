@@ -15,8 +15,8 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
-from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy
-from hybridrl.distributed.gathering import GatheredWeights
+from hybridrl.distributed.fsdp import load_sharded_policy
+from hybridrl.distributed.gathering import GatheredWeights, adapter_state_dict
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.models.resolve import model_folder, name_or_folder

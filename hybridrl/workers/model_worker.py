@@ -17,11 +17,11 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import free_gathered_weights, gathered_once
 from hybridrl.distributed.collectives import NO_LIMIT
 from hybridrl.distributed.forward.packing import Packed, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import named_shards, parameters_in_checkpoint
+from hybridrl.distributed.gathering import free_gathered_weights, gathered_once
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
 from hybridrl.distributed.shards import NamedShard

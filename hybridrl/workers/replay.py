@@ -13,8 +13,8 @@ from hybridrl.config.schema import FSDPConfig, RoleConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.schedule import MiniBatches, RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.forward.log_probs import Entropy
+from hybridrl.distributed.gathering import begin_micro_batch
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.base import Worker
 from hybridrl.workers.critic import CriticWorker

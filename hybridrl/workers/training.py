@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
+from hybridrl.distributed.gathering import begin_micro_batch
 from hybridrl.workers.optimizer import GradientStep, Optimizer
 
 

@@ -7,7 +7,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import Accumulation
-from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy
+from hybridrl.distributed.fsdp import load_sharded_policy
+from hybridrl.distributed.gathering import adapter_state_dict
 from hybridrl.distributed.lora import checkpoint_parameters
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker

@@ -99,7 +99,7 @@ def heads_of_all_tokens(
     heads = [block.shape[2] for block in blocks]
     # [n, U, heads, D] -> [U, n, heads, D]: the rows for one rank are adjacent.
     sent = torch.cat(blocks, dim=2).transpose(0, 1).flatten(0, 1)
-    received = tokens_to_heads(sent.flatten(1), num_tokens, group.name)
+    received = exchange(sent.flatten(1), num_tokens, group.name, to_heads=True)
     q, k, v = received.unflatten(1, (-1, query.shape[2])).split(heads, dim=1)
     return q, k, v
 
@@ -115,62 +115,47 @@ def tokens_of_all_heads(output: Tensor, num_tokens: int, group: SequenceGroup) -
     Returns:
         [n, H, D].
     """
-    received = heads_to_tokens(output.flatten(1), group.size * num_tokens, group.name)
+    received = exchange(output.flatten(1), group.size * num_tokens, group.name, to_heads=False)
     by_rank = received.view(group.size, num_tokens, *output.shape[1:])
     return by_rank.transpose(0, 1).flatten(1, 2)
 
 
-@torch.library.custom_op("hybridrl::tokens_to_heads", mutates_args=())
-def tokens_to_heads(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
-    """Exchange [U n, F], whose r-th n rows are for rank r, for [N, F] from all ranks in order.
+@torch.library.custom_op("hybridrl::exchange", mutates_args=())
+def exchange(rows: Tensor, num_rows: int, group_name: str, to_heads: bool) -> Tensor:
+    """Exchange rows [.., F] with all ranks, in rank order.
 
     Args:
-        rows: rows to send; n is the size of this rank's shard.
-        num_rows: N.
+        rows: to_heads: [U n, F], whose r-th n rows are for rank r. Otherwise [N, F], of which each
+            rank is sent its shard of tokens.
+        num_rows: rows to receive: N to heads, U n back.
         group_name: name of the process group.
+        to_heads: direction.
     """
     group = group_named(group_name)
     size = group.size()
-    send, receive = [rows.shape[0] // size] * size, shard_sizes(num_rows, size)
+    if to_heads:
+        send, receive = [rows.shape[0] // size] * size, shard_sizes(num_rows, size)
+    else:
+        send, receive = shard_sizes(rows.shape[0], size), [num_rows // size] * size
     return _all_to_all(rows, send, receive, group)
 
 
-@torch.library.custom_op("hybridrl::heads_to_tokens", mutates_args=())
-def heads_to_tokens(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
-    """Exchange [N, F], of which each rank gets its shard, for [U n, F], n rows of each rank.
-
-    Args:
-        rows: rows to send.
-        num_rows: U n.
-        group_name: name of the process group.
-    """
-    group = group_named(group_name)
-    size = group.size()
-    send, receive = shard_sizes(rows.shape[0], size), [num_rows // size] * size
-    return _all_to_all(rows, send, receive, group)
-
-
-@tokens_to_heads.register_fake
-@heads_to_tokens.register_fake
-def _received(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
+@exchange.register_fake
+def _received(rows: Tensor, num_rows: int, group_name: str, to_heads: bool) -> Tensor:
     return rows.new_empty(num_rows, rows.shape[1])
 
 
-def _remember_way_back(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:
-    rows, _, ctx.group_name = inputs
+def _remember_way_back(ctx: Any, inputs: tuple[Tensor, int, str, bool], output: Tensor) -> None:
+    rows, _, ctx.group_name, ctx.to_heads = inputs
     ctx.num_rows = rows.shape[0]
 
 
-def _gradient_of_tokens(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return heads_to_tokens(grad, ctx.num_rows, ctx.group_name), None, None
+def _way_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    back = exchange(grad, ctx.num_rows, ctx.group_name, to_heads=not ctx.to_heads)
+    return back, None, None, None
 
 
-def _gradient_of_heads(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return tokens_to_heads(grad, ctx.num_rows, ctx.group_name), None, None
-
-
-tokens_to_heads.register_autograd(_gradient_of_tokens, setup_context=_remember_way_back)
-heads_to_tokens.register_autograd(_gradient_of_heads, setup_context=_remember_way_back)
+exchange.register_autograd(_way_back, setup_context=_remember_way_back)
 
 
 class GatherSequence(torch.autograd.Function):

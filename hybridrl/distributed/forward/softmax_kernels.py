@@ -1,4 +1,4 @@
-"""Triton kernels of softmax_rows.py: one pass over the logits in each direction.
+"""Triton kernels of log_probs.py: one pass over the logits in each direction.
 
 Forward has one program per row, with a running maximum m. Relative to m it keeps running sums
 s = sum exp(x - m) and t = sum exp(x - m) x. At the end log Z = m + log s, H = log Z - t / s.
@@ -17,7 +17,7 @@ WARPS = 8
 def softmax_rows(
     logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p[target], log Z and entropy of each row; see softmax_rows.py."""
+    """Return log p[target], log Z and entropy of each row; see log_probs.py."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
     log_probs, log_z, entropy = logits.new_empty(3, num_rows, dtype=torch.float32)
@@ -45,7 +45,7 @@ def logits_gradient_(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Overwrite the logits with their gradient; see softmax_rows.py."""
+    """Overwrite the logits with their gradient; see log_probs.py."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
     if num_rows:
