@@ -42,8 +42,7 @@ from hybridrl.trainer.kl_control import KLPenalty
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.value_function import Critic, NoCritic
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from tests.run_configs import run_config
 
 RANKS, EACH, PROMPT_TOKENS, MEAN, CAP = 8, 8, 256, 4096, 32768

@@ -190,8 +190,7 @@ class WorkerHost:
         import torch
         from torch import distributed as dist
 
-        from hybridrl.distributed.collectives import NO_LIMIT, lift_limits
-        from hybridrl.distributed.mesh import build_mesh
+        from hybridrl.distributed.mesh import NO_LIMIT, build_mesh, lift_limits
 
         on_gpu = self._config.accelerator is Accelerator.gpu
         device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
@@ -221,7 +220,7 @@ class WorkerHost:
 
     def build(self, role: str, worker: str, config: Any) -> None:
         """Build a role of the class at the dotted path `worker`; a collective."""
-        from hybridrl.distributed.collectives import lift_limits
+        from hybridrl.distributed.mesh import lift_limits
 
         start = time.perf_counter()
         self._secrets |= {*secret_values(asdict(config))}

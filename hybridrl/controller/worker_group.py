@@ -16,7 +16,7 @@ from hybridrl.controller.host import import_class
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.data.shardable import Shardable
-from hybridrl.workers.dispatch import Dispatch, dispatch_of
+from hybridrl.workers.base import Dispatch, dispatch_of
 
 # vLLM first: it measures free memory on an empty GPU.
 BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")

@@ -6,6 +6,7 @@ A replica of the weights is on consecutive ranks; config/planner/world.py define
 import inspect
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridrl.config.planner.world import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.distributed.torch_compat import ranks_as_given
+from hybridrl.distributed.torch_compat import ranks_as_given, set_timeouts
 
 logger = logging.getLogger(__name__)
 
 AXES = ("dp_replicate", "dp_shard")
+
+# Time limit of collectives: none, as the driver ends a call without progress
+# (cluster.stall_timeout_s). torch's own limit, 30 minutes or 10 with NCCL, would also end ranks
+# that wait for a busy one. 31 bits hold at most 24 days of milliseconds.
+NO_LIMIT = timedelta(days=24)
 
 
 def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:
@@ -80,3 +86,8 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     With a replicate axis of size 1, FSDP2 would all-reduce every gradient over one rank.
     """
     return mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+
+def lift_limits() -> None:
+    """Remove the time limit of collectives in all process groups of this process, vLLM's too."""
+    set_timeouts(NO_LIMIT)

@@ -1,5 +1,7 @@
 """The policy being trained: log-probs and clipped updates on one FSDP shard."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,8 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, ratio_maxima
-from hybridrl.algorithms.token_loss import aggregate
+from hybridrl.algorithms.token_loss import TokenLoss, aggregate
+from hybridrl.config.algorithm_schema import FunctionConfig
+from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.schema import ActorConfig
+from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
@@ -17,14 +22,11 @@ from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.gathering import GatheredWeights, adapter_state_dict
-from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.models.resolve import model_folder, name_or_folder
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
-from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.token_losses import TokenLosses
-from hybridrl.workers.training import LossStats, Training
+from hybridrl.workers.training import LossStats
 
 # Reported names of sums, if they differ.
 REPORTED = {"ratio": "ratio_mean", "approx_kl": "ppo_kl"}
@@ -46,15 +48,13 @@ class ActorWorker(TrainedWorker):
 
     def __init__(self, config: ActorConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_policy(
-            config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
-        )
-        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
-        self.optimizer = Optimizer(
-            self.model, config.optim, config.total_steps, config.fsdp.offload
+        self.own(
+            load_sharded_policy(
+                config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
+            )
         )
         self.kl_coef = 0.0
-        self.loss = TokenLosses(config.algorithm.loss)
+        self.token_loss, self.loss_tensors = token_loss(config.algorithm.loss)
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -77,21 +77,14 @@ class ActorWorker(TrainedWorker):
             step: training step, counted from 1; it sets the learning rate.
             kl_coef: weight of the KL penalty in the loss; 0: none in the loss.
         """
-        self.begin()
         self.kl_coef = kl_coef
-        lr = self.optimizer.set_step(step)
-        training = Training(
-            self.model, self.optimizer, self.policy_loss, self.device, self.config.fsdp
-        )
-        with self.optimizer.on_device():
+        with self.training(self.policy_loss, step) as training:
             for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(*mini)
                 # The loss of a subclass may not report it.
                 if index == 0 and "log_ratio_max" in training.maxima:
                     training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
-        return {f"actor/{name}": value for name, value in training.report().items()} | {
-            "actor/lr": lr
-        }
+        return {f"actor/{name}": value for name, value in training.report().items()}
 
     def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
         """Compute the loss: a sum over this micro-batch's tokens, divided by totals.
@@ -102,9 +95,6 @@ class ActorWorker(TrainedWorker):
         Args:
             micro: responses of one packed forward.
             totals: tokens of the policy loss, and responses with such tokens.
-
-        Returns:
-            The loss with its graph, and statistics to report.
         """
         result = self.forward(
             micro, Entropy.differentiate if self.config.entropy_coef else Entropy.report
@@ -113,12 +103,11 @@ class ActorWorker(TrainedWorker):
         log_probs = result.log_probs
         mask = self.on_device(micro.counted)
         sequence_id = to_device(micro.responses.row_ids(), self.device)
-        loss = self.loss.of_tokens(
-            {
-                "log_probs": log_probs,
-                "response_mask": mask,
-                "sequence_id": sequence_id,
-                **{name: self.on_device(field) for name, field in self.loss.fields(micro).items()},
+        computed = {"log_probs": log_probs, "response_mask": mask, "sequence_id": sequence_id}
+        loss = self.token_loss(
+            **{
+                name: computed[name] if name in computed else self.on_device(getattr(micro, name))
+                for name in self.loss_tensors
             }
         )
         weights = micro.loss_weights
@@ -176,3 +165,13 @@ class ActorWorker(TrainedWorker):
         finally:
             weights.read_rest()
         return None
+
+
+def token_loss(config: FunctionConfig) -> tuple[Callable[..., TokenLoss], tuple[str, ...]]:
+    """Return the function named by `algorithm.loss.function`, with its settings, and its tensors.
+
+    Tensors other than log_probs, response_mask and sequence_id are fields of `RolloutBatch`.
+    """
+    loss = policy_loss_of(config.function)
+    settings = {name: config.args[name] for name in loss.settings}
+    return partial(locate(f"{KEY}.function", loss.path), **settings), loss.tensors

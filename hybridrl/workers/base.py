@@ -1,13 +1,61 @@
-"""Base class of all roles."""
+"""Base class of all roles, and how a call of the controller reaches their methods.
 
-from collections.abc import Collection, Iterator, Sequence
+The driver imports this file, without torch.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
-
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hybridrl.config.schema import RoleConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Dispatch(Enum):
+    """Distribution of a call's arguments to ranks, and collection of its results.
+
+    SHARD_DP: the first argument is a `Shardable` (data/shardable.py), split into one part per
+        shard of the role's data axis; other arguments go to all ranks. Returns the argument's
+        `join` of the results in shard order, from the first rank of each shard.
+    SHARD_DP_REDUCED: arguments as in SHARD_DP. Every rank computes the same reduced result
+        (metrics); returns rank 0's.
+    BROADCAST: the same arguments to all ranks; returns the list of results by rank.
+    RANK_ZERO: the same arguments to all ranks; returns rank 0's result.
+    """
+
+    SHARD_DP = "shard_dp"
+    SHARD_DP_REDUCED = "shard_dp_reduced"
+    BROADCAST = "broadcast"
+    RANK_ZERO = "rank_zero"
+
+
+def on_all_ranks(dispatch: Dispatch) -> Callable[[Method], Method]:
+    """Mark a worker method that the controller calls on all ranks at the same time."""
+
+    def mark(method: Method) -> Method:
+        method.dispatch = dispatch  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def dispatch_of(worker_class: type, method: str) -> Dispatch:
+    """Return the dispatch mode of a method; overriding methods inherit it.
+
+    Raises:
+        AttributeError: no class in the hierarchy marks a method of this name.
+    """
+    for cls in worker_class.__mro__:
+        function = vars(cls).get(method)
+        if function is not None and "dispatch" in vars(function):
+            return function.dispatch
+    raise AttributeError(f"{worker_class.__name__}.{method} is not marked with @on_all_ranks")
 
 
 class Worker:
@@ -23,7 +71,7 @@ class Worker:
 
     config_class: ClassVar[type[RoleConfig]]
 
-    def __init__(self, config: Any, mesh: DeviceMesh) -> None:
+    def __init__(self, config: Any, mesh: "DeviceMesh") -> None:
         self.config = config
         self.mesh = mesh
 
@@ -34,14 +82,9 @@ class Worker:
 
     @classmethod
     def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
-        """Return modules of the role that are slow to import; none by default.
+        """Return modules that are slow to import, for a thread during the rendezvous.
 
-        They are imported in a thread during the rendezvous. This method may set environment
-        variables that they read.
-
-        Args:
-            config: an instance of `config_class`.
-            device_type: "cuda" or "cpu".
+        This method may set environment variables that they read. None by default.
         """
         return ()
 
@@ -51,7 +94,7 @@ class Worker:
     def rest(self) -> None:
         """Offload to the host according to fsdp.offload; does nothing by default."""
 
-    def training_state(self) -> dict[str, Tensor]:
+    def training_state(self) -> "dict[str, Tensor]":
         """Return the state that a checkpoint must hold for an exact resume; empty by default.
 
         Checkpoints of any sharding are loaded in place. Plain tensors must be equal on all ranks.

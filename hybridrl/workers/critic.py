@@ -9,11 +9,9 @@ from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_critic
-from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
-from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.training import LossStats, Training
+from hybridrl.workers.training import LossStats
 
 
 class CriticWorker(TrainedWorker):
@@ -28,11 +26,7 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, config: CriticConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_critic(config.model, config.fsdp, mesh, config.model.seed)
-        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
-        self.optimizer = Optimizer(
-            self.model, config.optim, config.total_steps, config.fsdp.offload
-        )
+        self.own(load_sharded_critic(config.model, config.fsdp, mesh, config.model.seed))
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_values(self, batch: RankBatch) -> Ragged:
@@ -50,19 +44,14 @@ class CriticWorker(TrainedWorker):
             batch: this rank's responses, with values and returns.
             step: training step, counted from 1; it sets the learning rate.
         """
-        self.begin()
-        lr = self.optimizer.set_step(step)
-        training = Training(
-            self.model, self.optimizer, self.value_loss, self.device, self.config.fsdp
-        )
-        with self.optimizer.on_device():
+        with self.training(self.value_loss, step) as training:
             for micros, totals in batch.mini_batches():
                 training.take_step(micros, totals)
         report = training.report()
         report["explained_variance"] = explained_variance(
             *(report.pop(moment) for moment in ("returns", "returns_2", "errors", "errors_2"))
         )
-        return {f"critic/{name}": value for name, value in report.items()} | {"critic/lr": lr}
+        return {f"critic/{name}": value for name, value in report.items()}
 
     def value_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
         """Compute the loss: a sum over this micro-batch's tokens, divided by the total tokens.
@@ -70,9 +59,6 @@ class CriticWorker(TrainedWorker):
         Args:
             micro: responses of one packed forward.
             totals: response tokens, and responses, of the mini-batch over all ranks.
-
-        Returns:
-            The loss with its graph, and what to report (`LossStats`).
         """
         mask = self.on_device(micro.response_mask)
         old_values, returns = self.on_device(micro.values), self.on_device(micro.returns)

@@ -17,29 +17,23 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.collectives import NO_LIMIT
 from hybridrl.distributed.forward.packing import Packed, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import named_shards, parameters_in_checkpoint
 from hybridrl.distributed.gathering import free_gathered_weights, gathered_once
-from hybridrl.distributed.mesh import device_of
-from hybridrl.distributed.offload import Offloadable
+from hybridrl.distributed.mesh import NO_LIMIT, device_of
+from hybridrl.distributed.offload import Offloadable, offloadable_weights
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
 from hybridrl.workers.base import Worker
-from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.training import Loss, Optimizer, Training
 
 # Prefixes of keys of the training state.
 WEIGHTS, OPTIM = "weights.", "optim."
 
 
 class ModelWorker(Worker):
-    """Worker with a model, an FSDP2 root, on the rank's device.
-
-    Args:
-        config: an instance of `config_class`.
-        mesh: the training mesh.
-    """
+    """Worker with a model, an FSDP2 root, on the rank's device."""
 
     model: nn.Module
     weights: Offloadable
@@ -49,6 +43,11 @@ class ModelWorker(Worker):
         self.device = device_of(mesh)
         self.sequence_group = sequence_group(config.fsdp.ulysses_size)
         self.others: Iterable[Worker] = ()
+
+    def own(self, model: nn.Module) -> None:
+        """Set the role's model, and make it offloadable."""
+        self.model = model
+        self.weights = offloadable_weights(model, self.config.fsdp.offload, self.device)
 
     @classmethod
     def ranks_per_shard(cls, config: Any) -> int:
@@ -111,12 +110,25 @@ class TrainedWorker(ModelWorker):
 
     optimizer: Optimizer
 
+    def own(self, model: nn.Module) -> None:
+        """Set the role's model and its optimizer, and make both offloadable."""
+        super().own(model)
+        config = self.config
+        self.optimizer = Optimizer(model, config.optim, config.total_steps, config.fsdp.offload)
+
+    @contextmanager
+    def training(self, loss: Loss, step: int) -> Iterator[Training]:
+        """Within this context, take the optimizer steps of training step `step`."""
+        self.begin()
+        self.optimizer.set_step(step)
+        with self.optimizer.on_device():
+            yield Training(self.optimizer, loss, self.config.fsdp)
+
     def training_state(self) -> dict[str, Tensor]:
         """Return the trained weights, and AdamW's state of weights with a step.
 
-        Returns:
-            weights.<name>, optim.step.<name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>; names
-            as in `trained_parameters`. Moments are sharded as their weight.
+        Keys are weights.<name>, optim.step.<name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>;
+        names are those of `trained_parameters`. Moments are sharded as their weight.
         """
         parameters = trained_parameters(self.model)
         weights = {f"{WEIGHTS}{name}": param.detach() for name, param in parameters.items()}
@@ -133,20 +145,16 @@ class TrainedWorker(ModelWorker):
 
     def expect_state(self, keys: Collection[str]) -> None:
         """Allocate AdamW's state for exactly the weights with a state in the checkpoint."""
+        parameters = trained_parameters(self.model)
         self.optimizer.expect_state(
-            {
-                param: f"{OPTIM}step.{name}" in keys
-                for name, param in trained_parameters(self.model).items()
-            }
+            {param: f"{OPTIM}step.{name}" in keys for name, param in parameters.items()}
         )
 
 
 def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """Return this rank's shards of the trained parameters; tied ones once.
 
-    Returns:
-        Parameters of the root by their names in an HF checkpoint, or by their names in the model if
-        no checkpoint has them (adapters, the critic's head).
+    Names are those of an HF checkpoint or, of adapters and the critic's head, of the model.
     """
     free_gathered_weights(root)
     in_checkpoint = {param: name for name, param in parameters_in_checkpoint(root)}

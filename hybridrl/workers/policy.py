@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, RoleConfig
 from hybridrl.distributed.fsdp import load_sharded_policy
-from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.model_worker import ModelWorker, load_trained_weights
 
 # Unused: no logits are computed.
@@ -44,7 +43,6 @@ class PolicyWorker(ModelWorker):
 
     def __init__(self, config: PolicyConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_policy(config.model, config.fsdp, mesh, CHUNK_TOKENS, config.lora)
+        self.own(load_sharded_policy(config.model, config.fsdp, mesh, CHUNK_TOKENS, config.lora))
         if config.checkpoint is not None:
             load_trained_weights(self, Path(config.checkpoint), "actor")
-        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)

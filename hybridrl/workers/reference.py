@@ -10,9 +10,7 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.lora import adapters_off
-from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 
 
@@ -29,10 +27,8 @@ class ReferenceWorker(ModelWorker):
         super().__init__(config, mesh)
         self.is_under_adapters = config.lora is not None
         if not self.is_under_adapters:
-            self.model = load_sharded_policy(
-                config.model, config.fsdp, mesh, config.log_prob_chunk_tokens
-            )
-            self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+            chunk_tokens = config.log_prob_chunk_tokens
+            self.own(load_sharded_policy(config.model, config.fsdp, mesh, chunk_tokens))
 
     def connect(self, roles: dict[str, Worker]) -> None:
         """Store the other roles; use the actor's model if it has adapters."""

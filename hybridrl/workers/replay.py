@@ -16,9 +16,8 @@ from hybridrl.distributed import position
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.gathering import begin_micro_batch
 from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.base import Worker
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import load_trained_weights
 from hybridrl.workers.training import Loss
 

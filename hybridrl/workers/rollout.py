@@ -25,8 +25,7 @@ from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
 from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_compat import MODULES
 from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 logger = logging.getLogger(__name__)
 

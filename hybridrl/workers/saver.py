@@ -24,8 +24,7 @@ from hybridrl.distributed.storage.checkpoint import (
     load_in_place,
 )
 from hybridrl.distributed.storage.saving import Saver, SaveResult
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 logger = logging.getLogger(__name__)
 

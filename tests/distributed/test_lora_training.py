@@ -48,7 +48,7 @@ def dealt(batch, spec, mini_batch_size, max_tokens=30):
 
 def gradients(actor, spec):
     (mini,) = dealt(training_batch(), spec, 8)[1].mini_batches()
-    training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
+    training = Training(actor.optimizer, actor.policy_loss, spec)
     training.accumulate_gradients(*mini)
     found = {
         name: param.grad.full_tensor()

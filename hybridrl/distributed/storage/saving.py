@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.checkpoint.manifest import FileRecord
-from hybridrl.distributed.collectives import NO_LIMIT
+from hybridrl.distributed.mesh import NO_LIMIT
 from hybridrl.distributed.process_memory import garbage_collection_off
 from hybridrl.distributed.storage.shard_files import ShardPlanner, ShardWriter
 from hybridrl.distributed.storage.staging import Staging
