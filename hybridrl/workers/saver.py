@@ -1,11 +1,15 @@
 """Saver: writes and loads the training state of all roles of its process."""
 
+import json
 import logging
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +20,6 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.mesh import device_of
-from hybridrl.distributed.rng_state import rng_state, set_rng_state
 from hybridrl.distributed.storage.checkpoint import (
     StoredState,
     StoredTensor,
@@ -72,12 +75,9 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def begin_save(self, folder: str) -> None:
-        """Copy the state to host memory and begin to write it; a collective.
+        """Copy the state to host memory and begin to write it to folder/state; a collective.
 
         The host memory is reused by each save and has the size of this rank's state.
-
-        Args:
-            folder: folder of the checkpoint; shards are written to its state/.
         """
         assert not self.saver.is_writing, "one save at a time"
         start = time.perf_counter()
@@ -106,19 +106,14 @@ class SaverWorker(Worker):
     @on_all_ranks(Dispatch.BROADCAST)
     def finish_save(self) -> SaveResult:
         """Wait for the last save; return its result on this rank."""
-        while True:
-            self.saver.wait(LOOK_S)
-            result = self.saver.poll()
-            if result is not None:
-                return result
+        while (result := self.saver.poll()) is None:
             position.at("MiB written", self.saver.written >> 20)
+            self.saver.wait(LOOK_S)
+        return result
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load(self, folder: str) -> list[str]:
         """Load the state of a checkpoint, written by any number of ranks; a collective.
-
-        Args:
-            folder: folder of the checkpoint.
 
         Returns:
             Differences from the saved state, a sentence each.
@@ -135,7 +130,13 @@ class SaverWorker(Worker):
             with self._expecting(name, stored) as tensors:
                 if tensors:
                     load_in_place(tensors, state, self.saver.group)
-        return self._roles_left_out(stored) + self._load_generators(found)
+        saved_roles = dict.fromkeys(k.partition(".")[0] for k in stored if not k.startswith(RNG))
+        notes = [
+            f"the state of {name} in the checkpoint is not used: the run has no such role"
+            for name in saved_roles
+            if name not in self.roles
+        ]
+        return notes + self._load_generators(found)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_generators(self, folder: str) -> None:
@@ -177,14 +178,6 @@ class SaverWorker(Worker):
         if problems:
             raise ConfigError(*problems)
 
-    def _roles_left_out(self, stored: dict[str, StoredTensor]) -> list[str]:
-        there = dict.fromkeys(key.partition(".")[0] for key in stored if not key.startswith(RNG))
-        return [
-            f"the state of {name} in the checkpoint is not used: the run has no such role"
-            for name in there
-            if name not in self.roles
-        ]
-
     def _load_generators(self, state: StoredState) -> list[str]:
         there = len({key.split(".")[1] for key in state.tensors if key.startswith(RNG)})
         ranks = dist.get_world_size()
@@ -202,3 +195,34 @@ class SaverWorker(Worker):
 def _local_bytes(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.itemsize
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Return states of random generators, uint8 on CPU: python and numpy as JSON, torch raw."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": _as_tensor(random.getstate()),
+        "numpy": _as_tensor([kind, np.asarray(keys).tolist(), *rest]),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore generators; a generator without a state does not change."""
+    version, internal, gauss = _as_json(states["python"])
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(_as_json(states["numpy"])))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _as_tensor(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _as_json(content: Tensor) -> list:
+    return json.loads(bytes(content.tolist()))

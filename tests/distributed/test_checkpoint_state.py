@@ -14,7 +14,7 @@ from hybridrl.distributed.storage.checkpoint import (
     differences,
 )
 from hybridrl.distributed.storage.safetensors_file import DTYPES
-from hybridrl.distributed.storage.shard_files import shards_header
+from hybridrl.distributed.storage.saving import shards_header
 from hybridrl.distributed.storage.staging import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks

@@ -40,9 +40,6 @@ class StoredTensor(NamedTuple):
 class StoredState:
     """Folder of shards; only headers are read before `read`.
 
-    Args:
-        folder: folder of the shards.
-
     Attributes:
         tensors: its tensors, by key.
 
@@ -80,29 +77,25 @@ class StoredState:
 def differences(
     state: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], prefix: str
 ) -> list[str]:
-    """Describe differences between a state and a checkpoint, one text for each kind.
-
-    Args:
-        state: tensors by key.
-        stored: tensors in the checkpoint.
-        prefix: prefix of the keys that must be the same in both.
-    """
+    """Describe differences of keys with a prefix between state and checkpoint, one text a kind."""
     theirs = {key: found for key, found in stored.items() if key.startswith(prefix)}
     ours = {k: StoredTensor(tuple(t.shape), t.dtype) for k, t in state.items()}
-    missing = [key for key in ours if key not in theirs]
-    extra = [key for key in theirs if key not in ours]
-    both = [key for key in ours if key in theirs]
+    both = [(key, theirs[key], mine) for key, mine in ours.items() if key in theirs]
     shapes = [
-        f"{key} has the shape {theirs[key].shape} there and {ours[key].shape} here"
-        for key in both
-        if theirs[key].shape != ours[key].shape
+        f"{key} has the shape {other.shape} there and {mine.shape} here"
+        for key, other, mine in both
+        if other.shape != mine.shape
     ]
     dtypes = [
-        f"{key} is {theirs[key].dtype} there and {ours[key].dtype} here"
-        for key in both
-        if theirs[key].dtype != ours[key].dtype
+        f"{key} is {other.dtype} there and {mine.dtype} here"
+        for key, other, mine in both
+        if other.dtype != mine.dtype
     ]
-    found = [("lacks", missing), ("has besides", extra), ("differs:", shapes + dtypes)]
+    found = [
+        ("lacks", [key for key in ours if key not in theirs]),
+        ("has besides", [key for key in theirs if key not in ours]),
+        ("differs:", shapes + dtypes),
+    ]
     return [f"{what} {_listed(names)}" for what, names in found if names]
 
 

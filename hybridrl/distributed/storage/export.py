@@ -20,7 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_file, sync_folder
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.distributed.storage.safetensors_file import header, pieces, write_parts
+from hybridrl.distributed.storage.safetensors_file import header, naming, pieces, write_parts
 from hybridrl.models.export_record import RECORD, files_in, in_between
 from hybridrl.models.weight_files import INDEX
 
@@ -71,8 +71,7 @@ class AdapterFiles:
             "target_modules": sorted(self.lora.target_modules),
             "inference_mode": True,
         }
-        text = json.dumps(config, indent=2) + "\n"
-        (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+        _write_json(folder / "adapter_config.json", config)
         shapes = {name: weight.shape for name, weight in self.weights.items()}
         parts = _parts(shapes, self.weights.__getitem__, torch.float32)
         write_parts(folder / "adapter_model.safetensors", parts)
@@ -116,9 +115,11 @@ def write_model(
         if adapter is not None:
             adapter.write(partial / ADAPTER_FOLDER)
         if record is not None:
-            text = json.dumps({**record, "files": files_in(partial)}, indent=2) + "\n"
-            (partial / RECORD).write_text(text, encoding="utf-8")
-        _sync(partial)
+            _write_json(partial / RECORD, {**record, "files": files_in(partial)})
+        for at, _, names in os.walk(partial):
+            for name in names:
+                sync_file(Path(at, name))
+            sync_folder(Path(at))
         _put_in_place(partial, target)
 
 
@@ -131,19 +132,15 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     config = json.loads(_content(source / "config.json"))
     config.pop("torch_dtype", None)
     config["dtype"] = dtype.value
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    _write_json(folder / "config.json", config)
     if not (folder / GENERATION_CONFIG_NAME).is_file():  # older models keep it in their config
         read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         GenerationConfig.from_model_config(read).save_pretrained(folder)
 
 
 def _content(path: Path) -> bytes:
-    """Read a file; errors name it, which Python does only for open()."""
-    try:
+    with naming(path):
         return path.read_bytes()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
@@ -160,8 +157,11 @@ def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_byt
     if len(groups) > 1:
         size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         places = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": size}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -184,14 +184,6 @@ def _parts(
     yield header({name: (dtype, shape) for name, shape in shapes.items()}, METADATA)
     for name in shapes:
         yield from pieces(read(name), dtype)
-
-
-def _sync(folder: Path) -> None:
-    """Sync all files and folders to disk."""
-    for at, _, files in os.walk(folder):
-        for name in files:
-            sync_file(Path(at, name))
-        sync_folder(Path(at))
 
 
 def _put_in_place(partial: Path, target: Path) -> None:

@@ -7,11 +7,11 @@ contents(shard)    the bytes, for the writer
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from threading import Thread
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,22 @@ logger = logging.getLogger(__name__)
 
 # Alignment of a shard in the buffer: copies from and to unaligned addresses are slow.
 ALIGNMENT = 64
+
+_T = TypeVar("_T")
+
+
+def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
+    """Run a function in a thread, for which the process does not wait at its end."""
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # raised by `result`
+            result.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 class StagedShard(NamedTuple):
@@ -51,17 +67,12 @@ class StagedShard(NamedTuple):
 
 
 class Staging:
-    """Staging buffer for one copy of a state, page-locked if the device is a GPU.
-
-    Args:
-        device: device of the tensors.
-    """
+    """Staging buffer for one copy of a state, page-locked if the device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = HostBuffer(pinned=device.type == "cuda")
-        self._prepared: Future[None] = Future()
-        self._prepared.set_result(None)
+        self._prepared: Future[None] | None = None
         self.shards: dict[str, StagedShard] = {}
         self._end = 0
 
@@ -70,22 +81,15 @@ class Staging:
 
         `stage` waits for it.
         """
-        self._prepared.result()
-        done = self._prepared = Future()
 
         def grow() -> None:
             start = time.perf_counter()
-            try:
-                with torch.cuda.device(self._device) if self._is_cuda else nullcontext():
-                    self._host.grow(num_bytes)
-            except BaseException as error:  # raised by `stage`
-                done.set_exception(error)
-                return
+            with torch.cuda.device(self._device) if self._is_cuda else nullcontext():
+                self._host.grow(num_bytes)
             seconds = time.perf_counter() - start
             logger.info("%.2f GiB of host memory in %.1f s", num_bytes / 2**30, seconds)
-            done.set_result(None)
 
-        Thread(target=grow, name="prepare staging", daemon=True).start()
+        self._prepared = in_thread("prepare staging", grow)
 
     def clear(self) -> None:
         """Drop all staged shards; the memory stays."""
@@ -95,12 +99,10 @@ class Staging:
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Add copies of tensors, of DTensors their local parts, and wait for the copies.
 
-        A plain tensor is the same on all ranks with its key.
-
-        Args:
-            tensors: tensors by key; their contents must be on the device.
+        A plain tensor is the same on all ranks with its key. Contents must be on the device.
         """
-        self._prepared.result()
+        if self._prepared is not None:
+            self._prepared.result()
         added: list[tuple[Tensor, StagedShard]] = []
         for key, tensor in tensors.items():
             assert key not in self.shards, key

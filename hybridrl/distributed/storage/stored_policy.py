@@ -10,7 +10,12 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
-from hybridrl.distributed.lora import adapters, add_adapters, checkpoint_parameters
+from hybridrl.distributed.lora import (
+    adapter_parameters,
+    adapters,
+    add_adapters,
+    checkpoint_parameters,
+)
 from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
 from hybridrl.models.resolve import plain_folder
@@ -36,19 +41,25 @@ class StoredPolicy:
     """
 
     def __init__(
-        self,
-        state: Path,
-        model: ModelConfig,
-        lora: LoRAConfig | None,
-        drawn_on: Accelerator,
+        self, state: Path, model: ModelConfig, lora: LoRAConfig | None, drawn_on: Accelerator
     ) -> None:
-        self._state, self._model = state, model
-        self._lora, self._drawn_on = lora, drawn_on
+        self._model, self._lora, self._drawn_on = model, lora, drawn_on
         self._lm = empty_model(AutoModelForCausalLM, plain_folder(model.path))
         if lora is not None:
             add_adapters(self._lm, lora)
         self._found = StoredState(state)
-        self._check()
+        trained = {
+            f"{PREFIX}{name}": param
+            for name, param in self._lm.named_parameters()
+            if param.requires_grad
+        }
+        found = differences(trained, self._found.tensors, PREFIX)
+        if found:
+            listed = "\n".join(found)
+            raise ConfigError(
+                f"{state.parent} holds other weights than model.path = {model.path} "
+                f"has:\n{listed}\nGive the model that was trained: --model PATH"
+            )
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
@@ -69,27 +80,8 @@ class StoredPolicy:
 
     def adapters(self) -> dict[str, Tensor]:
         """Return the adapters' weights by peft's names, float32 on CPU."""
-        names = {
-            f"{layer}.{factor}.weight": f"base_model.model.{layer}.{factor}.weight"
-            for layer in adapters(self._lm)
-            for factor in ("lora_A", "lora_B")
-        }
-        return {theirs: self._stored(ours) for ours, theirs in names.items()}
-
-    def _check(self) -> None:
-        """Raise if the checkpoint is of another model."""
-        trained = {
-            f"{PREFIX}{name}": param
-            for name, param in self._lm.named_parameters()
-            if param.requires_grad
-        }
-        found = differences(trained, self._found.tensors, PREFIX)
-        if found:
-            listed = "\n".join(found)
-            raise ConfigError(
-                f"{self._state.parent} holds other weights than model.path = {self._model.path} "
-                f"has:\n{listed}\nGive the model that was trained: --model PATH"
-            )
+        names = adapter_parameters(self._lm)
+        return {f"base_model.model.{name}": self._stored(name) for name in names}
 
     def _stored(self, name: str) -> Tensor:
         return self._found.read(f"{PREFIX}{name}")
