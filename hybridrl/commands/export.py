@@ -122,8 +122,7 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
         OSError: reading or writing failed.
     """
     # Problems of the paths are reported before these slow imports.
-    from hybridrl.distributed.storage.export import AdapterFiles, write_model
-    from hybridrl.distributed.storage.stored_policy import StoredPolicy
+    from hybridrl.distributed.storage.export import AdapterFiles, StoredPolicy, write_model
     from hybridrl.trainer.tracking.provenance import versions
 
     config = found.manifest.config

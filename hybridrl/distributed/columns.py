@@ -16,12 +16,7 @@ from hybridrl.distributed.regions import Region, Trace
 
 
 class ColumnChoice(NamedTuple):
-    """Weights to cut by columns, and weights that could not be aligned.
-
-    Attributes:
-        columns: names of checkpoint tensors, in the checkpoint's order.
-        notes: sentences for the log about unaligned weights and their cost.
-    """
+    """Names of the weights to cut by columns, and sentences for the log about others' cost."""
 
     columns: list[str]
     notes: list[str]
@@ -81,12 +76,10 @@ def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
 
 
 def _spans(regions: Iterable[Region], dim: int) -> frozenset[tuple[int, int]]:
-    """Return (offset, length) of each region along a dim."""
     return frozenset((region.offset[dim], region.shape[dim]) for region in regions)
 
 
 def _copied(trace: Trace) -> int:
-    """Return the elements that a rank's loader copies."""
     return sum(math.prod(copy.region.shape) for copy in trace.copies)
 
 

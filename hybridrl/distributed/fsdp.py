@@ -99,10 +99,7 @@ def load_sharded_critic(
 def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> ScalarModel:
     """Load a sequence classifier, sharded by rows; a collective over all ranks.
 
-    Args:
-        path: path of the checkpoint.
-        fsdp: the sharding spec; its columns, which are the policy's, are ignored.
-        mesh: the training mesh.
+    The columns of `fsdp` are the policy's, and ignored.
 
     Raises:
         ConfigError: the architecture is not supported, or the checkpoint lacks weights.

@@ -28,13 +28,10 @@ NO_LIMIT = timedelta(days=24)
 
 
 def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:
-    """Build the mesh of the sharding spec; a collective over all ranks.
+    """Build the mesh of the sharding spec, with dp_shard resolved; a collective over all ranks.
 
-    Position s of the dp_shard axis is rank s of its process group and holds shard s.
-
-    Args:
-        fsdp: the spec, with dp_shard resolved; dp_replicate * dp_shard is the number of ranks.
-        device_type: "cpu" or "cuda"; for "cuda" the rank's device must have been set.
+    Position s of the dp_shard axis is rank s of its process group and holds shard s. For "cuda" the
+    rank's device must have been set.
     """
     assert fsdp.dp_shard is not None, "fsdp.dp_shard is resolved before workers start"
     shape = (fsdp.dp_replicate, fsdp.dp_shard)
@@ -56,10 +53,8 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
     """Make a process group whose rank k is global rank ranks[k]; a collective over all ranks.
 
     FSDP2 assigns shards by the rank within the group, so a permuted DeviceMesh alone has no effect.
-    NCCL's communicator has the same order: its key is the rank in the group.
-
-    Returns:
-        The group, or GroupMember.NON_GROUP_MEMBER on ranks outside it.
+    NCCL's communicator has the same order: its key is the rank in the group. Ranks outside it get
+    GroupMember.NON_GROUP_MEMBER.
     """
     wanted = list(ranks)
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:

@@ -118,11 +118,7 @@ class Offloadable:
 
 
 class HostBuffer:
-    """Growing host memory, in pieces whose sizes are powers of two.
-
-    Args:
-        pinned: page-lock it, as asynchronous copies from and to a GPU require.
-    """
+    """Growing host memory, in pieces whose sizes are powers of two; pinned for copies of a GPU."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -153,11 +149,6 @@ def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device
     """Make a role's sharded weights offloadable; idle weights are offloaded under idle_all.
 
     A forward of the root onloads them, before FSDP2 gathers them.
-
-    Args:
-        root: an FSDP2 root, sharded.
-        schedule: fsdp.offload.
-        device: device of the root.
     """
     parameters = list(root.parameters())
     weights = Offloadable(lambda: parameters, device, moves=schedule is Offload.idle_all)

@@ -88,14 +88,9 @@ def set_timeouts(timeout: timedelta) -> None:
 
 
 def tagged_group(ranks: Sequence[Sequence[int]], own: int, tag: str) -> ProcessGroup:
-    """Return one of several groups, made once under a tag; a collective over all ranks.
+    """Return group number `own` of several, made once under a tag; a collective over all ranks.
 
     torch forgets the tag with the default group.
-
-    Args:
-        ranks: global ranks of every group, in order.
-        own: number of this rank's group.
-        tag: name under which torch keeps the groups.
     """
     mine = list(ranks[own])
     group = distributed_c10d._find_pg_by_ranks_and_tag(tag, mine)

@@ -100,12 +100,7 @@ class RandomWeights:
     """Random weights, drawn tensor by tensor: normal matrices, norms of 1 and biases of 0.
 
     A tensor is a function of seed, name, shape and device type, so it is the same on all ranks and
-    for every sharding. It is never in host memory.
-
-    Args:
-        std: standard deviation of matrices: config.json's initializer_range.
-        seed: seed of all tensors.
-        device: device of the generator.
+    for every sharding. It is never in host memory. `std` is config.json's initializer_range.
     """
 
     def __init__(self, std: float, seed: int, device: torch.device) -> None:
@@ -133,13 +128,7 @@ FirstWeights = CheckpointWeights | RandomWeights
 def first_weights(
     model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
 ) -> FirstWeights:
-    """Open or draw the weights of an empty model, according to model.init.
-
-    Args:
-        model: the model.
-        lm: its config.json.
-        shapes: shapes of the required weights, by checkpoint name.
-        device: device on which random ones are drawn.
+    """Open or draw the weights of an empty model with config.json `lm`, according to model.init.
 
     Raises:
         ConfigError: the checkpoint lacks weights.
@@ -175,11 +164,7 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
 
 
 def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the causal LM by checkpoint name, tied ones twice.
-
-    Raises:
-        ConfigError: the architecture is not supported.
-    """
+    """Return the shape of every tensor of the causal LM by checkpoint name, tied ones twice."""
     empty = empty_model(AutoModelForCausalLM, model_folder(model))
     named = empty.named_parameters(remove_duplicate=False)
     return {name: tuple(param.shape) for name, param in named}

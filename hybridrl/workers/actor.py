@@ -148,10 +148,8 @@ class ActorWorker(TrainedWorker):
         """Write the policy to `folder` as an ordinary HF model, with tokenizer and configuration.
 
         Weights are float32, with adapters merged; the adapters are also saved in peft's format.
-        The folder gets its final name when complete. Tensors are gathered one at a time.
-
-        Returns:
-            Error message of the disk, or None.
+        The folder gets its final name when complete. Tensors are gathered one at a time. Returns an
+        error message of the disk, or None.
         """
         self.begin()
         model, lora = self.config.model, self.config.lora

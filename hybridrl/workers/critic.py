@@ -91,13 +91,9 @@ def moments(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(returns: float, returns_2: float, errors: float, errors_2: float) -> float:
-    """Compute 1 - Var(returns - values) / Var(returns); 0 if the returns are constant.
+    """Compute 1 - Var(returns - values) / Var(returns) from means; 0 if the returns are constant.
 
     1 is perfect, 0 is no better than a constant. Values are from before the update.
-
-    Args:
-        returns, returns_2: mean return and mean squared return.
-        errors, errors_2: mean and mean square of returns - values.
     """
     variance = returns_2 - returns**2
     if variance <= 1e-12:

@@ -166,12 +166,9 @@ def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_trained_weights(worker: ModelWorker, checkpoint: Path, role: str) -> None:
-    """Load trained weights from a checkpoint, written by any number of ranks; a collective.
+    """Load a role's trained weights from a checkpoint of any number of ranks; a collective.
 
-    Args:
-        worker: its weights are on the device.
-        checkpoint: folder of the checkpoint.
-        role: name of the worker's role in the checkpoint.
+    The worker's weights are on the device.
 
     Raises:
         ConfigError: the checkpoint holds weights of another model.

@@ -42,12 +42,7 @@ class MicroBatchResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class ReplayConfig(RoleConfig):
-    """Config of a replay.
-
-    Attributes:
-        role: worker whose update is recomputed, "actor" or "critic".
-        fsdp: its sharding spec.
-    """
+    """Config of a replay of the update of `role`, "actor" or "critic"."""
 
     worker: str = "hybridrl.workers.replay.ReplayWorker"
     role: str

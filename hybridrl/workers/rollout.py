@@ -76,8 +76,7 @@ class RolloutWorker(Worker):
     def columns(self, fsdp: FSDPConfig) -> list[str]:
         """Return the names of the weights that actor, critic and ref shard by columns.
 
-        Args:
-            fsdp: their sharding spec; a list of the user takes precedence.
+        A list of the user, in their sharding spec `fsdp`, takes precedence.
         """
         if fsdp.columns is not None:
             return fsdp.columns
@@ -105,12 +104,9 @@ class RolloutWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, version: int) -> dict[str, float]:
-        """Move the actor's current weights into the engine and wake it.
+        """Move the actor's current weights, number `version`, into the engine and wake it.
 
         Frozen weights that the engine still holds are not moved again.
-
-        Args:
-            version: number of the weights.
 
         Returns:
             Metrics of this rank: seconds in total (`total_s`) and of each part: `onload_s` (actor),
@@ -167,8 +163,7 @@ class RolloutWorker(Worker):
     def sleep(self) -> int | None:
         """Release the memory selected by rollout.sleep, and free host memory.
 
-        Returns:
-            Version of the weights if they stay; None if the next `generate` needs a reshard.
+        Returns the version of the weights if they stay; None if `generate` needs a reshard.
         """
         self.engine.sleep()
         trim_heap()

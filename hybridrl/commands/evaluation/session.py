@@ -25,7 +25,7 @@ from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.evaluate import Scored, request_of, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.workers.policy import PolicyConfig
+from hybridrl.workers.reference import PolicyConfig
 
 # Responses per call, in units of those that the engines decode together. A larger value leaves
 # engines less often idle behind the longest responses, but delays the first results.

@@ -33,10 +33,7 @@ GROUPED_QUERY: dict[str, Any] = (
 
 
 def register_packed_attention() -> None:
-    """Register `attn_implementation="hybridrl_packed"` in transformers.
-
-    Without a mask function of that name, transformers builds no mask.
-    """
+    """Register attn_implementation="hybridrl_packed"; transformers then builds no mask."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
@@ -52,10 +49,9 @@ def packed_attention(
     """Compute causal attention within each packed sequence, with transformers' signature.
 
     Args:
-        module: the attention layer; unused.
+        module, attention_mask: unused; there must be no mask.
         query: [1, H, N, D].
         key, value: [1, K, N, D]; H is a multiple of K.
-        attention_mask: must be None.
         scaling: factor on the scores; None: D ** -0.5.
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are required; sliding_window is the
             number of visible tokens, itself included. With sequence_group the tokens are this
@@ -77,15 +73,8 @@ def packed_attention(
     group = kwargs.get("sequence_group")
     if group is not None:
         q, k, v = heads_of_all_tokens(q, k, v, kwargs["num_shared_tokens"], group)
-    output = attend(
-        q,
-        k,
-        v,
-        kwargs["cu_seq_lens_q"],
-        kwargs["max_length_q"],
-        scaling,
-        kwargs.get("sliding_window"),
-    )
+    bounds = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    output = attend(q, k, v, *bounds, scaling, kwargs.get("sliding_window"))
     if group is not None:
         output = tokens_of_all_heads(output, query.shape[2], group)
     return output[None], None
@@ -118,7 +107,7 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Compute attention with the kernel for packed sequences; tensors are [N, heads, D]."""
+    """Compute attention of [N, heads, D] with the kernel for packed sequences."""
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -142,7 +131,7 @@ def _padded(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Compute the same with padding to [B, heads, T, D]; tensors are [N, heads, D].
+    """Compute the same with padding to [B, heads, T, D].
 
     Padding is right of each sequence, where causal attention never reads.
     """

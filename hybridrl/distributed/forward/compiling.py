@@ -21,9 +21,8 @@ from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves
 def compile_layer(layer: nn.Module) -> None:
     """Compile a layer's forward; call before FSDP2 wraps it, whose hooks stay outside.
 
-    Args:
-        layer: maps hidden states, its first argument, to hidden states. The tokens of its tensor
-            arguments are in dim 1, or in their only dim.
+    The layer maps hidden states, its first argument, to hidden states. The tokens of its tensor
+    arguments are in dim 1, or in their only dim.
     """
     layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 

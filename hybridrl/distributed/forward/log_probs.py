@@ -149,13 +149,7 @@ def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tok
 
 
 class Rows(NamedTuple):
-    """Result of forward for each row, [C] float32.
-
-    Attributes:
-        log_probs: log p[target].
-        log_z: log Z, from which backward recomputes p.
-        entropy: -sum p log p.
-    """
+    """Result of forward for each row, [C] float32: log p[target], log Z, and -sum p log p."""
 
     log_probs: Tensor
     log_z: Tensor
@@ -185,16 +179,11 @@ def logits_gradient_(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Overwrite the logits with their gradient and return them.
+    """Overwrite the logits, [C, V] contiguous, with their gradient and return them.
 
     d log p[t] / d x_j = [j = t] - p_j          d H / d x_j = -p_j (log p_j + H)
 
-    Args:
-        logits: [C, V], contiguous.
-        targets: [C] int64.
-        rows: result of `softmax_rows`.
-        grad_log_probs, grad_entropy: [C] float32; None: the entropy has no gradient.
-        temperature: as in `softmax_rows`.
+    `grad_entropy` is None if the entropy has no gradient.
     """
     if logits.is_cuda:
         from hybridrl.distributed.forward import softmax_kernels

@@ -48,9 +48,8 @@ class Packed:
             predicts it. With States.last R = B, the position of each response's last token.
         response_ids: [R] int64, response tokens in the order of the batch; with States.last the
             last ones.
-        shard: None if one rank has the whole input. Otherwise input_ids, position_ids, state_index
-            and response_ids are those of this rank's shard, and state_index counts within it;
-            cu_seq_lens and max_length are those of the whole input.
+        shard: None if one rank has the whole input. Otherwise cu_seq_lens and max_length are those
+            of the whole input, all else is this rank's shard; state_index counts within it.
     """
 
     input_ids: Tensor

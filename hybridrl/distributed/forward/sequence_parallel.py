@@ -33,13 +33,7 @@ TAG = "hybridrl_sequence"
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Group of ranks that share sequences.
-
-    Attributes:
-        name: name of the process group, for operators.
-        size: number of ranks, U > 1.
-        rank: this rank's number in the group.
-    """
+    """Group of ranks that share sequences: its name for operators, U > 1, this rank's number."""
 
     name: str
     size: int
@@ -50,13 +44,7 @@ def sequence_group(size: int) -> SequenceGroup | None:
     """Return this rank's group of `size` consecutive global ranks; a collective over all ranks.
 
     All roles of a process share one group and its communication buffers: torch keeps it under a tag
-    until the default group is destroyed.
-
-    Args:
-        size: fsdp.ulysses_size, a divisor of the number of ranks.
-
-    Returns:
-        The group; None for groups of one.
+    until the default group is destroyed. None for groups of one.
     """
     if size == 1:
         return None
@@ -105,16 +93,7 @@ def heads_of_all_tokens(
 
 
 def tokens_of_all_heads(output: Tensor, num_tokens: int, group: SequenceGroup) -> Tensor:
-    """Return all heads of this rank's tokens, from its heads of all tokens.
-
-    Args:
-        output: [N, h, D].
-        num_tokens: n.
-        group: the ranks that share the tokens.
-
-    Returns:
-        [n, H, D].
-    """
+    """Return all heads of this rank's n tokens, [n, H, D], from its heads of all, [N, h, D]."""
     received = exchange(output.flatten(1), group.size * num_tokens, group.name, to_heads=False)
     by_rank = received.view(group.size, num_tokens, *output.shape[1:])
     return by_rank.transpose(0, 1).flatten(1, 2)
@@ -122,14 +101,10 @@ def tokens_of_all_heads(output: Tensor, num_tokens: int, group: SequenceGroup) -
 
 @torch.library.custom_op("hybridrl::exchange", mutates_args=())
 def exchange(rows: Tensor, num_rows: int, group_name: str, to_heads: bool) -> Tensor:
-    """Exchange rows [.., F] with all ranks, in rank order.
+    """Exchange rows with all ranks, in rank order.
 
-    Args:
-        rows: to_heads: [U n, F], whose r-th n rows are for rank r. Otherwise [N, F], of which each
-            rank is sent its shard of tokens.
-        num_rows: rows to receive: N to heads, U n back.
-        group_name: name of the process group.
-        to_heads: direction.
+    To heads, rows are [U n, F], of which the r-th n are for rank r. Back, they are [N, F], of which
+    each rank is sent its shard of tokens. `num_rows` are received: N to heads, U n back.
     """
     group = group_named(group_name)
     size = group.size()

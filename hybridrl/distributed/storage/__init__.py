@@ -2,7 +2,7 @@
 
 Save: staging.py (host copy) -> saving.py (thread, torch.distributed.checkpoint)
 Load: checkpoint.py, in place under any sharding or whole
-Export: stored_policy.py or distributed/gathering.py -> export.py -> safetensors_file.py
+Export: export.py, of a checkpoint or of distributed/gathering.py -> safetensors_file.py
 
 Start with saving.py. When a checkpoint is valid, named and kept is decided in checkpoint/.
 """

@@ -46,12 +46,8 @@ def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
 class StagedShard(NamedTuple):
     """Shard of a tensor in the staging buffer.
 
-    Attributes:
-        size: size of the whole tensor.
-        offsets: offsets of the shard in it.
-        shape: shape of the shard.
-        dtype: dtype of both.
-        start: first byte of the shard in the buffer.
+    `size` is that of the whole tensor, `offsets` are those of the shard in it, `start` is its first
+    byte in the buffer.
     """
 
     size: torch.Size
@@ -77,10 +73,7 @@ class Staging:
         self._end = 0
 
     def prepare(self, num_bytes: int) -> None:
-        """Allocate memory in a thread: page-locking takes about a second per GB.
-
-        `stage` waits for it.
-        """
+        """Allocate memory in a thread that `stage` waits for: pinning takes a second per GB."""
 
         def grow() -> None:
             start = time.perf_counter()
