@@ -23,10 +23,7 @@ class ColumnChoice(NamedTuple):
 
 
 def choose_columns(
-    fsdp: FSDPConfig,
-    sources: Mapping[str, tuple[int, ...]],
-    traces: Sequence[Trace],
-    itemsize: int,
+    fsdp: FSDPConfig, sources: Mapping[str, tuple[int, ...]], traces: Sequence[Trace], itemsize: int
 ) -> ColumnChoice:
     """Choose the weights that the layout cuts by columns; a pure function.
 

@@ -91,8 +91,11 @@ def load_sharded_critic(
     root = _empty_scalar_model(model_folder(model), fsdp, mesh, bias=True)
     device = device_of(mesh)
     _fill(root, first_weights(model, root.backbone.config, _shapes(root), device), device)
-    for name, value in root.initial_head(seed).items():
-        _keep_shard(root.get_parameter(name), value.to(device))
+    hidden_size = root.head.in_features
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)  # values near 0
+    _keep_shard(root.head.weight, head.to(device))
+    _keep_shard(root.head.bias, torch.zeros(1, device=device))
     return root.eval()
 
 

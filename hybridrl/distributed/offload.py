@@ -17,15 +17,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridrl.config.choices import Offload
-from hybridrl.distributed.torch_compat import storage_id
+from hybridrl.distributed.torch_compat import local_tensor, storage_id
 
 # The pinned allocator rounds every request up to a power of two: pieces that are powers of two
 # lose nothing, and the largest size bounds a single allocation of a growing buffer.
 LARGEST_PIECE, SMALLEST_PIECE = 1 << 28, 1 << 20
-# Alignment of a storage in the buffer: copies from unaligned addresses are slow.
 ALIGNMENT = 512
 
 
@@ -85,7 +83,7 @@ class Offloadable:
             return
         self.wait()
         storages = list(_storages(self._tensors()))
-        self._host.grow(sum(_aligned(size) for _, size in storages))
+        self._host.grow(sum(aligned(size) for _, size in storages))
         with self._after_compute():
             for on_device, on_host in self._pairs(storages):
                 on_host.copy_(on_device, non_blocking=True)
@@ -110,11 +108,8 @@ class Offloadable:
         for storage, size in storages:
             on_device = torch.empty(0, dtype=torch.uint8, device=storage.device)
             on_device.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload]
-            done = 0
-            for on_host in self._host.slices(start, size):
-                yield on_device[done : done + len(on_host)], on_host
-                done += len(on_host)
-            start += _aligned(size)
+            yield from self._host.pairs(on_device, start)
+            start += aligned(size)
 
 
 class HostBuffer:
@@ -143,6 +138,13 @@ class HostBuffer:
                 size -= len(view)
             start = max(start - len(piece), 0)
         assert size == 0, "the host buffer is too small"
+
+    def pairs(self, content: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield bytes of `content` with their place, if it is to begin at byte `start`."""
+        done = 0
+        for place in self.slices(start, len(content)):
+            yield content[done : done + len(place)], place
+            done += len(place)
 
 
 def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device) -> Offloadable:
@@ -176,13 +178,12 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.UntypedStorage,
     """Yield each storage of the tensors once, and its bytes."""
     seen = set()
     for tensor in tensors:
-        plain = tensor.detach()
-        local = plain.to_local() if isinstance(plain, DTensor) else plain
-        storage = local.untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         if storage.nbytes() and storage_id(storage) not in seen:
             seen.add(storage_id(storage))
             yield storage, storage.nbytes()
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Round a number of bytes up: copies from and to unaligned addresses are slow."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -19,7 +19,7 @@ import os
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 NAME = "hybridrl_position"
 # changes, entered, number, total, marks that the device has passed
@@ -70,13 +70,6 @@ def _words(part: str, number: int, total: int) -> str:
     return f"in {part}{counted}" + (f" of {total}" if total else "")
 
 
-class Event(Protocol):
-    """Event on a device, such as torch.cuda.Event."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed the event."""
-
-
 class _Writer:
     """Writer of a process's position, into memory of its own until it is published."""
 
@@ -87,7 +80,7 @@ class _Writer:
         self._memory = memory
         self._changes = self._entered = 0
         self._part = ""
-        self._marks: list[tuple[str, int, int, Event]] = []
+        self._marks: list[tuple[str, int, int, Any]] = []
         _NUMBERS.pack_into(memory, 0, 0, 0, 0, 0, _NOT_REQUESTED)
 
     def publish(self) -> None:
@@ -117,8 +110,8 @@ class _Writer:
         """End the phase."""
         self.at(DONE)
 
-    def mark(self, part: str, number: int, total: int, event: Event) -> None:
-        """Add an event that the device passes at the end of a place."""
+    def mark(self, part: str, number: int, total: int, event: Any) -> None:
+        """Add a torch.cuda.Event that the device passes at the end of a place."""
         self._marks.append((part, number, total, event))
 
     def look_at_device(self) -> None:

@@ -6,13 +6,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.config.schema import (
-    FSDPConfig,
-    LoRAConfig,
-    ModelConfig,
-    ReferenceConfig,
-    RoleConfig,
-)
+from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, ReferenceConfig, RoleConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema import FSDPConfig, RoleConfig
 from hybridrl.data.batch import RolloutBatch, Totals
@@ -15,6 +14,7 @@ from hybridrl.data.schedule import MiniBatches, RankBatch
 from hybridrl.distributed import position
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.gathering import begin_micro_batch
+from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
@@ -93,9 +93,7 @@ class ReplayWorker(Worker):
         self.trained.begin()
         counts = {}
         for name, param in self.trained.model.named_parameters():
-            values = param.detach()
-            local = values.to_local() if isinstance(values, DTensor) else values
-            count = int(local.isfinite().logical_not().sum())
+            count = int(local_tensor(param).isfinite().logical_not().sum())
             if count:
                 counts[name] = count
         return counts

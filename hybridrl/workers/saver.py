@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.files import STATE
 from hybridrl.config.errors import ConfigError
@@ -27,6 +26,7 @@ from hybridrl.distributed.storage.checkpoint import (
     load_in_place,
 )
 from hybridrl.distributed.storage.saving import Saver, SaveResult
+from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ class SaverWorker(Worker):
         if not self.config.prepares:
             return
         tensors = [tensor for role in self.roles for tensor in self._state(role).values()]
-        self.saver.staging.prepare(WITH_MOMENTS * sum(map(_local_bytes, tensors)))
+        num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
+        self.saver.staging.prepare(WITH_MOMENTS * num_bytes)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def note_generators(self) -> None:
@@ -190,11 +191,6 @@ class SaverWorker(Worker):
         keys = [key for key in state.tensors if key.startswith(own)]
         set_rng_state({key.removeprefix(own): state.read(key) for key in keys}, self.device)
         return []
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.itemsize
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-WARPS = 8
+META = {"BLOCK": BLOCK, "num_warps": 8}
 
 
 def softmax_rows(
@@ -23,15 +23,7 @@ def softmax_rows(
     log_probs, log_z, entropy = logits.new_empty(3, num_rows, dtype=torch.float32)
     if num_rows:
         _forward[(num_rows,)](
-            logits,
-            targets,
-            log_probs,
-            log_z,
-            entropy,
-            vocab,
-            1.0 / temperature,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            logits, targets, log_probs, log_z, entropy, vocab, 1.0 / temperature, **META
         )
     return log_probs, log_z, entropy
 
@@ -59,22 +51,14 @@ def logits_gradient_(
             vocab,
             1.0 / temperature,
             WITH_ENTROPY=grad_entropy is not None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            **META,
         )
     return logits
 
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    logits,
-    targets,
-    log_probs,
-    log_z,
-    entropy,
-    vocab,
-    inverse_temperature,
-    BLOCK: tl.constexpr,
+    logits, targets, log_probs, log_z, entropy, vocab, inverse_temperature, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocab

@@ -66,11 +66,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(
-            backbone.config.hidden_size,
-            1,
-            bias=bias,
-            device=backbone.device,
-            dtype=torch.float32,
+            backbone.config.hidden_size, 1, bias=bias, device=backbone.device, dtype=torch.float32
         )
 
     def forward(self, packed: Packed) -> Tensor:
@@ -82,13 +78,6 @@ class ScalarModel(nn.Module):
         numbers = self.head(response_states(self.backbone, packed).float())
         # A copy: FSDP2 hooks backward to this output, which must not be a view.
         return gather_sequence(numbers.squeeze(-1).clone(), packed)
-
-    def initial_head(self, seed: int) -> dict[str, Tensor]:
-        """Draw a new critic's head from the seed; values start near 0."""
-        hidden_size = self.head.in_features
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
-        return {"head.weight": weight, "head.bias": torch.zeros(1)}
 
 
 def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:

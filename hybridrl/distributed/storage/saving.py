@@ -23,21 +23,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
@@ -125,9 +116,9 @@ class Saver:
     def _write(self, writer: "_ShardWriter", subfolder: str, blocked_s: float) -> SaveResult:
         start, error = time.perf_counter(), None
         try:
-            with ExitStack() as planning:
-                planning.enter_context(garbage_collection_off())
-                planner = _ShardPlanner(self.staging.shards, planning.close)
+            with ExitStack() as in_plan:
+                in_plan.enter_context(garbage_collection_off())
+                planner = _ShardPlanner(self.staging.shards, in_plan.close)
                 dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as failure:
             error = _disk_error(failure)
@@ -160,7 +151,9 @@ class _ShardPlanner(dcp.DefaultSavePlanner):
         self.plan = SavePlan([_item(key, shard) for key, shard in kept.items()])
         return self.plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], metadata.Metadata]:
         """Assign shards to ranks, on rank 0; the index of all shards is dropped, not saved."""
         plans, _ = super().create_global_plan(all_plans)
         return plans, Metadata({})
@@ -219,10 +212,10 @@ def shards_header(shards: Mapping[str, StagedShard]) -> bytes:
 def _item(key: str, shard: StagedShard) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(key, shard.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=shard.offsets, sizes=shard.shape),
-            properties=TensorProperties(dtype=shard.dtype),
+        type=planning.WriteItemType.SHARD,
+        tensor_data=planning.TensorWriteData(
+            chunk=metadata.ChunkStorageMetadata(offsets=shard.offsets, sizes=shard.shape),
+            properties=metadata.TensorProperties(dtype=shard.dtype),
             size=shard.size,
         ),
     )

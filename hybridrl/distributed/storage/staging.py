@@ -18,13 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridrl.distributed import position
-from hybridrl.distributed.offload import HostBuffer
+from hybridrl.distributed.offload import HostBuffer, aligned
 from hybridrl.distributed.torch_compat import compute_local_shape_and_global_offset
 
 logger = logging.getLogger(__name__)
-
-# Alignment of a shard in the buffer: copies from and to unaligned addresses are slow.
-ALIGNMENT = 64
 
 _T = TypeVar("_T")
 
@@ -101,12 +98,14 @@ class Staging:
             assert key not in self.shards, key
             local, shard = _shard(tensor, self._end)
             self.shards[key] = shard
-            self._end += -(-shard.num_bytes // ALIGNMENT) * ALIGNMENT
+            self._end += aligned(shard.num_bytes)
             added.append((local, shard))
         self._host.grow(self._end)
         for number, (local, shard) in enumerate(added, 1):
             position.at("staged tensor", number, len(added))
-            self._copy(local, shard)
+            content = local.contiguous().view(-1).view(torch.uint8)
+            for on_device, on_host in self._host.pairs(content, shard.start):
+                on_host.copy_(on_device, non_blocking=True)
         if self._is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -123,12 +122,6 @@ class Staging:
     @property
     def _is_cuda(self) -> bool:
         return self._device.type == "cuda"
-
-    def _copy(self, local: Tensor, shard: StagedShard) -> None:
-        flat, done = local.contiguous().view(-1).view(torch.uint8), 0
-        for on_host in self._host.slices(shard.start, shard.num_bytes):
-            on_host.copy_(flat[done : done + len(on_host)], non_blocking=True)
-            done += len(on_host)
 
 
 def _shard(tensor: Tensor, start: int) -> tuple[Tensor, StagedShard]:
