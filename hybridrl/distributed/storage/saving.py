@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
@@ -156,7 +155,7 @@ class _ShardPlanner(dcp.DefaultSavePlanner):
     ) -> tuple[list[SavePlan], metadata.Metadata]:
         """Assign shards to ranks, on rank 0; the index of all shards is dropped, not saved."""
         plans, _ = super().create_global_plan(all_plans)
-        return plans, Metadata({})
+        return plans, metadata.Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self._planned()
@@ -211,7 +210,7 @@ def shards_header(shards: Mapping[str, StagedShard]) -> bytes:
 
 def _item(key: str, shard: StagedShard) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(key, shard.offsets),
+        index=metadata.MetadataIndex(key, shard.offsets),
         type=planning.WriteItemType.SHARD,
         tensor_data=planning.TensorWriteData(
             chunk=metadata.ChunkStorageMetadata(offsets=shard.offsets, sizes=shard.shape),
