@@ -6,13 +6,13 @@ shard is inside its slice.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hybridrl.config.choices import Layout
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.distributed.regions import Region, Trace
+from hybridrl.distributed.regions import Trace
 
 
 class ColumnChoice(NamedTuple):
@@ -39,7 +39,8 @@ def choose_columns(
         return ColumnChoice([], [])
     assert len(traces) == tp, (len(traces), tp)
     if not is_nested(fsdp):
-        received = itemsize * _copied(traces[0]) * (shards - 1) // shards
+        copied = sum(math.prod(copy.region.shape) for copy in traces[0].copies)
+        received = itemsize * copied * (shards - 1) // shards
         return ColumnChoice(
             [],
             [
@@ -69,15 +70,8 @@ def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
     if not all(regions):
         return set()
     dims = range(len(regions[0][0].shape))
-    return {dim for dim in dims if len({_spans(parts, dim) for parts in regions}) > 1}
-
-
-def _spans(regions: Iterable[Region], dim: int) -> frozenset[tuple[int, int]]:
-    return frozenset((region.offset[dim], region.shape[dim]) for region in regions)
-
-
-def _copied(trace: Trace) -> int:
-    return sum(math.prod(copy.region.shape) for copy in trace.copies)
+    spans = [{frozenset((r.offset[d], r.shape[d]) for r in part) for part in regions} for d in dims]
+    return {dim for dim in dims if len(spans[dim]) > 1}
 
 
 def _mib(size: int) -> str:

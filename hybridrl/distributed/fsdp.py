@@ -54,14 +54,8 @@ def load_sharded_policy(
     """Load a causal LM, sharded, with float32 master weights; a collective over all ranks.
 
     Each rank reads its own shards; of random weights one whole tensor exists at a time on each
-    device. Dropout is off, so that equal tokens always get equal log-probs.
-
-    Args:
-        model: the model.
-        fsdp: the sharding spec; with columns=null every weight is cut by rows.
-        mesh: the training mesh.
-        chunk_tokens: tokens whose logits are computed at one time.
-        lora: adapters; only these are then trained.
+    device. Dropout is off, so that equal tokens always get equal log-probs. Logits are computed for
+    `chunk_tokens` at one time. With `lora` only the adapters are trained.
 
     Raises:
         ConfigError: the architecture is not supported, the checkpoint lacks weights, or

@@ -73,9 +73,6 @@ class GatheredWeights:
 
     Reads are collectives. All ranks read all weights in the order of `shapes`; a rank that stops
     early calls `read_rest`. Tied tensors appear once. Adapters are merged.
-
-    Attributes:
-        shapes: shapes by checkpoint name.
     """
 
     def __init__(self, root: TokenLogProbs) -> None:
@@ -103,11 +100,7 @@ class GatheredWeights:
 
 
 def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
-    """Gather the adapters' weights under peft's names, float32 on CPU; a collective.
-
-    Returns:
-        Every weight on rank 0, nothing on the other ranks; without adapters nothing anywhere.
-    """
+    """Gather the adapters' float32 weights by peft's names, on rank 0's CPU; a collective."""
     free_gathered_weights(root)
     kept = {}
     for name, weight in adapter_parameters(root.lm).items():

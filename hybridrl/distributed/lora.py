@@ -65,12 +65,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def checkpoint_parameters(
     lm: nn.Module, *, tied_twice: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a checkpoint, by checkpoint name.
-
-    Args:
-        lm: model with or without adapters.
-        tied_twice: yield a tied tensor under each of its names.
-    """
+    """Yield the parameters of a checkpoint by name; `tied_twice`: tied ones under each name."""
     for name, param in lm.named_parameters(remove_duplicate=not tied_twice):
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), param

@@ -38,9 +38,6 @@ class ActorWorker(TrainedWorker):
     Methods marked `on_all_ranks` are collectives: the worker group calls them on every rank, and
     each rank must do the same number of forward passes. To change the objective, subclass,
     override `policy_loss`, and set `actor.worker=my_package.MyActorWorker`.
-
-    Attributes:
-        kl_coef: weight of the KL penalty in the loss during `update`.
     """
 
     config_class = ActorConfig
@@ -87,14 +84,11 @@ class ActorWorker(TrainedWorker):
         return {f"actor/{name}": value for name, value in training.report().items()}
 
     def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
-        """Compute the loss: a sum over this micro-batch's tokens, divided by totals.
+        """Compute the loss: a sum over a micro-batch's tokens, divided by `totals`.
 
-        The totals are of the mini-batch over all ranks, not of this micro-batch. So the gradient
-        does not depend on the distribution of responses over ranks and micro-batches.
-
-        Args:
-            micro: responses of one packed forward.
-            totals: tokens of the policy loss, and responses with such tokens.
+        The totals, tokens of the policy loss and responses with such tokens, are of the mini-batch
+        over all ranks, not of this micro-batch. So the gradient does not depend on the distribution
+        of responses over ranks and micro-batches.
         """
         result = self.forward(
             micro, Entropy.differentiate if self.config.entropy_coef else Entropy.report

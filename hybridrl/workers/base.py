@@ -46,11 +46,7 @@ def on_all_ranks(dispatch: Dispatch) -> Callable[[Method], Method]:
 
 
 def dispatch_of(worker_class: type, method: str) -> Dispatch:
-    """Return the dispatch mode of a method; overriding methods inherit it.
-
-    Raises:
-        AttributeError: no class in the hierarchy marks a method of this name.
-    """
+    """Return the dispatch mode of a method; overriding methods inherit it."""
     for cls in worker_class.__mro__:
         function = vars(cls).get(method)
         if function is not None and "dispatch" in vars(function):
@@ -62,11 +58,8 @@ class Worker:
     """Role in one process. The controller calls methods marked `on_all_ranks`.
 
     To extend a role, subclass its worker and name the subclass in the config
-    (`actor.worker=my_package.MyActor`). `config_class` may be a subclass with more keys.
-
-    Args:
-        config: an instance of `config_class`.
-        mesh: the training mesh with axes dp_replicate and dp_shard, over all ranks.
+    (`actor.worker=my_package.MyActor`). `config_class` may be a subclass with more keys. `mesh` is
+    the training mesh with axes dp_replicate and dp_shard, over all ranks.
     """
 
     config_class: ClassVar[type[RoleConfig]]
@@ -98,10 +91,7 @@ class Worker:
         """Return the state that a checkpoint must hold for an exact resume; empty by default.
 
         Checkpoints of any sharding are loaded in place. Plain tensors must be equal on all ranks.
-        An override extends the result of `super`.
-
-        Returns:
-            Tensors and DTensors by key; their contents are valid inside `state_on_device`.
+        Contents are valid inside `state_on_device`. An override extends the result of `super`.
         """
         return {}
 

@@ -40,9 +40,7 @@ class CriticWorker(TrainedWorker):
     def update(self, batch: RankBatch, step: int) -> dict[str, float]:
         """Take one optimizer step per mini-batch of `batch`; return metrics over all ranks.
 
-        Args:
-            batch: this rank's responses, with values and returns.
-            step: training step, counted from 1; it sets the learning rate.
+        `batch` has values and returns; `step`, counted from 1, sets the learning rate.
         """
         with self.training(self.value_loss, step) as training:
             for micros, totals in batch.mini_batches():
@@ -54,11 +52,9 @@ class CriticWorker(TrainedWorker):
         return {f"critic/{name}": value for name, value in report.items()}
 
     def value_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
-        """Compute the loss: a sum over this micro-batch's tokens, divided by the total tokens.
+        """Compute the loss: a sum over a micro-batch's tokens, divided by the total tokens.
 
-        Args:
-            micro: responses of one packed forward.
-            totals: response tokens, and responses, of the mini-batch over all ranks.
+        The totals are response tokens, and responses, of the mini-batch over all ranks.
         """
         mask = self.on_device(micro.response_mask)
         old_values, returns = self.on_device(micro.values), self.on_device(micro.returns)

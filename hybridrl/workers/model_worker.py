@@ -132,8 +132,11 @@ class TrainedWorker(ModelWorker):
         """
         parameters = trained_parameters(self.model)
         weights = {f"{WEIGHTS}{name}": param.detach() for name, param in parameters.items()}
-        moments = self.optimizer.state_of(parameters)
-        return weights | {f"{OPTIM}{key}": tensor for key, tensor in moments.items()}
+        return weights | {
+            f"{OPTIM}{kind}.{name}": tensor
+            for name, param in parameters.items()
+            for kind, tensor in self.optimizer.adamw.state.get(param, {}).items()
+        }
 
     @contextmanager
     def state_on_device(self) -> Iterator[None]:
@@ -145,10 +148,17 @@ class TrainedWorker(ModelWorker):
 
     def expect_state(self, keys: Collection[str]) -> None:
         """Allocate AdamW's state for exactly the weights with a state in the checkpoint."""
-        parameters = trained_parameters(self.model)
-        self.optimizer.expect_state(
-            {param: f"{OPTIM}step.{name}" in keys for name, param in parameters.items()}
-        )
+        state = self.optimizer.adamw.state
+        for name, param in trained_parameters(self.model).items():
+            if f"{OPTIM}step.{name}" not in keys:
+                state.pop(param, None)
+            elif param not in state:
+                values = param.detach()
+                state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=values.device),
+                    "exp_avg": torch.zeros_like(values, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(values, memory_format=torch.preserve_format),
+                }
 
 
 def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:

@@ -69,7 +69,8 @@ class ReplayWorker(Worker):
     @on_all_ranks(Dispatch.SHARD_DP)
     def examine_update(self, batch: RankBatch, kl_coef: float) -> list[MicroBatchResult]:
         """Compute loss and gradient of each micro-batch of an update alone; takes no step."""
-        self.trained.begin()
+        worker = self.trained
+        worker.begin()
         minis, loss, outputs = self._update_of(batch, kl_coef)
         places = [
             (epoch, mini, rows)
@@ -82,9 +83,13 @@ class ReplayWorker(Worker):
                 position.at("micro-batch", len(results) + 1)
                 with torch.no_grad():
                     outputs_finite = bool(outputs(micro).isfinite().all())
-                value, norm = self._loss_and_gradient_norm(micro, totals, loss)
-                place = (epoch, mini, index)
-                results.append(MicroBatchResult(place, rows[index], value, norm, outputs_finite))
+                begin_micro_batch(worker.model, worker.config.fsdp, last=True)
+                value, _ = loss(micro, Totals(*(max(count, 1) for count in totals)))
+                value.backward()
+                norm = float(worker.optimizer.gradient_norm())
+                worker.optimizer.drop_gradients()
+                place, number = (epoch, mini, index), float(value.detach())
+                results.append(MicroBatchResult(place, rows[index], number, norm, outputs_finite))
         return results
 
     @on_all_ranks(Dispatch.BROADCAST)
@@ -100,11 +105,7 @@ class ReplayWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_weights(self, folder: str) -> None:
-        """Load the trained weights of a checkpoint; a collective.
-
-        Raises:
-            ConfigError: the checkpoint holds weights of another model.
-        """
+        """Load the trained weights of a checkpoint; a collective."""
         with self.trained.state_on_device():
             load_trained_weights(self.trained, Path(folder), self.config.role)
 
@@ -121,15 +122,3 @@ class ReplayWorker(Worker):
             actor.policy_loss,
             lambda micro: actor.forward(micro, Entropy.omit).log_probs,
         )
-
-    def _loss_and_gradient_norm(
-        self, micro: RolloutBatch, totals: Totals, loss: Loss
-    ) -> tuple[float, float]:
-        worker = self.trained
-        begin_micro_batch(worker.model, worker.config.fsdp, last=True)
-        totals = Totals(*(max(count, 1) for count in totals))
-        value, _ = loss(micro, totals)
-        value.backward()
-        norm = worker.optimizer.gradient_norm()
-        worker.optimizer.drop_gradients()
-        return float(value.detach()), float(norm)

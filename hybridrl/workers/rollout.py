@@ -138,11 +138,9 @@ class RolloutWorker(Worker):
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def generate(self, prompts: PromptBatch) -> Rollout:
-        """Sample responses to this engine's prompts.
+        """Sample responses to this engine's prompts, with vLLM's log-probs, grouped by prompt.
 
-        Returns:
-            Responses with vLLM's log-probs, grouped by prompt, and seconds of this engine. All
-            ranks of an engine return the same responses.
+        All ranks of an engine return the same responses.
 
         Raises:
             RuntimeError: no reshard yet, or the weights were discarded since.

@@ -80,7 +80,6 @@ class SaverWorker(Worker):
 
         The host memory is reused by each save and has the size of this rank's state.
         """
-        assert not self.saver.is_writing, "one save at a time"
         start = time.perf_counter()
         staging = self.saver.staging
         staging.clear()
@@ -97,11 +96,7 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def poll_save(self) -> SaveResult | None:
-        """Return the result of the last save on this rank; None while it runs.
-
-        Raises:
-            RuntimeError: it failed, not because of a disk.
-        """
+        """Return the result of the last save on this rank, None while it runs; see `Saver.poll`."""
         return self.saver.poll()
 
     @on_all_ranks(Dispatch.BROADCAST)

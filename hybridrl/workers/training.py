@@ -22,16 +22,11 @@ from hybridrl.distributed.offload import offloadable_moments
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Compute the learning rate of a training step; a pure function, for exact resume.
+    """Compute the learning rate of a training step, counted from 1; pure, for exact resume.
 
     Linear warm-up over the first warmup_steps steps, up to config.lr. Then constant, linear or
     cosine decay, from config.lr in the step after warm-up to config.lr * min_lr_ratio in the step
     after total_steps.
-
-    Args:
-        config: peak, schedule, warm-up and floor.
-        step: counted from 1.
-        total_steps: number of training steps of the run.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -105,12 +100,10 @@ class Optimizer:
     def apply_gradients(self, loss: Tensor) -> GradientStep:
         """Clip, take one step and clear the gradients; a collective over all ranks.
 
-        If the norm or the loss of any rank is not finite, all ranks skip the step: weights and
-        moments do not change. No synchronisation with the device: AdamW's kernel divides gradients
-        by grad_scale and skips if found_inf is 1, the interface of torch.amp.GradScaler.
-
-        Args:
-            loss: scalar on the device, the sum of this rank's losses of the step.
+        If the norm or the loss (the sum of a rank's losses of the step) is not finite on any rank,
+        all ranks skip the step: weights and moments do not change. No synchronisation with the
+        device: AdamW's kernel divides gradients by grad_scale and skips if found_inf is 1, the
+        interface of torch.amp.GradScaler.
         """
         norm = self.gradient_norm().float()
         skipped = torch.stack([norm, loss.float()]).isfinite().all().logical_not().float()
@@ -131,40 +124,13 @@ class Optimizer:
         self.moments.wait()
         self.adamw.zero_grad()
 
-    def state_of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return AdamW's tensors as <kind>.<name>, kinds step, exp_avg and exp_avg_sq.
-
-        Parameters without a step have no state.
-        """
-        return {
-            f"{kind}.{name}": tensor
-            for name, param in parameters.items()
-            for kind, tensor in self.adamw.state.get(param, {}).items()
-        }
-
-    def expect_state(self, has_state: Mapping[nn.Parameter, bool]) -> None:
-        """Allocate (with zeros) or drop AdamW's state, for a load of a checkpoint in place."""
-        for param, expected in has_state.items():
-            if not expected:
-                self.adamw.state.pop(param, None)
-            elif param not in self.adamw.state:
-                values = param.detach()
-                self.adamw.state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=values.device),
-                    "exp_avg": torch.zeros_like(values, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(values, memory_format=torch.preserve_format),
-                }
-
 
 @dataclass(frozen=True)
 class LossStats:
     """Statistics of a loss on one micro-batch: detached scalars by name, on the device.
 
-    Every rank must report the same names.
-
-    Attributes:
-        sums: over response tokens; an update reports their means.
-        maxima: over response tokens; an update reports the largest.
+    Every rank must report the same names. Of `sums` over response tokens an update reports the
+    means, of `maxima` the largest.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)

@@ -32,12 +32,7 @@ class Entropy(Enum):
 
 
 class ResponseLogProbs(NamedTuple):
-    """Result of a forward pass for the response tokens.
-
-    Attributes:
-        log_probs: [R] float32, log pi of each token.
-        entropy: [R] float32, of each token's distribution; None if omitted.
-    """
+    """Log pi of each response token, [R] float32, and the entropy of its distribution, if asked."""
 
     log_probs: Tensor
     entropy: Tensor | None

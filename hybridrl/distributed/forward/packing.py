@@ -22,12 +22,9 @@ class States(Enum):
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Position of a rank's tokens in a packed input that several ranks share.
+    """Position of a rank's tokens in a packed input of N tokens that several ranks share.
 
-    Attributes:
-        group: the ranks that share the input.
-        num_tokens: N, tokens of the whole input.
-        num_responses: number of requested states on each rank.
+    `num_responses` is the number of requested states on each rank.
     """
 
     group: SequenceGroup

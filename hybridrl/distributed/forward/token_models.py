@@ -20,10 +20,8 @@ from hybridrl.distributed.forward.sequence_parallel import GatherSequence
 class TokenLogProbs(nn.Module):
     """Causal language model that returns log-probs of response tokens.
 
-    Args:
-        lm: the model; its attention must be "hybridrl_packed".
-        chunk_tokens: tokens whose logits are computed at one time.
-        keep_logits: keep logits for backward, instead of computing them again.
+    Its attention must be "hybridrl_packed". Logits exist for `chunk_tokens` at one time; backward
+    computes them again or, with `keep_logits`, keeps all.
     """
 
     def __init__(self, lm: PreTrainedModel, chunk_tokens: int, *, keep_logits: bool) -> None:

@@ -38,10 +38,7 @@ class StoredTensor(NamedTuple):
 
 
 class StoredState:
-    """Folder of shards; only headers are read before `read`.
-
-    Attributes:
-        tensors: its tensors, by key.
+    """Folder of shards, with its tensors by key; only headers are read before `read`.
 
     Raises:
         DamagedCheckpoint: parts of a tensor are missing.
@@ -103,12 +100,9 @@ def differences(
 def load_in_place(
     state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill tensors from a folder of shards; a collective over the group.
+    """Fill tensors, or DTensors under any sharding, from a folder of shards of any number of ranks.
 
-    Args:
-        state: tensors, or DTensors under any sharding, without `differences`.
-        folder: folder of shards, written by any number of ranks.
-        group: gloo group; None for the default group.
+    A collective over the group, of gloo; the state is without `differences`.
 
     Raises:
         RuntimeError: a rank could not read it.

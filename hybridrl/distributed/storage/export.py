@@ -59,15 +59,10 @@ class Weights(Protocol):
 
 
 class StoredPolicy:
-    """Actor weights of a checkpoint, by their names in the model's own checkpoint.
+    """Actor weights of a checkpoint by their names in the model's own, read on demand and merged.
 
-    Weights are read on demand, with adapters merged.
-
-    Args:
-        state: the checkpoint's folder of shards.
-        model: the trained model.
-        lora: its adapters, if any.
-        drawn_on: device type on which the run drew base weights, if model.init=random.
+    If model.init=random and there are adapters, base weights are drawn again on device type
+    `drawn_on`.
 
     Raises:
         ConfigError: the checkpoint is of another model, or the model does not exist.
@@ -169,15 +164,13 @@ def write_model(
     record: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write weights with the configuration and tokenizer of their source model.
+    """Write weights, tied tensors once, with configuration and tokenizer of their `source` model.
 
     The folder gets its name, and replaces an older one, only when it is complete on disk. Host
     memory holds one tensor at a time.
 
     Args:
-        weights: weights of the causal LM; tied tensors once.
-        source: folder of the loaded model.
-        target: folder to write.
+        weights, source, target: the weights, the folder of the loaded model, the folder to write.
         adapter: adapters that are merged into `weights`, written to target/adapter.
         dtype: dtype of the written weights.
         record: provenance, written to hybridrl_export.json with a list of the files.

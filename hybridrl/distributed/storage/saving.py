@@ -85,13 +85,7 @@ class Saver:
         return 0 if self._writer is None else self._writer.num_bytes
 
     def begin(self, folder: Path, subfolder: str, blocked_s: float) -> None:
-        """Start to write the staged state; a collective of the threads of all ranks.
-
-        Args:
-            folder: folder of the checkpoint.
-            subfolder: its subfolder for the shards; made if missing.
-            blocked_s: seconds during which training has waited.
-        """
+        """Start to write the staged state to folder/subfolder; a collective of threads."""
         assert not self.is_writing, "one save at a time"
         writer = self._writer = _ShardWriter(folder / subfolder, self.staging)
         self._result = in_thread(
