@@ -5,6 +5,7 @@ count, so gradients must be summed. The divide factor is 1, and communication is
 sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed, too.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
+from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
 from hybridrl.distributed.forward.compiling import compile_layer
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
@@ -29,7 +31,6 @@ from hybridrl.distributed.lora import (
     adapters,
     add_adapters,
     checkpoint_parameters,
-    first_factor,
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
@@ -236,9 +237,13 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
 
 
 def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:
-    """Set A from the seed and B = 0, so that the adapters have no effect at first."""
+    """Set A, uniform within 1 / sqrt(in) as in peft, and B = 0: no effect at first."""
     for name, layer in adapters(lm).items():
-        _keep_shard(layer.lora_A.weight, first_factor(layer, name, seed, device))
+        shape = layer.lora_A.weight.shape
+        generator = torch.Generator(device).manual_seed(derive_seed(seed, "lora", name))
+        bound = 1 / math.sqrt(shape[1])
+        whole = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
+        _keep_shard(layer.lora_A.weight, whole)
         layer.lora_B.weight.detach().to_local().zero_()
 
 

@@ -11,7 +11,6 @@ an adapter through requires_grad, which FSDP2 reads only once.
 Source: Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.data.seeds import derive_seed
 
 
 class LoRALinear(nn.Module):
@@ -92,14 +90,6 @@ def merged_weight(layer: LoRALinear) -> Tensor:
         stride=base.stride(),
     )
     return merged.full_tensor()
-
-
-def first_factor(layer: LoRALinear, name: str, seed: int, device: torch.device) -> Tensor:
-    """Draw a whole A, equal on all ranks: uniform within 1 / sqrt(in), as peft does; float32."""
-    shape = layer.lora_A.weight.shape
-    generator = torch.Generator(device).manual_seed(derive_seed(seed, "lora", name))
-    bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
 
 
 @contextmanager

@@ -67,6 +67,7 @@ class Worker:
     def __init__(self, config: Any, mesh: "DeviceMesh") -> None:
         self.config = config
         self.mesh = mesh
+        self.others: Sequence[Worker] = ()
 
     @classmethod
     def ranks_per_shard(cls, config: Any) -> int:
@@ -82,7 +83,13 @@ class Worker:
         return ()
 
     def connect(self, roles: dict[str, "Worker"]) -> None:
-        """Receive all roles of the process by name, once built; does nothing by default."""
+        """Receive all roles of the process by name, once built; stores the others."""
+        self.others = [role for role in roles.values() if role is not self]
+
+    def others_rest(self) -> None:
+        """Offload the other roles according to fsdp.offload; no effect if already offloaded."""
+        for role in self.others:
+            role.rest()
 
     def rest(self) -> None:
         """Offload to the host according to fsdp.offload; does nothing by default."""

@@ -1,6 +1,6 @@
 """Base classes of roles with a sharded model: frozen (ModelWorker) or trained (TrainedWorker)."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,6 @@ class ModelWorker(Worker):
         super().__init__(config, mesh)
         self.device = device_of(mesh)
         self.sequence_group = sequence_group(config.fsdp.ulysses_size)
-        self.others: Iterable[Worker] = ()
 
     def own(self, model: nn.Module) -> None:
         """Set the role's model, and make it offloadable."""
@@ -54,17 +53,12 @@ class ModelWorker(Worker):
         """Return the number of ranks that share each sequence."""
         return config.fsdp.ulysses_size
 
-    def connect(self, roles: dict[str, Worker]) -> None:
-        """Store the other roles, which share the device."""
-        self.others = [role for role in roles.values() if role is not self]
-
     def begin(self) -> None:
         """Load this role's weights onto the device and, under idle_all, offload other roles'.
 
         Weights stay until another role begins, so consecutive phases of one role move nothing.
         """
-        for other in self.others:
-            other.rest()
+        self.others_rest()
         self.weights.wait()
 
     def rest(self) -> None:

@@ -92,8 +92,8 @@ class RolloutWorker(Worker):
 
     def connect(self, roles: dict[str, Any]) -> None:
         """Plan the reshard from the actor to this engine."""
+        super().connect(roles)
         self.actor = roles["actor"]
-        self.others = [role for role in roles.values() if role is not self]
         shards = self.actor.named_shards()
         assert self.sources.items() <= {shard.name: shard.shape for shard in shards}.items()
         dtype = getattr(torch, self.config.dtype.value)
@@ -128,7 +128,7 @@ class RolloutWorker(Worker):
             version, verify=self.config.verify_reshard, kept=self.engine.keeps_weights
         )
         with timer.part("offload_s"):
-            self._others_rest()
+            self.others_rest()
         with timer.part("wake_kv_s"):
             self.engine.wake(EnginePart.KV_CACHE)
         with timer.part("reset_prefix_cache_s"):
@@ -147,7 +147,7 @@ class RolloutWorker(Worker):
         """
         if self.weight_version is None:
             raise RuntimeError("generate before reshard: the engine has no valid weights")
-        self._others_rest()
+        self.others_rest()
         self.engine.wake(EnginePart.KV_CACHE)
         generated = self.engine.generate(prompts)
         stats = EngineStats(
@@ -168,11 +168,6 @@ class RolloutWorker(Worker):
         if EnginePart.WEIGHTS not in self.engine.awake:
             self.weight_version = None
         return self.weight_version
-
-    def _others_rest(self) -> None:
-        """Offload the other roles according to fsdp.offload; no effect if already offloaded."""
-        for role in self.others:
-            role.rest()
 
     def _batch(self, prompts: PromptBatch, generated: Generated) -> RolloutBatch:
         assert self.weight_version is not None
