@@ -37,10 +37,10 @@ from hybridrl.distributed.shards import NamedShard, ShardKind
 from hybridrl.distributed.torch_compat import compute_local_shape_and_global_offset, local_tensor
 from hybridrl.distributed.weights import (
     LACKING_REWARD_MODEL,
-    CheckpointWeights,
     FirstWeights,
     empty_model,
     first_weights,
+    stored_weights,
 )
 from hybridrl.models.resolve import model_folder, resolve_model
 
@@ -105,7 +105,7 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     folder = resolve_model(path)
     root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
     # A head that shares the embedding's storage is no score head.
-    first = CheckpointWeights(folder, _shapes(root), tied=False, lacking=LACKING_REWARD_MODEL)
+    first = stored_weights(folder, _shapes(root), tied=False, lacking=LACKING_REWARD_MODEL)
     _fill(root, first, device_of(mesh))
     return root.eval()
 
@@ -233,7 +233,7 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
         )
         where = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
         # Copied in the stored dtype, cast to float32 on the device.
-        param.to_local().copy_(first.part(name, param.shape, where).to(device))
+        param.to_local().copy_(first[name][where].to(device))
 
 
 def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:

@@ -2,8 +2,9 @@
 
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -29,8 +30,6 @@ from hybridrl.models.weight_files import PICKLED, weight_files
 Auto = type[AutoModel] | type[AutoModelForCausalLM]
 # Shapes of whole tensors, by checkpoint name.
 Shapes = Mapping[str, torch.Size]
-# Part of a tensor: a slice of each dim.
-Part = tuple[slice, ...]
 
 # Prefix and tied names of the supported models. Folders of a backbone have no prefix, and of two
 # tied tensors a folder may have either.
@@ -49,8 +48,17 @@ LACKING_REWARD_MODEL = (
 )
 
 
-class CheckpointWeights:
-    """Memory-mapped weights of a Hugging Face folder, of which each rank reads only its own parts.
+class FirstWeights(Protocol):
+    """Initial weights by checkpoint name, the same for every sharding."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a tensor in its stored dtype, to be indexed by one slice per dim."""
+
+
+def stored_weights(
+    folder: Path, shapes: Shapes, *, tied: bool, lacking: str = LACKING_POLICY
+) -> FirstWeights:
+    """Map the weights of a Hugging Face folder, of which each rank reads only its own parts.
 
     The kernel reads pages on first use and evicts them when memory is short. *.bin files are read
     without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped.
@@ -64,38 +72,32 @@ class CheckpointWeights:
     Raises:
         ConfigError: the folder lacks weights, or they have other shapes.
     """
-
-    def __init__(
-        self, folder: Path, shapes: Shapes, *, tied: bool, lacking: str = LACKING_POLICY
-    ) -> None:
-        stored: dict[str, Any] = {}  # tensors, or slices of safetensors
-        for file in weight_files(folder) or weight_files(folder, *PICKLED):
-            if file.suffix == ".safetensors":
-                opened = safe_open(file, framework="pt")
-                stored |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            else:
-                can_map = zipfile.is_zipfile(file)
-                stored |= torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
-        self._parts: dict[str, Any] = {}
-        for name, shape in shapes.items():
-            for other in (name, name.removeprefix(PREFIX), TIED.get(name) if tied else None):
-                if other in stored and _shape(stored[other]) == shape:
-                    self._parts[name] = stored[other]
-                    break
-        missing = sorted(shapes.keys() - self._parts.keys())
-        if missing:
-            listed = f"{folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}"
-            raise ConfigError(lacking.format(listed))
-
-    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Return a part of the named tensor, in its stored dtype: a view of its file."""
-        return self._parts[name][where]
+    stored: dict[str, Any] = {}  # tensors, or slices of safetensors
+    for file in weight_files(folder) or weight_files(folder, *PICKLED):
+        if file.suffix == ".safetensors":
+            opened = safe_open(file, framework="pt")
+            stored |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        else:
+            can_map = zipfile.is_zipfile(file)
+            stored |= torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        for other in (name, name.removeprefix(PREFIX), TIED.get(name) if tied else None):
+            if other in stored and _shape(stored[other]) == shape:
+                found[name] = stored[other]
+                break
+    missing = sorted(shapes.keys() - found.keys())
+    if missing:
+        listed = f"{folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}"
+        raise ConfigError(lacking.format(listed))
+    return found
 
 
 def _shape(stored: Any) -> torch.Size:
     return stored.shape if isinstance(stored, Tensor) else torch.Size(stored.get_shape())
 
 
+@dataclass(frozen=True)
 class RandomWeights:
     """Random weights, drawn tensor by tensor: normal matrices, norms of 1 and biases of 0.
 
@@ -103,26 +105,19 @@ class RandomWeights:
     for every sharding. It is never in host memory. `std` is config.json's initializer_range.
     """
 
-    def __init__(self, std: float, seed: int, device: torch.device) -> None:
-        self._std = std
-        self._seed = seed
-        self._device = device
+    shapes: Shapes
+    std: float
+    seed: int
+    device: torch.device
 
-    def __call__(self, name: str, shape: torch.Size) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """Draw the named tensor, float32."""
-        whole = torch.empty(shape, dtype=torch.float32, device=self._device)
-        if len(shape) == 1:
+        whole = torch.empty(self.shapes[name], dtype=torch.float32, device=self.device)
+        if whole.ndim == 1:
             return whole.fill_(0.0 if name.endswith(".bias") else 1.0)
-        seed = derive_seed(self._seed, "weights", name)
-        generator = torch.Generator(self._device).manual_seed(seed)
-        return whole.normal_(0.0, self._std, generator=generator)
-
-    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Draw the named tensor and return a part of it."""
-        return self(name, shape)[where]
-
-
-FirstWeights = CheckpointWeights | RandomWeights
+        seed = derive_seed(self.seed, "weights", name)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return whole.normal_(0.0, self.std, generator=generator)
 
 
 def first_weights(
@@ -134,8 +129,8 @@ def first_weights(
         ConfigError: the checkpoint lacks weights.
     """
     if model.init is Init.random:
-        return RandomWeights(lm.initializer_range, model.seed, device)
-    return CheckpointWeights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
+        return RandomWeights(shapes, lm.initializer_range, model.seed, device)
+    return stored_weights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:

@@ -32,12 +32,11 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
         return config.lr * step / config.warmup_steps
     done = (step - 1 - config.warmup_steps) / max(total_steps - config.warmup_steps, 1)
     done = min(done, 1.0)
-    if config.schedule is LRSchedule.constant:
-        remaining = 1.0
-    elif config.schedule is LRSchedule.linear:
-        remaining = 1.0 - done
-    else:
-        remaining = 0.5 * (1.0 + math.cos(math.pi * done))
+    remaining = {
+        LRSchedule.constant: 1.0,
+        LRSchedule.linear: 1.0 - done,
+        LRSchedule.cosine: 0.5 * (1.0 + math.cos(math.pi * done)),
+    }[config.schedule]
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
 
 

@@ -202,8 +202,8 @@ def test_shapes_and_dtypes_are_compared():
     }
     state = {"a.x": torch.zeros(3, 2), "a.y": torch.zeros(4)}
     assert differences(state, stored, "a.") == [
-        "differs: a.x has the shape (2, 3) there and (3, 2) here, "
-        "a.y is torch.bfloat16 there and torch.float32 here"
+        "differs: a.x is torch.float32 (2, 3) there and torch.float32 (3, 2) here, "
+        "a.y is torch.bfloat16 (4,) there and torch.float32 (4,) here"
     ]
     many = {f"a.{number}": torch.zeros(()) for number in range(8)}
     assert differences(many, {}, "a.") == ["lacks a.0, a.1, a.2, a.3, a.4 and 3 more"]

@@ -36,6 +36,9 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
 
 class StoredState:
     """Folder of shards, with its tensors by key; only headers are read before `read`.
@@ -77,21 +80,15 @@ def differences(
     """Describe differences of keys with a prefix between state and checkpoint, one text a kind."""
     theirs = {key: found for key, found in stored.items() if key.startswith(prefix)}
     ours = {k: StoredTensor(tuple(t.shape), t.dtype) for k, t in state.items()}
-    both = [(key, theirs[key], mine) for key, mine in ours.items() if key in theirs]
-    shapes = [
-        f"{key} has the shape {other.shape} there and {mine.shape} here"
-        for key, other, mine in both
-        if other.shape != mine.shape
-    ]
-    dtypes = [
-        f"{key} is {other.dtype} there and {mine.dtype} here"
-        for key, other, mine in both
-        if other.dtype != mine.dtype
+    differ = [
+        f"{key} is {theirs[key]} there and {mine} here"
+        for key, mine in ours.items()
+        if key in theirs and theirs[key] != mine
     ]
     found = [
         ("lacks", [key for key in ours if key not in theirs]),
         ("has besides", [key for key in theirs if key not in ours]),
-        ("differs:", shapes + dtypes),
+        ("differs:", differ),
     ]
     return [f"{what} {_listed(names)}" for what, names in found if names]
 

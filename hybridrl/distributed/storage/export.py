@@ -99,8 +99,7 @@ class StoredPolicy:
         """Read one of the weights, merged; float32 on CPU."""
         if self._lora is None:
             return self._stored(name)
-        shape = self.shapes[name]
-        base = self._base.part(name, shape, (slice(None),) * len(shape)).to("cpu", torch.float32)
+        base = self._base[name][:].to("cpu", torch.float32)
         layers, layer = adapters(self._lm), name.removesuffix(".weight")
         if layer not in layers:
             return base
