@@ -34,7 +34,7 @@ from hybridrl.distributed.lora import (
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
-from hybridrl.distributed.torch_compat import compute_local_shape_and_global_offset, local_tensor
+from hybridrl.distributed.torch_compat import local_part, local_tensor
 from hybridrl.distributed.weights import (
     LACKING_REWARD_MODEL,
     FirstWeights,
@@ -228,12 +228,10 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
         buffer.copy_(buffers[name])
     for number, (name, param) in enumerate(parameters_in_checkpoint(root), 1):
         position.at("loaded weight", number)
-        lengths, offsets = compute_local_shape_and_global_offset(
-            param.shape, param.device_mesh, param.placements
-        )
-        where = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        local, offsets = local_part(param)
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
         # Copied in the stored dtype, cast to float32 on the device.
-        param.to_local().copy_(first[name][where].to(device))
+        local.copy_(first[name][where].to(device))
 
 
 def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,10 +20,10 @@ from hybridrl.distributed.forward.packing import Packed, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import named_shards, parameters_in_checkpoint
 from hybridrl.distributed.gathering import free_gathered_weights, gathered_once
-from hybridrl.distributed.mesh import NO_LIMIT, device_of
+from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable, offloadable_weights
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
+from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.workers.base import Worker
 from hybridrl.workers.training import Loss, Optimizer, Training
 
@@ -170,20 +169,20 @@ def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_trained_weights(worker: ModelWorker, checkpoint: Path, role: str) -> None:
-    """Load a role's trained weights from a checkpoint of any number of ranks; a collective.
+    """Load a role's trained weights from a checkpoint of any number of ranks.
 
     The worker's weights are on the device.
 
     Raises:
         ConfigError: the checkpoint holds weights of another model.
     """
-    folder, prefix = checkpoint / STATE, f"{role}.{WEIGHTS}"
+    stored, prefix = StoredState(checkpoint / STATE), f"{role}.{WEIGHTS}"
     state = {f"{prefix}{name}": p for name, p in trained_parameters(worker.model).items()}
-    found = differences(state, StoredState(folder).tensors, prefix)
+    found = differences(state, stored.tensors, prefix)
     if found:
         raise ConfigError(
             f"{checkpoint} holds other weights than model.path = {worker.config.model.path} has:\n"
             + "\n".join(found)
             + "\nSet model.path to the model that was trained."
         )
-    load_in_place(state, folder, dist.new_group(backend="gloo", timeout=NO_LIMIT))
+    stored.load(state)

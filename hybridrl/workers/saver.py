@@ -19,12 +19,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.mesh import device_of
-from hybridrl.distributed.storage.checkpoint import (
-    StoredState,
-    StoredTensor,
-    differences,
-    load_in_place,
-)
+from hybridrl.distributed.storage.checkpoint import StoredState, StoredTensor, differences
 from hybridrl.distributed.storage.saving import Saver, SaveResult
 from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
@@ -109,7 +104,7 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load(self, folder: str) -> list[str]:
-        """Load the state of a checkpoint, written by any number of ranks; a collective.
+        """Load the state of a checkpoint, written by any number of ranks.
 
         Returns:
             Differences from the saved state, a sentence each.
@@ -118,14 +113,12 @@ class SaverWorker(Worker):
             ConfigError: the roles do not train what the checkpoint holds.
             DamagedCheckpoint: parts of a tensor are missing.
         """
-        state = Path(folder) / STATE
-        found = StoredState(state)
+        found = StoredState(Path(folder) / STATE)
         stored = found.tensors
         self._check(folder, stored)
         for name in self.roles:
             with self._expecting(name, stored) as tensors:
-                if tensors:
-                    load_in_place(tensors, state, self.saver.group)
+                found.load(tensors)
         saved_roles = dict.fromkeys(k.partition(".")[0] for k in stored if not k.startswith(RNG))
         notes = [
             f"the state of {name} in the checkpoint is not used: the run has no such role"

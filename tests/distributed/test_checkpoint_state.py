@@ -14,8 +14,7 @@ from hybridrl.distributed.storage.checkpoint import (
     differences,
 )
 from hybridrl.distributed.storage.safetensors_file import DTYPES
-from hybridrl.distributed.storage.saving import shards_header
-from hybridrl.distributed.storage.staging import Staging
+from hybridrl.distributed.storage.saving import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks
 from tests.tiny_hf import tiny_folder
@@ -226,9 +225,7 @@ def test_every_kind_of_tensor_survives(tmp_path):
     for tensor in state.values():
         tensor.zero_()
     with (tmp_path / "file.safetensors").open("wb") as file:
-        file.write(shards_header(staging.shards))
-        for shard in staging.shards.values():
-            file.writelines(staging.contents(shard))
+        file.writelines(staging.file(staging.shards))
     assert_same(load_file(tmp_path / "file.safetensors"), expected)
     assert_same(read_whole(tmp_path, ""), expected)
 

@@ -1,6 +1,6 @@
 """Sharded state on disk: checkpoints and exports.
 
-Save: staging.py (host copy) -> saving.py (thread, torch.distributed.checkpoint)
+Save: saving.py (host copy, then files in a thread)
 Load: checkpoint.py, in place under any sharding or whole
 Export: export.py, of a checkpoint or of distributed/gathering.py -> safetensors_file.py
 

@@ -5,7 +5,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,19 +52,11 @@ def pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield memoryview(piece.to(dtype).cpu().view(torch.uint8).numpy())
 
 
-def write_parts(
-    path: Path,
-    parts: Iterable[bytes | memoryview],
-    note: Callable[[bytes | memoryview], object] = len,
-) -> None:
-    """Write a new file part by part and sync it to disk; an OSError names it.
-
-    `note` is called with each part before it is written.
-    """
+def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a new file part by part and sync it to disk; an OSError names it."""
     unsynced = 0
     with path.open("wb") as file:
         for part in parts:
-            note(part)
             with naming(path):
                 file.write(part)
                 unsynced += len(part)
