@@ -1,7 +1,6 @@
 """Sharded models on a rank: meshes, FSDP2, LoRA and offload.
 
 - mesh.py, fsdp.py, weights.py, lora.py: load and shard policy, critic and reward model
-- gathering.py: weights that FSDP2 gathers, for forwards and exports
 - forward/: the packed forward; storage/: checkpoints and exports of sharded state
 - regions.py, shards.py, columns.py: plain data shared with rollout/ and reshard/
 - offload.py, position.py, part_timer.py: host memory, progress of a process, timing

@@ -7,7 +7,6 @@ shard is inside its slice.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from hybridrl.config.choices import Layout
 from hybridrl.config.planner.world import is_nested
@@ -15,17 +14,12 @@ from hybridrl.config.schema import FSDPConfig
 from hybridrl.distributed.regions import Trace
 
 
-class ColumnChoice(NamedTuple):
-    """Names of the weights to cut by columns, and sentences for the log about others' cost."""
-
-    columns: list[str]
-    notes: list[str]
-
-
 def choose_columns(
     fsdp: FSDPConfig, sources: Mapping[str, tuple[int, ...]], traces: Sequence[Trace], itemsize: int
-) -> ColumnChoice:
+) -> tuple[list[str], list[str]]:
     """Choose the weights that the layout cuts by columns; a pure function.
+
+    Returns their names, and sentences for the log about the cost of others.
 
     Args:
         fsdp: the sharding spec, with dp_shard resolved.
@@ -36,19 +30,16 @@ def choose_columns(
     assert fsdp.dp_shard is not None
     tp, shards = fsdp.tensor_parallel_size, fsdp.dp_shard
     if fsdp.layout is Layout.plain or tp == 1:
-        return ColumnChoice([], [])
+        return [], []
     assert len(traces) == tp, (len(traces), tp)
     if not is_nested(fsdp):
         copied = sum(math.prod(copy.region.shape) for copy in traces[0].copies)
         received = itemsize * copied * (shards - 1) // shards
-        return ColumnChoice(
-            [],
-            [
-                f"rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = {shards}, so "
-                f"shards stay in rank order and cut by rows: at every weight sync a rank receives "
-                f"about {_mib(received)} of its rollout weights from others"
-            ],
-        )
+        return [], [
+            f"rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = {shards}, so "
+            f"shards stay in rank order and cut by rows: at every weight sync a rank receives "
+            f"about {_mib(received)} of its rollout weights from others"
+        ]
     split = [name for name in sources if _dims_split(name, traces) == {1}]
     uneven = [name for name in split if sources[name][1] % shards]
     notes = []
@@ -61,7 +52,7 @@ def choose_columns(
             f"({uneven[0]}, ...), which are cut by rows: at every weight sync a rank receives "
             f"{_mib(cost)} more than if it did"
         )
-    return ColumnChoice([name for name in split if name not in uneven], notes)
+    return [name for name in split if name not in uneven], notes
 
 
 def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:

@@ -1,12 +1,17 @@
-"""Policy, critic and reward model under FSDP2: loading, sharding, and views of the shards.
+"""Policy, critic and reward model under FSDP2: loading, sharding, gathering, views of the shards.
 
 FSDP2 averages gradients over ranks. Losses here are sums over tokens divided by the global token
 count, so gradients must be summed. The divide factor is 1, and communication is forced to plain
 sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed, too.
+
+By default FSDP2 reduce-scatters after every backward and gathers weights in every forward. The sum
+over micro-batches can be reduced once if every rank has memory for the gradients of the whole
+model. That memory is also enough for the gathered weights of a forward.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +24,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hybridrl.config.choices import Accumulation
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
-from hybridrl.distributed.forward.compiling import compile_layer
-from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
-from hybridrl.distributed.gathering import free_gathered_weights
+from hybridrl.distributed.forward.attention import warn_of_padding
+from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
 from hybridrl.distributed.lora import (
     adapter_parameters,
     adapters,
@@ -78,11 +83,7 @@ def load_sharded_policy(
 def load_sharded_critic(
     model: ModelConfig, fsdp: FSDPConfig, mesh: DeviceMesh, seed: int
 ) -> ScalarModel:
-    """Load a backbone with a new scalar head, drawn from the seed; a collective over all ranks.
-
-    Raises:
-        ConfigError: the architecture is not supported, or the checkpoint lacks weights.
-    """
+    """Load a backbone as `load_sharded_policy`, with a new scalar head drawn from the seed."""
     root = _empty_scalar_model(model_folder(model), fsdp, mesh, bias=True)
     device = device_of(mesh)
     _fill(root, first_weights(model, root.backbone.config, _shapes(root), device), device)
@@ -95,12 +96,9 @@ def load_sharded_critic(
 
 
 def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> ScalarModel:
-    """Load a sequence classifier, sharded by rows; a collective over all ranks.
+    """Load a sequence classifier as `load_sharded_policy`, but sharded by rows.
 
     The columns of `fsdp` are the policy's, and ignored.
-
-    Raises:
-        ConfigError: the architecture is not supported, or the checkpoint lacks weights.
     """
     folder = resolve_model(path)
     root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
@@ -129,17 +127,14 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     free_gathered_weights(root)
     factors = adapter_parameters(root.lm)
     rest = ShardKind.frozen if factors else ShardKind.live
-    named = checkpoint_parameters(root.lm, tied_twice=True)
-    return [_named_shard(name, param, rest) for name, param in named] + [
-        _named_shard(name, param, ShardKind.live) for name, param in factors.items()
+    named = [(*item, rest) for item in checkpoint_parameters(root.lm, tied_twice=True)]
+    named += [(*item, ShardKind.live) for item in factors.items()]
+    return [
+        NamedShard(
+            name, tuple(param.shape), partial(local_tensor, param), param.placements[-1].dim, kind
+        )
+        for name, param, kind in named
     ]
-
-
-def _named_shard(name: str, param: DTensor, kind: ShardKind) -> NamedShard:
-    placement = param.placements[-1]
-    assert isinstance(placement, Shard), param.placements
-    local = partial(local_tensor, param)
-    return NamedShard(name, tuple(param.shape), local, placement.dim, kind)
 
 
 def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -152,6 +147,48 @@ def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     if root.head.bias is None:  # a reward model's; a critic's head is new
         named.append(("score.weight", root.head.weight))
     return named
+
+
+def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
+    """Set which collectives the next forward and backward postpone to the last micro-batch.
+
+    full: gradients accumulate unsharded, in reduce_dtype (4 bytes per parameter of the whole model
+    for float32), and the last backward reduces their sum. sharded: every backward reduce-scatters;
+    under hybrid sharding the last one sums over replicas. Weights that stay gathered after forward
+    also stay so between micro-batches, since they change only at the end.
+    """
+    assert isinstance(root, FSDPModule)
+    if fsdp.accumulation is Accumulation.full:
+        root.set_requires_gradient_sync(last)
+    else:
+        root.set_requires_all_reduce(last)
+    root.set_reshard_after_backward(last or fsdp.reshard_after_forward)
+
+
+@contextmanager
+def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
+    """Gather each weight once for all forwards within this context, which have no backward.
+
+    Needs memory for all parameters in param_dtype, less than an update with accumulation=full.
+    Under sharded accumulation nothing changes. In the end all weights are sharded again; without a
+    backward, FSDP2 would keep at least the root's.
+    """
+    assert isinstance(root, FSDPModule)
+    changes = fsdp.accumulation is Accumulation.full and fsdp.reshard_after_forward
+    if changes:
+        root.set_reshard_after_forward(False)
+    yield
+    free_gathered_weights(root)
+    if changes:
+        root.set_reshard_after_forward(True)
+        root.set_reshard_after_forward(False, recurse=False)  # backward begins with the root
+
+
+def free_gathered_weights(root: nn.Module) -> None:
+    """Free all gathered weights of an FSDP2 root."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
@@ -173,9 +210,8 @@ def _shard(
     root: nn.Module, layers: Iterable[nn.Module], fsdp: FSDPConfig, mesh: DeviceMesh
 ) -> None:
     """Wrap each layer, then the root with the rest (embedding, final norm, head)."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
-    )
+    param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     wrap = partial(
         fully_shard,
         mesh=sharding_mesh(mesh),
@@ -183,6 +219,7 @@ def _shard(
         shard_placement_fn=_placement(root, fsdp),
     )
     for layer in layers:
+        warn_of_padding(device_of(mesh), param_dtype, layer.self_attn.head_dim)
         if fsdp.compile:
             compile_layer(layer)
         if fsdp.activation_checkpointing:

@@ -14,9 +14,7 @@ Source: Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema import LoRAConfig
 
@@ -67,29 +65,6 @@ def checkpoint_parameters(
     for name, param in lm.named_parameters(remove_duplicate=not tied_twice):
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), param
-
-
-@torch.no_grad()
-def merged_weight(layer: LoRALinear) -> Tensor:
-    """Gather W + alpha / r * B A, [out, in] float32; a collective, all weights are sharded.
-
-    W, A and B are cut along dim 0, or W and A along dim 1 and B along dim 0. A shard of the sum
-    thus needs only one whole factor.
-    """
-    base, a, b = layer.base_layer.weight, layer.lora_A.weight, layer.lora_B.weight
-    if base.placements[-1].is_shard(0):
-        factors = b.to_local(), a.full_tensor()
-    else:
-        factors = b.full_tensor(), a.to_local()
-    merged = DTensor.from_local(
-        torch.addmm(base.to_local(), *factors, alpha=layer.scaling),
-        base.device_mesh,
-        base.placements,
-        run_check=False,
-        shape=base.shape,
-        stride=base.stride(),
-    )
-    return merged.full_tensor()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.config.choices import Offload
-from hybridrl.distributed.torch_compat import local_tensor, storage_id
+from hybridrl.distributed.torch_compat import local_tensor
 
 # The pinned allocator rounds every request up to a power of two: pieces that are powers of two
 # lose nothing, and the largest size bounds a single allocation of a growing buffer.
@@ -82,7 +82,7 @@ class Offloadable:
         if not self._moves or self._away:
             return
         self.wait()
-        storages = list(_storages(self._tensors()))
+        storages = _storages(self._tensors())
         self._host.grow(sum(aligned(size) for _, size in storages))
         with self._after_compute():
             for on_device, on_host in self._pairs(storages):
@@ -159,29 +159,11 @@ def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device
     return weights
 
 
-def offloadable_moments(
-    adamw: torch.optim.Optimizer, schedule: Offload, device: torch.device
-) -> Offloadable:
-    """Make AdamW's two moments offloadable, unless `schedule` is none.
-
-    AdamW allocates them on the device at its first step. Step counts stay there.
-    """
-
-    def moments() -> Iterator[Tensor]:
-        for state in adamw.state.values():
-            yield from (state["exp_avg"], state["exp_avg_sq"])
-
-    return Offloadable(moments, device, moves=schedule is not Offload.none)
-
-
-def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """Yield each storage of the tensors once, and its bytes."""
-    seen = set()
-    for tensor in tensors:
-        storage = local_tensor(tensor).untyped_storage()
-        if storage.nbytes() and storage_id(storage) not in seen:
-            seen.add(storage_id(storage))
-            yield storage, storage.nbytes()
+def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Return each storage of the tensors once, and its bytes."""
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    once = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+    return [(storage, storage.nbytes()) for storage in once.values()]
 
 
 def aligned(size: int) -> int:

@@ -41,9 +41,7 @@ class TracedFill(NamedTuple):
 class Refusal(NamedTuple):
     """Parameter that the loader writes other than by plain copies or fills.
 
-    Attributes:
-        reason: description of the write, for the log.
-        sources: checkpoint tensors that the write may combine.
+    `reason` is for the log; `sources` are the checkpoint tensors that the write may combine.
     """
 
     reason: str

@@ -11,11 +11,7 @@ from torch import Tensor
 
 
 class ShardKind(Enum):
-    """Kind of a shard.
-
-    live: a view of storage whose content changes during training.
-    frozen: a view of storage whose content never changes.
-    """
+    """Kind of a shard: a view of storage whose content changes during training, or never."""
 
     live = "live"
     frozen = "frozen"

@@ -3,7 +3,7 @@
 NAMES lists those that are not imported here, which tests/unit/test_compat.py looks up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,8 +36,6 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "ops.aten.fill_.Scalar._schema"),
     ("torch._dynamo", "maybe_mark_dynamic"),
     ("torch._dynamo.config", "disable"),
-    ("torch.distributed.distributed_c10d", "_find_pg_by_ranks_and_tag"),
-    ("torch.distributed.distributed_c10d", "_new_group_with_tag"),
     ("torch.distributed.distributed_c10d", "_pg_map"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
@@ -91,20 +89,6 @@ def set_timeouts(timeout: timedelta) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def tagged_group(ranks: Sequence[Sequence[int]], own: int, tag: str) -> ProcessGroup:
-    """Return group number `own` of several, made once under a tag; a collective over all ranks.
-
-    torch forgets the tag with the default group.
-    """
-    mine = list(ranks[own])
-    group = distributed_c10d._find_pg_by_ranks_and_tag(tag, mine)
-    if group is None:
-        for members in ranks:
-            distributed_c10d._new_group_with_tag(list(members), pg_tag=tag)
-        group = distributed_c10d._find_pg_by_ranks_and_tag(tag, mine)
-    return group
-
-
 def group_named(name: str) -> ProcessGroup:
     """Return the process group of a name, by which custom operators find it."""
     return distributed_c10d._resolve_process_group(name)
@@ -123,17 +107,9 @@ def ranks_as_given() -> Iterator[None]:
         del distributed_c10d.sorted  # type: ignore[attr-defined]
 
 
-def nccl_trace() -> bytes | None:
-    """Return the pickled record of NCCL's last collectives; None if this build has none."""
-    return _dumped("_dump_nccl_trace")
-
-
-def gloo_trace() -> bytes | None:
-    """Return the pickled record of gloo's last collectives; None if this build has none."""
-    return _dumped("_dump_fr_trace")
-
-
-def _dumped(dump: str) -> bytes | None:
+def flight_records() -> list[bytes | None]:
+    """Return pickled records of NCCL's and gloo's last collectives; None if a build has none."""
     from torch._C import _distributed_c10d as c10d
 
-    return getattr(c10d, dump)() if hasattr(c10d, dump) else None
+    dumps = "_dump_nccl_trace", "_dump_fr_trace"
+    return [getattr(c10d, dump)() if hasattr(c10d, dump) else None for dump in dumps]

@@ -4,7 +4,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -48,26 +48,14 @@ LACKING_REWARD_MODEL = (
 )
 
 
-class FirstWeights(Protocol):
-    """Initial weights by checkpoint name, the same for every sharding."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a tensor in its stored dtype, to be indexed by one slice per dim."""
-
-
 def stored_weights(
     folder: Path, shapes: Shapes, *, tied: bool, lacking: str = LACKING_POLICY
-) -> FirstWeights:
+) -> dict[str, Any]:
     """Map the weights of a Hugging Face folder, of which each rank reads only its own parts.
 
     The kernel reads pages on first use and evicts them when memory is short. *.bin files are read
-    without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped.
-
-    Args:
-        folder: folder of the checkpoint.
-        shapes: shapes of the required weights, by checkpoint name.
-        tied: embedding and head are one tensor, which may have either name.
-        lacking: message if the folder lacks some.
+    without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped. If `tied`,
+    embedding and head are one tensor, which may have either name.
 
     Raises:
         ConfigError: the folder lacks weights, or they have other shapes.
@@ -118,6 +106,11 @@ class RandomWeights:
         seed = derive_seed(self.seed, "weights", name)
         generator = torch.Generator(self.device).manual_seed(seed)
         return whole.normal_(0.0, self.std, generator=generator)
+
+
+# Initial weights by checkpoint name, the same for every sharding: tensors in their stored dtype, to
+# be indexed by one slice per dim.
+FirstWeights = dict[str, Any] | RandomWeights
 
 
 def first_weights(

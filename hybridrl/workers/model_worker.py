@@ -16,10 +16,14 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.forward.packing import Packed, pack, to_device
+from hybridrl.distributed.forward.packing import Packed, States, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
-from hybridrl.distributed.fsdp import named_shards, parameters_in_checkpoint
-from hybridrl.distributed.gathering import free_gathered_weights, gathered_once
+from hybridrl.distributed.fsdp import (
+    free_gathered_weights,
+    gathered_once,
+    named_shards,
+    parameters_in_checkpoint,
+)
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable, offloadable_weights
 from hybridrl.distributed.shards import NamedShard
@@ -68,9 +72,9 @@ class ModelWorker(Worker):
         """Return this rank's shards of the weights, for a reshard in the same process."""
         return named_shards(self.model)
 
-    def pack(self, micro: RolloutBatch) -> Packed:
+    def pack(self, micro: RolloutBatch, states: States = States.predicting) -> Packed:
         """Pack this rank's part of a micro-batch, on the device."""
-        return pack(micro, self.device, self.sequence_group)
+        return pack(micro, self.device, self.sequence_group, states)
 
     def on_device(self, values: Ragged | None) -> Tensor:
         """Copy the flat values of a field of the batch, not None, to the device."""

@@ -13,7 +13,7 @@ from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.schedule import MiniBatches, RankBatch
 from hybridrl.distributed import position
 from hybridrl.distributed.forward.log_probs import Entropy
-from hybridrl.distributed.gathering import begin_micro_batch
+from hybridrl.distributed.fsdp import begin_micro_batch
 from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
@@ -25,12 +25,8 @@ from hybridrl.workers.training import Loss
 class MicroBatchResult(NamedTuple):
     """Loss and gradient of one micro-batch, computed alone.
 
-    Attributes:
-        place: epoch, mini-batch and micro-batch, counted from 0.
-        rows: its responses, as indices into the rank's batch.
-        loss: of this rank.
-        gradient_norm: over the micro-batches of all ranks at this place.
-        outputs_finite: True if the model's outputs for all tokens are finite.
+    `place` is epoch, mini-batch and micro-batch, counted from 0; `rows` are indices into the rank's
+    batch. The loss is this rank's; the gradient norm is over all ranks' micro-batches there.
     """
 
     place: tuple[int, int, int]

@@ -84,11 +84,11 @@ class RolloutWorker(Worker):
         dist.all_gather_object(traces, self.trace)
         engine = traces[: self.config.tensor_parallel_size]
         dtype = getattr(torch, self.config.dtype.value)
-        choice = choose_columns(fsdp, self.sources, engine, dtype.itemsize)
+        columns, notes = choose_columns(fsdp, self.sources, engine, dtype.itemsize)
         if dist.get_rank() == 0:
-            for note in choice.notes:
+            for note in notes:
                 logger.warning("%s", note)
-        return choice.columns
+        return columns
 
     def connect(self, roles: dict[str, Any]) -> None:
         """Plan the reshard from the actor to this engine."""

@@ -5,6 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class SaverWorker(Worker):
         self.saver = Saver(self.device)
         self.roles: dict[str, Worker] = {}
         self.noted: dict[str, Tensor] = {}
+        self.saving: Future[SaveResult] | None = None
 
     def connect(self, roles: dict[str, Worker]) -> None:
         """Store the roles, and begin to allocate host memory for their state with moments."""
@@ -75,6 +77,7 @@ class SaverWorker(Worker):
 
         The host memory is reused by each save and has the size of this rank's state.
         """
+        assert self.saving is None or self.saving.done(), "one save at a time"
         start = time.perf_counter()
         staging = self.saver.staging
         staging.clear()
@@ -87,20 +90,24 @@ class SaverWorker(Worker):
         blocked_s = time.perf_counter() - start
         gib = staging.num_bytes / 2**30
         logger.info("%.2f GiB of training state copied in %.2f s", gib, blocked_s)
-        self.saver.begin(Path(folder), STATE, blocked_s)
+        self.saving = self.saver.begin(Path(folder), STATE, blocked_s)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def poll_save(self) -> SaveResult | None:
-        """Return the result of the last save on this rank, None while it runs; see `Saver.poll`."""
-        return self.saver.poll()
+        """Return the result of the last save on this rank, None while it runs.
+
+        Raises what has failed, other than a disk.
+        """
+        assert self.saving is not None, "no save has begun"
+        return self.saving.result() if self.saving.done() else None
 
     @on_all_ranks(Dispatch.BROADCAST)
     def finish_save(self) -> SaveResult:
         """Wait for the last save; return its result on this rank."""
-        while (result := self.saver.poll()) is None:
+        assert self.saving is not None, "no save has begun"
+        while not wait([self.saving], LOOK_S).done:
             position.at("MiB written", self.saver.written >> 20)
-            self.saver.wait(LOOK_S)
-        return result
+        return self.saving.result()
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load(self, folder: str) -> list[str]:
@@ -134,8 +141,7 @@ class SaverWorker(Worker):
 
     def close(self) -> None:
         """Wait briefly for a running save; `finish_save` waits for its end."""
-        self.saver.wait(CLOSE_S)
-        if self.saver.is_writing:
+        if self.saving is not None and not wait([self.saving], CLOSE_S).done:
             logger.warning("a checkpoint is left unfinished after %g s", CLOSE_S)
 
     def _state(self, name: str) -> dict[str, Tensor]:

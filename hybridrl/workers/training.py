@@ -17,8 +17,8 @@ from hybridrl.config.choices import LRSchedule, Offload
 from hybridrl.config.schema import FSDPConfig, OptimConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.distributed import position
-from hybridrl.distributed.gathering import begin_micro_batch
-from hybridrl.distributed.offload import offloadable_moments
+from hybridrl.distributed.fsdp import begin_micro_batch
+from hybridrl.distributed.offload import Offloadable
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -41,12 +41,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 class GradientStep(NamedTuple):
-    """Result of an optimizer step: scalars on the device, equal on all ranks.
-
-    Attributes:
-        norm: global gradient norm before clipping.
-        skipped: 1 if loss or norm was not finite and the step was skipped, else 0.
-    """
+    """Norm before clipping, and 1 if not finite and thus skipped: device scalars, on all ranks."""
 
     norm: Tensor
     skipped: Tensor
@@ -74,7 +69,12 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.moments = offloadable_moments(self.adamw, offload, self.device)
+        self.moments = Offloadable(self._moments, self.device, moves=offload is not Offload.none)
+
+    def _moments(self) -> list[Tensor]:
+        """Return AdamW's moments, which it allocates at its first step; step counts stay there."""
+        kinds = ("exp_avg", "exp_avg_sq")
+        return [state[kind] for state in self.adamw.state.values() for kind in kinds]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -195,12 +195,10 @@ class Training:
     def report(self) -> dict[str, float]:
         """Compute the metrics of all steps, equal on all ranks; a collective.
 
-        Returns:
-            loss: mean over mini-batches. Sums: means over tokens. Maxima: the largest.
-            grad_norm: mean before clipping over steps taken, with 0 for mini-batches without a
-            counted token; NaN if none was taken. skipped_steps: number of steps with non-finite
-            loss or gradient. skipped_last: number of skipped steps at the end, in a row. lr: the
-            learning rate.
+        loss is a mean over mini-batches, sums become means over tokens. grad_norm is the mean
+        before clipping over steps taken, with 0 for mini-batches without a counted token; NaN if
+        none was taken. skipped_steps had a non-finite loss or gradient; skipped_last of them are
+        at the end.
         """
         position.at("metrics")
         total = torch.stack(self.losses).sum()

@@ -82,15 +82,16 @@ def packed_attention(
 
 
 @functools.cache
-def warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
-    """Warn once that FlashAttention does not support these tensors."""
-    logger.warning(
-        "attention pads: FlashAttention supports bfloat16 and head sizes that are multiples of 8 "
-        "up to 256, not %s with head size %d. Every layer computes pad tokens; set "
-        "fsdp.param_dtype=bfloat16 if the model allows",
-        dtype,
-        head_size,
-    )
+def warn_of_padding(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
+    """Warn once if FlashAttention does not support such tensors on this GPU."""
+    if device.type == "cuda" and not has_kernel(device, dtype, head_size):
+        logger.warning(
+            "attention pads: FlashAttention supports bfloat16 and head sizes that are multiples of "
+            "8 up to 256, not %s with head size %d. Every layer computes pad tokens; set "
+            "fsdp.param_dtype=bfloat16 if the model allows",
+            dtype,
+            head_size,
+        )
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:

@@ -5,16 +5,17 @@ forward. A direct call of the inner model would bypass them, so all computation 
 the forwards here.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybridrl.distributed.forward.attention import has_kernel, warn_of_padding
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
+from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves
 
 
 class TokenLogProbs(nn.Module):
@@ -46,10 +47,7 @@ class TokenLogProbs(nn.Module):
             entropy=entropy,
             keep_logits=self.keep_logits,
         )
-        return ResponseLogProbs(
-            gather_sequence(own.log_probs, packed),
-            None if own.entropy is None else gather_sequence(own.entropy, packed),
-        )
+        return ResponseLogProbs(*(x if x is None else gather_sequence(x, packed) for x in own))
 
 
 class ScalarModel(nn.Module):
@@ -80,12 +78,10 @@ class ScalarModel(nn.Module):
 
 def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
     """Compute the final hidden states of positions packed.state_index, [R, H]."""
+    shard = packed.shard
     sharing: dict[str, Any] = {}
-    if packed.shard is not None:
-        sharing = {
-            "sequence_group": packed.shard.group,
-            "num_shared_tokens": packed.shard.num_tokens,
-        }
+    if shard is not None:
+        sharing = {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}
     output = backbone(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -96,11 +92,7 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
         max_length_k=packed.max_length,
         **sharing,
     )
-    hidden = output.last_hidden_state[0]
-    head_size = backbone.layers[0].self_attn.head_dim
-    if hidden.is_cuda and not has_kernel(hidden.device, hidden.dtype, head_size):
-        warn_of_padding(hidden.dtype, head_size)
-    return hidden.index_select(0, packed.state_index)
+    return output.last_hidden_state[0].index_select(0, packed.state_index)
 
 
 def gather_sequence(own: Tensor, packed: Packed) -> Tensor:
@@ -108,3 +100,47 @@ def gather_sequence(own: Tensor, packed: Packed) -> Tensor:
     if packed.shard is None:
         return own
     return GatherSequence.apply(own, packed.shard.num_responses, packed.shard.group)
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compile a layer's forward (fsdp.compile): one graph for all layers and packed lengths.
+
+    Call before FSDP2 wraps the layer; its hooks stay outside. The layer maps hidden states, its
+    first argument, to hidden states. The tokens of its tensor arguments are in dim 1, or in their
+    only dim.
+
+    torch.compile generates different code for forwards with and without gradients, and the two
+    round differently. Old log-probs must equal those of the update's first forward bit for bit.
+    Therefore a compiled layer always runs the code with gradients; unneeded saved tensors are
+    dropped. Its input always counts as differentiable; the input of the first layer, from a frozen
+    embedding, is not.
+
+    Token counts, sequence counts and the longest length differ from call to call. They are symbols
+    from the first call on, so nothing is recompiled. A graph break is an error.
+    """
+    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+
+
+def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    # A plain int would first be compiled as a constant; a tensor's size is a symbol at once.
+    sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
+    rest = {name: value for name, value in kwargs.items() if name not in sizes}
+    needs_grad = torch.is_grad_enabled()
+    differentiable = hidden_states.requires_grad
+    states = hidden_states if differentiable else hidden_states.detach().requires_grad_()
+    for leaf in tree_leaves((states, rest)):
+        if isinstance(leaf, Tensor):
+            mark_dynamic(leaf, min(leaf.dim() - 1, 1))
+    for size in sizes.values():
+        mark_dynamic(size, 0)
+    with torch.enable_grad():
+        output = _compiled(layer, states, sizes, rest)
+    return output if needs_grad else output.detach()
+
+
+@torch.compile(fullgraph=True)
+def _compiled(
+    layer: nn.Module, states: Tensor, sizes: dict[str, Tensor], rest: dict[str, Any]
+) -> Tensor:
+    ints = {name: size.shape[0] for name, size in sizes.items()}
+    return type(layer).forward(layer, states, **rest, **ints)

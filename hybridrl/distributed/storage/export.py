@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -22,6 +23,9 @@ from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_file, s
 from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
+from hybridrl.distributed import position
+from hybridrl.distributed.forward.token_models import TokenLogProbs
+from hybridrl.distributed.fsdp import free_gathered_weights
 from hybridrl.distributed.lora import (
     adapter_parameters,
     adapters,
@@ -39,23 +43,9 @@ from hybridrl.models.weight_files import INDEX
 ADAPTER_FOLDER = "adapter"
 # Files beside the weights: tokenizer, chat template, generation config.
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-METADATA = {"format": "pt"}
 # Prefix of the policy's weights in a checkpoint.
 PREFIX = "actor.weights."
 SHARD_BYTES = 5 * 10**9
-
-
-class Weights(Protocol):
-    """Weights of a model, read one at a time."""
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes by checkpoint name, in the order of the file."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """Return one of them, float32; called in the order of `shapes`."""
-        ...
 
 
 class StoredPolicy:
@@ -76,6 +66,7 @@ class StoredPolicy:
         self._lm = empty_model(AutoModelForCausalLM, plain_folder(model.path))
         if lora is not None:
             add_adapters(self._lm, lora)
+        self.shapes = {name: param.shape for name, param in checkpoint_parameters(self._lm)}
         self._found = StoredState(state)
         trained = {
             f"{PREFIX}{name}": param
@@ -89,11 +80,6 @@ class StoredPolicy:
                 f"{state.parent} holds other weights than model.path = {model.path} "
                 f"has:\n{listed}\nGive the model that was trained: --model PATH"
             )
-
-    @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes by checkpoint name, tied tensors once."""
-        return {name: param.shape for name, param in checkpoint_parameters(self._lm)}
 
     def read(self, name: str) -> Tensor:
         """Read one of the weights, merged; float32 on CPU."""
@@ -125,6 +111,53 @@ class StoredPolicy:
             )
         device = torch.device("cuda" if on_gpu else "cpu")
         return first_weights(self._model, self._lm.config, self.shapes, device)
+
+
+class GatheredWeights:
+    """Weights of an idle policy by checkpoint name, each gathered when it is read.
+
+    Reads are collectives. All ranks read all weights in the order of `shapes`; a rank that stops
+    early calls `read_rest`. Tied tensors appear once. Adapters are merged.
+    """
+
+    def __init__(self, root: TokenLogProbs) -> None:
+        free_gathered_weights(root)
+        self._adapted = {f"{name}.weight": layer for name, layer in adapters(root.lm).items()}
+        self._parameters = dict(checkpoint_parameters(root.lm))
+        self._rest = list(self._parameters)
+        self.shapes = {name: param.shape for name, param in self._parameters.items()}
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        """Gather the next weight: float32 on the device, perhaps a view of a larger storage."""
+        assert name == self._rest.pop(0), name
+        position.at("gathered weight", len(self.shapes) - len(self._rest), len(self.shapes))
+        base = self._parameters[name].full_tensor()
+        if name not in self._adapted:
+            return base
+        layer = self._adapted[name]
+        a, b = layer.lora_A.weight.full_tensor(), layer.lora_B.weight.full_tensor()
+        return torch.addmm(base, b, a, alpha=layer.scaling)
+
+    def read_rest(self) -> None:
+        """Join the collectives of the weights that were not read."""
+        while self._rest:
+            self.read(self._rest[0])
+
+
+def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
+    """Gather the adapters' float32 weights by peft's names, on rank 0's CPU; a collective."""
+    free_gathered_weights(root)
+    kept = {}
+    for name, weight in adapter_parameters(root.lm).items():
+        whole = weight.detach().full_tensor()
+        if dist.get_rank() == 0:  # a copy: it may be a view of a padded, larger storage
+            kept[f"base_model.model.{name}"] = whole.to("cpu", copy=True)
+    return kept
+
+
+# Read one at a time, in the order of `shapes`.
+Weights = StoredPolicy | GatheredWeights
 
 
 @dataclass(frozen=True)
@@ -173,7 +206,7 @@ def write_model(
         adapter: adapters that are merged into `weights`, written to target/adapter.
         dtype: dtype of the written weights.
         record: provenance, written to hybridrl_export.json with a list of the files.
-        shard_bytes: largest size of a weight file, unless a single tensor is larger.
+        shard_bytes: largest size of a weight file of several tensors.
 
     Raises:
         OSError: a write failed, or a read of a file in `source`, which is named; `target` is
@@ -255,7 +288,7 @@ def _parts(
     shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file of these tensors, piece by piece."""
-    yield header({name: (dtype, shape) for name, shape in shapes.items()}, METADATA)
+    yield header({name: (dtype, shape) for name, shape in shapes.items()}, {"format": "pt"})
     for name in shapes:
         yield from pieces(read(name), dtype)
 

@@ -17,7 +17,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +59,7 @@ class StagedShard(NamedTuple):
 class Staging:
     """Host memory for one copy of a state, page-locked if the device is a GPU, reused by each save.
 
-    Attributes:
-        shards: the staged shards by key.
-        num_bytes: used bytes.
+    `shards` are the staged shards by key, in `num_bytes`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,11 +73,8 @@ class Staging:
         """Allocate memory in a thread that `stage` waits for: pinning takes a second per GB."""
 
         def grow() -> None:
-            start = time.perf_counter()
             with torch.cuda.device(self._device) if self._is_cuda else nullcontext():
                 self._host.grow(num_bytes)
-            seconds = time.perf_counter() - start
-            logger.info("%.2f GiB of host memory in %.1f s", num_bytes / 2**30, seconds)
 
         self._prepared = _in_thread("prepare staging", grow)
 
@@ -127,12 +122,9 @@ class Staging:
 class SaveResult:
     """Result of a save on this rank.
 
-    Attributes:
-        files: files of this rank, by path relative to the checkpoint; empty after an error.
-        num_bytes: bytes of the files.
-        blocked_s: seconds during which training waited.
-        seconds: seconds of writing in the background.
-        error: disk error of any rank, the same on all ranks; else None.
+    `files`, with `num_bytes` in all, are named relative to the checkpoint; none after an `error`:
+    the disk error of any rank, the same on all. Training waited for `blocked_s`; writing in the
+    background took `seconds`.
     """
 
     files: dict[str, FileRecord]
@@ -153,30 +145,14 @@ class Saver:
         self.staging = Staging(device)
         self.written = 0
         self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
-        self._result: Future[SaveResult] | None = None
 
-    @property
-    def is_writing(self) -> bool:
-        """True during a save, when nothing may be staged."""
-        return self._result is not None and not self._result.done()
+    def begin(self, folder: Path, subfolder: str, blocked_s: float) -> Future[SaveResult]:
+        """Start to write the staged state to folder/subfolder; a collective of threads.
 
-    def begin(self, folder: Path, subfolder: str, blocked_s: float) -> None:
-        """Start to write the staged state to folder/subfolder; a collective of threads."""
-        assert not self.is_writing, "one save at a time"
+        Until its end nothing may be staged.
+        """
         self.written = 0
-        self._result = _in_thread(
-            "write checkpoint", lambda: self._save(folder, subfolder, blocked_s)
-        )
-
-    def poll(self) -> SaveResult | None:
-        """Return the result of the last save, None while it runs; raise errors but of the disk."""
-        assert self._result is not None, "no save has begun"
-        return self._result.result() if self._result.done() else None
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end of a running save, at most `timeout_s`."""
-        if self._result is not None:
-            wait([self._result], timeout_s)
+        return _in_thread("write checkpoint", lambda: self._save(folder, subfolder, blocked_s))
 
     def _save(self, folder: Path, subfolder: str, blocked_s: float) -> SaveResult:
         start = time.perf_counter()
