@@ -21,11 +21,8 @@ def choose_columns(
 
     Returns their names, and sentences for the log about the cost of others.
 
-    Args:
-        fsdp: the sharding spec, with dp_shard resolved.
-        sources: shape of every checkpoint tensor by name.
-        traces: traces of the tensor_parallel_size ranks of one engine, in order.
-        itemsize: bytes of a moved element.
+    `sources` are the shapes of all checkpoint tensors, `traces` those of the tensor_parallel_size
+    ranks of one engine, in order; a moved element has `itemsize` bytes.
     """
     assert fsdp.dp_shard is not None
     tp, shards = fsdp.tensor_parallel_size, fsdp.dp_shard

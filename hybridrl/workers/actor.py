@@ -72,11 +72,8 @@ class ActorWorker(TrainedWorker):
     def update(self, batch: RankBatch, step: int, kl_coef: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch of `batch`; return metrics over all ranks.
 
-        Args:
-            batch: this rank's responses, with old_log_probs, advantages and, for a KL penalty in
-                the loss, ref_log_probs.
-            step: training step, counted from 1; it sets the learning rate.
-            kl_coef: weight of the KL penalty in the loss; 0: none in the loss.
+        `batch` has old_log_probs, advantages and, unless `kl_coef`, the weight of the KL penalty in
+        the loss, is 0, ref_log_probs. `step`, counted from 1, sets the learning rate.
         """
         self.kl_coef = kl_coef
         with self.training(self.policy_loss, step) as training:

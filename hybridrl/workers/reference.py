@@ -69,9 +69,7 @@ class ReferenceWorker(ModelWorker):
 class PolicyConfig(RoleConfig):
     """Config of a policy that is sampled.
 
-    Attributes:
-        lora: adapters of the checkpoint, if any.
-        checkpoint: folder of a checkpoint, visible on every node; None: the base model itself.
+    `checkpoint` is a folder, visible on every node, `lora` its adapters; None: the base model.
     """
 
     worker: str = "hybridrl.workers.reference.PolicyWorker"

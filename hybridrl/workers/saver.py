@@ -20,7 +20,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.mesh import device_of
-from hybridrl.distributed.storage.checkpoint import StoredState, StoredTensor, differences
+from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.distributed.storage.saving import Saver, SaveResult
 from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
@@ -111,28 +111,24 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load(self, folder: str) -> list[str]:
-        """Load the state of a checkpoint, written by any number of ranks.
-
-        Returns:
-            Differences from the saved state, a sentence each.
+        """Load a checkpoint of any number of ranks; return differences from it, a sentence each.
 
         Raises:
             ConfigError: the roles do not train what the checkpoint holds.
             DamagedCheckpoint: parts of a tensor are missing.
         """
-        found = StoredState(Path(folder) / STATE)
-        stored = found.tensors
+        stored = StoredState(Path(folder) / STATE)
         self._check(folder, stored)
         for name in self.roles:
             with self._expecting(name, stored) as tensors:
-                found.load(tensors)
-        saved_roles = dict.fromkeys(k.partition(".")[0] for k in stored if not k.startswith(RNG))
+                stored.load(tensors)
+        saved = dict.fromkeys(k.partition(".")[0] for k in stored.tensors if not k.startswith(RNG))
         notes = [
             f"the state of {name} in the checkpoint is not used: the run has no such role"
-            for name in saved_roles
+            for name in saved
             if name not in self.roles
         ]
-        return notes + self._load_generators(found)
+        return notes + self._load_generators(stored)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_generators(self, folder: str) -> None:
@@ -149,20 +145,20 @@ class SaverWorker(Worker):
         return {f"{name}.{key}": tensor for key, tensor in state.items()}
 
     @contextmanager
-    def _expecting(self, name: str, stored: dict[str, StoredTensor]) -> Iterator[dict[str, Tensor]]:
+    def _expecting(self, name: str, stored: StoredState) -> Iterator[dict[str, Tensor]]:
         """Return a role's state, with optional entries as in the checkpoint."""
         role, prefix = self.roles[name], f"{name}."
         with role.state_on_device():
-            keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
-            role.expect_state(keys)
+            keys = [key for key in stored.tensors if key.startswith(prefix)]
+            role.expect_state({key.removeprefix(prefix) for key in keys})
             yield self._state(name)
 
-    def _check(self, folder: str, stored: dict[str, StoredTensor]) -> None:
+    def _check(self, folder: str, stored: StoredState) -> None:
         """Reject a checkpoint of other models or roles before loading."""
         problems = []
         for name in self.roles:
             with self._expecting(name, stored) as state:
-                found = differences(state, stored, f"{name}.") if state else []
+                found = differences(state, stored.tensors, f"{name}.") if state else []
             if found:
                 listed = "\n".join(found)
                 problems.append(

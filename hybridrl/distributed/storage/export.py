@@ -202,9 +202,7 @@ def write_model(
     memory holds one tensor at a time.
 
     Args:
-        weights, source, target: the weights, the folder of the loaded model, the folder to write.
         adapter: adapters that are merged into `weights`, written to target/adapter.
-        dtype: dtype of the written weights.
         record: provenance, written to hybridrl_export.json with a list of the files.
         shard_bytes: largest size of a weight file of several tensors.
 

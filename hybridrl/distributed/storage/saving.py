@@ -13,7 +13,6 @@ from the one host copy and hashes on the way.
 import hashlib
 import json
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -49,11 +48,7 @@ class StagedShard(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     start: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the shard."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    num_bytes: int
 
 
 class Staging:
@@ -95,7 +90,7 @@ class Staging:
         for key, tensor in tensors.items():
             assert key not in self.shards, key
             local, offsets = local_part(tensor)
-            shard = StagedShard(offsets, local.shape, local.dtype, self.num_bytes)
+            shard = StagedShard(offsets, local.shape, local.dtype, self.num_bytes, local.nbytes)
             self.shards[key] = shard
             self.num_bytes += aligned(shard.num_bytes)
             added.append((local, shard))
