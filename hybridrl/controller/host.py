@@ -190,7 +190,8 @@ class WorkerHost:
         import torch
         from torch import distributed as dist
 
-        from hybridrl.distributed.mesh import NO_LIMIT, build_mesh, lift_limits
+        from hybridrl.distributed.mesh import NO_LIMIT, build_mesh
+        from hybridrl.distributed.torch_compat import set_timeouts
 
         on_gpu = self._config.accelerator is Accelerator.gpu
         device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
@@ -207,7 +208,7 @@ class WorkerHost:
             device_id=device,
         )
         self._mesh = build_mesh(fsdp, "cuda" if on_gpu else "cpu")
-        lift_limits()
+        set_timeouts(NO_LIMIT)
 
     @_step("read_ahead")
     def read_ahead(self, model: ModelConfig) -> None:
@@ -220,7 +221,8 @@ class WorkerHost:
 
     def build(self, role: str, worker: str, config: Any) -> None:
         """Build a role of the class at the dotted path `worker`; a collective."""
-        from hybridrl.distributed.mesh import lift_limits
+        from hybridrl.distributed.mesh import NO_LIMIT
+        from hybridrl.distributed.torch_compat import set_timeouts
 
         start = time.perf_counter()
         self._secrets |= {*secret_values(asdict(config))}
@@ -229,7 +231,7 @@ class WorkerHost:
             if self._importing is not None:
                 self._importing.result()
             self._roles[role] = import_class(worker)(config, self._mesh)
-            lift_limits()
+            set_timeouts(NO_LIMIT)
         logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)
 
     @_step("connect")

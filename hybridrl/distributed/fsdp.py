@@ -41,7 +41,6 @@ from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
 from hybridrl.distributed.torch_compat import local_part, local_tensor
 from hybridrl.distributed.weights import (
-    LACKING_REWARD_MODEL,
     FirstWeights,
     empty_model,
     first_weights,
@@ -96,14 +95,11 @@ def load_sharded_critic(
 
 
 def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> ScalarModel:
-    """Load a sequence classifier as `load_sharded_policy`, but sharded by rows.
-
-    The columns of `fsdp` are the policy's, and ignored.
-    """
+    """Load a sequence classifier as `load_sharded_policy`, without its columns."""
     folder = resolve_model(path)
     root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
     # A head that shares the embedding's storage is no score head.
-    first = stored_weights(folder, _shapes(root), tied=False, lacking=LACKING_REWARD_MODEL)
+    first = stored_weights(folder, _shapes(root), tied=False, key="reward_model.model.path")
     _fill(root, first, device_of(mesh))
     return root.eval()
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridrl.config.planner.world import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.distributed.torch_compat import ranks_as_given, set_timeouts
+from hybridrl.distributed.torch_compat import ranks_as_given
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
             group = dist.new_group(wanted)
     if dist.get_rank() in wanted:
         assert dist.get_process_group_ranks(group) == wanted
-        assert dist.get_rank(group) == group.rank() == wanted.index(dist.get_rank())
+        assert group.rank() == wanted.index(dist.get_rank())
     return group
 
 
@@ -81,8 +81,3 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     With a replicate axis of size 1, FSDP2 would all-reduce every gradient over one rank.
     """
     return mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
-
-
-def lift_limits() -> None:
-    """Remove the time limit of collectives in all process groups of this process, vLLM's too."""
-    set_timeouts(NO_LIMIT)

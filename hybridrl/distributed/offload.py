@@ -37,7 +37,6 @@ class Offloadable:
     Args:
         tensors: returns the current tensors, always in the same order; of DTensors the local parts
             move. Several may share a storage.
-        device: device of the tensors in use.
         moves: false: the schedule keeps them on the device, and every method does nothing.
     """
 

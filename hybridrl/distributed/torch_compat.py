@@ -84,7 +84,7 @@ def disable_dynamo() -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of collectives of all process groups of this process."""
+    """Set the timeout of collectives of all process groups of this process, vLLM's too."""
     for group in distributed_c10d._pg_map:
         distributed_c10d._set_pg_timeout(timeout, group)
 

@@ -35,21 +35,9 @@ Shapes = Mapping[str, torch.Size]
 # tied tensors a folder may have either.
 PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
 
-# Messages for a folder that lacks weights.
-LACKING_POLICY = (
-    "model.path = {}...\n"
-    "Training would start from random numbers there.\n"
-    "Set model.path to a complete checkpoint, or model.init=random."
-)
-LACKING_REWARD_MODEL = (
-    "reward_model.model.path = {}.\n"
-    "Scores would come from random numbers there.\n"
-    "Name a complete checkpoint of a reward model."
-)
-
 
 def stored_weights(
-    folder: Path, shapes: Shapes, *, tied: bool, lacking: str = LACKING_POLICY
+    folder: Path, shapes: Shapes, *, tied: bool, key: str = "model.path"
 ) -> dict[str, Any]:
     """Map the weights of a Hugging Face folder, of which each rank reads only its own parts.
 
@@ -76,8 +64,10 @@ def stored_weights(
                 break
     missing = sorted(shapes.keys() - found.keys())
     if missing:
-        listed = f"{folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}"
-        raise ConfigError(lacking.format(listed))
+        raise ConfigError(
+            f"{key} = {folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}...\n"
+            f"The model would have random numbers there.\nSet {key} to a complete checkpoint."
+        )
     return found
 
 

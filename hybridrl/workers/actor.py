@@ -1,6 +1,5 @@
 """The policy being trained: log-probs and clipped updates on one FSDP shard."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, ratio_maxima
-from hybridrl.algorithms.token_loss import TokenLoss, aggregate
-from hybridrl.config.algorithm_schema import FunctionConfig
+from hybridrl.algorithms.token_loss import aggregate
 from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.schema import ActorConfig
 from hybridrl.config.user_code.classes import locate
@@ -55,7 +53,11 @@ class ActorWorker(TrainedWorker):
             )
         )
         self.kl_coef = 0.0
-        self.token_loss, self.loss_tensors = token_loss(config.algorithm.loss)
+        loss, args = policy_loss_of(config.algorithm.loss.function), config.algorithm.loss.args
+        settings = {name: args[name] for name in loss.settings}
+        self.token_loss = partial(locate(f"{KEY}.function", loss.path), **settings)
+        # Fields of the batch, or computed here.
+        self.loss_tensors = loss.tensors
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -64,9 +66,11 @@ class ActorWorker(TrainedWorker):
         Uses the micro-batches of the first epoch of `update`, and their order of rows, so that
         the policy ratio there is exactly 1.
         """
-        return self.over_first_epoch(
-            batch, lambda micro: self.forward(micro, Entropy.omit).log_probs
-        )
+        return self.over_first_epoch(batch, self.log_probs)
+
+    def log_probs(self, micro: RolloutBatch) -> Tensor:
+        """Compute log-probs of the response tokens, [R] float32, nats, on the device."""
+        return self.forward(micro, Entropy.omit).log_probs
 
     @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
     def update(self, batch: RankBatch, step: int, kl_coef: float) -> dict[str, float]:
@@ -158,13 +162,3 @@ class ActorWorker(TrainedWorker):
         finally:
             weights.read_rest()
         return None
-
-
-def token_loss(config: FunctionConfig) -> tuple[Callable[..., TokenLoss], tuple[str, ...]]:
-    """Return the function named by `algorithm.loss.function`, with its settings, and its tensors.
-
-    Tensors other than log_probs, response_mask and sequence_id are fields of `RolloutBatch`.
-    """
-    loss = policy_loss_of(config.function)
-    settings = {name: config.args[name] for name in loss.settings}
-    return partial(locate(f"{KEY}.function", loss.path), **settings), loss.tensors

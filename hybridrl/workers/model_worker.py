@@ -150,11 +150,10 @@ class TrainedWorker(ModelWorker):
             if f"{OPTIM}step.{name}" not in keys:
                 state.pop(param, None)
             elif param not in state:
-                values = param.detach()
                 state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=values.device),
-                    "exp_avg": torch.zeros_like(values, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(values, memory_format=torch.preserve_format),
+                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                    "exp_avg": torch.zeros_like(param.detach()),
+                    "exp_avg_sq": torch.zeros_like(param.detach()),
                 }
 
 

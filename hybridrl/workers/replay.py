@@ -1,25 +1,21 @@
 """Replay worker: recomputes an update of actor or critic without taking the step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hybridrl.config.schema import FSDPConfig, RoleConfig
-from hybridrl.data.batch import RolloutBatch, Totals
-from hybridrl.data.schedule import MiniBatches, RankBatch
+from hybridrl.data.batch import Totals
+from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.fsdp import begin_micro_batch
 from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.model_worker import load_trained_weights
-from hybridrl.workers.training import Loss
 
 
 class MicroBatchResult(NamedTuple):
@@ -67,7 +63,12 @@ class ReplayWorker(Worker):
         """Compute loss and gradient of each micro-batch of an update alone; takes no step."""
         worker = self.trained
         worker.begin()
-        minis, loss, outputs = self._update_of(batch, kl_coef)
+        if isinstance(worker, CriticWorker):
+            minis, loss, outputs = batch.mini_batches(), worker.value_loss, worker.forward
+        else:
+            worker.kl_coef = kl_coef
+            minis, loss = batch.policy_mini_batches(), worker.policy_loss
+            outputs = worker.log_probs
         places = [
             (epoch, mini, rows)
             for epoch, of_epoch in enumerate(batch.epochs)
@@ -104,17 +105,3 @@ class ReplayWorker(Worker):
         """Load the trained weights of a checkpoint; a collective."""
         with self.trained.state_on_device():
             load_trained_weights(self.trained, Path(folder), self.config.role)
-
-    def _update_of(
-        self, batch: RankBatch, kl_coef: float
-    ) -> tuple[MiniBatches, Loss, Callable[[RolloutBatch], Tensor]]:
-        """Return mini-batches and loss of an update, and the outputs the loss is computed from."""
-        worker = self.trained
-        if isinstance(worker, CriticWorker):
-            return batch.mini_batches(), worker.value_loss, worker.forward
-        actor, worker.kl_coef = worker, kl_coef
-        return (
-            batch.policy_mini_batches(),
-            actor.policy_loss,
-            lambda micro: actor.forward(micro, Entropy.omit).log_probs,
-        )

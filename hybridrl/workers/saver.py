@@ -94,10 +94,7 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def poll_save(self) -> SaveResult | None:
-        """Return the result of the last save on this rank, None while it runs.
-
-        Raises what has failed, other than a disk.
-        """
+        """Return the result of the last save on this rank, None while it runs."""
         assert self.saving is not None, "no save has begun"
         return self.saving.result() if self.saving.done() else None
 

@@ -51,12 +51,8 @@ def token_log_probs(
     """Compute log-probs of `targets` under softmax(hidden @ weight.T / temperature), in chunks.
 
     Args:
-        hidden: [R, H], states that predict the tokens.
-        targets: [R] int64.
+        hidden, targets: [R, H], states that predict the tokens; [R] int64.
         weight: [V, H] of the language-modelling head, in the dtype of `hidden`.
-        temperature: divides the logits, > 0.
-        chunk_tokens: tokens whose logits are computed at one time.
-        entropy: omit it, report it, or return it with gradient.
         keep_logits: keep all logits for backward; float32 logits are never kept.
     """
     # A Function cannot detect it: its inputs require gradients anyway.

@@ -46,7 +46,6 @@ def sequence_group(size: int) -> SequenceGroup | None:
     """
     if size == 1:
         return None
-    assert dist.group.WORLD is not None
     return _sequence_group(size, dist.group.WORLD)
 
 
@@ -70,14 +69,8 @@ def heads_of_all_tokens(
     With fewer key heads than ranks, each is sent to all ranks with a query head of its group. The
     returned gradients are added.
 
-    Args:
-        query: [n, H, D]; U divides H.
-        key, value: [n, K, D]; U divides K or K divides U.
-        num_tokens: N.
-        group: the ranks that share the tokens.
-
-    Returns:
-        [N, h, D] and twice [N, k, D], views.
+    query is [n, H, D], key and value are [n, K, D]; U divides H, and K or K divides U. Returns
+    [N, h, D] and twice [N, k, D], views.
     """
     if key.shape[1] < group.size:
         copies = group.size // key.shape[1]

@@ -233,19 +233,16 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     for path in sorted(source.iterdir()):
         is_ours = path.name == RECORD or path.name.endswith(".index.json")
         if path.suffix in COPIED_SUFFIXES and path.is_file() and not is_ours:
-            (folder / path.name).write_bytes(_content(path))
-    config = json.loads(_content(source / "config.json"))
+            with naming(path):
+                content = path.read_bytes()
+            (folder / path.name).write_bytes(content)
+    config = json.loads((folder / "config.json").read_bytes())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype.value
     _write_json(folder / "config.json", config)
     if not (folder / GENERATION_CONFIG_NAME).is_file():  # older models keep it in their config
         read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         GenerationConfig.from_model_config(read).save_pretrained(folder)
-
-
-def _content(path: Path) -> bytes:
-    with naming(path):
-        return path.read_bytes()
 
 
 def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:

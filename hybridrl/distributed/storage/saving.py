@@ -142,10 +142,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
 
     def begin(self, folder: Path, subfolder: str, blocked_s: float) -> Future[SaveResult]:
-        """Start to write the staged state to folder/subfolder; a collective of threads.
-
-        Until its end nothing may be staged.
-        """
+        """Start to write the staged state to folder/subfolder; nothing may be staged meanwhile."""
         self.written = 0
         return _in_thread("write checkpoint", lambda: self._save(folder, subfolder, blocked_s))
 
@@ -162,9 +159,8 @@ class Saver:
         error = next(filter(None, self._gathered(error)), None)
         seconds = time.perf_counter() - start
         logger.info("checkpoint: %s", error or f"{self.written / 2**30:.2f} GiB in {seconds:.1f} s")
-        if error is not None:
-            return SaveResult({}, 0, blocked_s, seconds, error)
-        return SaveResult(files, self.written, blocked_s, seconds, None)
+        files, num_bytes = (files, self.written) if error is None else ({}, 0)
+        return SaveResult(files, num_bytes, blocked_s, seconds, error)
 
     @garbage_collection_off()
     def _own_shards(self) -> dict[str, StagedShard]:
