@@ -45,8 +45,7 @@ from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, sched
 from hybridrl.data.shardable import Piece, Shardable
 from hybridrl.main import conf_dir
 from hybridrl.models.resolve import read_model_config
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 PROMPT_TOKENS, RESPONSES_PER_PROMPT, MINI_BATCH_SHARE = 100, 4, 4
 

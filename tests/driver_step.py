@@ -39,8 +39,7 @@ from hybridrl.data.schedule import RankBatch, ScheduledBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from tests.run_configs import run_config
 
 RANKS, EACH, PROMPT_TOKENS, MEAN, CAP = 8, 8, 256, 4096, 32768

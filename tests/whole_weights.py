@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.distributed.forward.token_models import TokenLogProbs
-from hybridrl.distributed.gathering import GatheredWeights
 from hybridrl.distributed.storage.checkpoint import StoredState
+from hybridrl.distributed.storage.export import GatheredWeights
 
 
 def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:

@@ -158,8 +158,8 @@ class WorkerHost:
         import torch
         from torch import distributed as dist
 
-        from hybridrl.distributed.collectives import NO_LIMIT, lift_limits
-        from hybridrl.distributed.mesh import build_mesh
+        from hybridrl.distributed.mesh import NO_LIMIT, build_mesh
+        from hybridrl.distributed.torch_compat import set_timeouts
 
         device = None
         if self._on_gpu:
@@ -176,7 +176,7 @@ class WorkerHost:
             device_id=device,
         )
         self._mesh = build_mesh(fsdp, "cuda" if self._on_gpu else "cpu")
-        lift_limits()
+        set_timeouts(NO_LIMIT)
 
     @_step("read_ahead")
     def read_ahead(self, model: ModelConfig) -> None:
@@ -189,7 +189,8 @@ class WorkerHost:
 
     def build(self, role: str, worker: str, config: Any) -> None:
         """Build a role of the class at the dotted path `worker`; a collective."""
-        from hybridrl.distributed.collectives import lift_limits
+        from hybridrl.distributed.mesh import NO_LIMIT
+        from hybridrl.distributed.torch_compat import set_timeouts
 
         start = time.perf_counter()
         self._secrets |= {*secret_values(asdict(config))}
@@ -198,7 +199,7 @@ class WorkerHost:
             if self._importing is not None:
                 self._importing.result()
             self._roles[role] = import_class(worker)(config, self._mesh)
-            lift_limits()
+            set_timeouts(NO_LIMIT)
         logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)
 
     @_step("connect")

@@ -15,7 +15,7 @@ from hybridrl.controller.host import import_class
 from hybridrl.controller.placement import warn_of_straddling
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.data.shardable import Shardable
-from hybridrl.workers.dispatch import Dispatch, dispatch_of
+from hybridrl.workers.base import Dispatch, dispatch_of
 
 # vLLM first: it measures free memory on an empty GPU.
 BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")

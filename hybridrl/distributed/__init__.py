@@ -1,4 +1,4 @@
-"""Sharded models on a rank: meshes, FSDP2, LoRA, offload and small collectives.
+"""Sharded models on a rank: meshes, FSDP2, LoRA and offload.
 
 - mesh.py, fsdp.py, weights.py, lora.py: load and shard policy, critic and reward model
 - forward/: the packed forward; storage/: checkpoints and exports of sharded state

@@ -6,56 +6,37 @@ shard is inside its slice.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from hybridrl.config.choices import Layout
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.distributed.regions import Region, Trace
-
-
-class ColumnChoice(NamedTuple):
-    """Weights to cut by columns, and weights that could not be aligned.
-
-    Attributes:
-        columns: names of checkpoint tensors, in the checkpoint's order.
-        notes: sentences for the log about unaligned weights and their cost.
-    """
-
-    columns: list[str]
-    notes: list[str]
+from hybridrl.distributed.regions import Trace
 
 
 def choose_columns(
-    fsdp: FSDPConfig,
-    sources: Mapping[str, tuple[int, ...]],
-    traces: Sequence[Trace],
-    itemsize: int,
-) -> ColumnChoice:
+    fsdp: FSDPConfig, sources: Mapping[str, tuple[int, ...]], traces: Sequence[Trace], itemsize: int
+) -> tuple[list[str], list[str]]:
     """Choose the weights that the layout cuts by columns; a pure function.
 
-    Args:
-        fsdp: the sharding spec, with dp_shard resolved.
-        sources: shape of every checkpoint tensor by name.
-        traces: traces of the tensor_parallel_size ranks of one engine, in order.
-        itemsize: bytes of a moved element.
+    Returns their names, and sentences for the log about the cost of others.
+
+    `sources` are the shapes of all checkpoint tensors, `traces` those of the tensor_parallel_size
+    ranks of one engine, in order; a moved element has `itemsize` bytes.
     """
     assert fsdp.dp_shard is not None
     tp, shards = fsdp.tensor_parallel_size, fsdp.dp_shard
     if fsdp.layout is Layout.plain or tp == 1:
-        return ColumnChoice([], [])
+        return [], []
     assert len(traces) == tp, (len(traces), tp)
     if not is_nested(fsdp):
-        received = itemsize * _copied(traces[0]) * (shards - 1) // shards
-        return ColumnChoice(
-            [],
-            [
-                f"rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = {shards}, so "
-                f"shards stay in rank order and cut by rows: at every weight sync a rank receives "
-                f"about {_mib(received)} of its rollout weights from others"
-            ],
-        )
+        copied = sum(math.prod(copy.region.shape) for copy in traces[0].copies)
+        received = itemsize * copied * (shards - 1) // shards
+        return [], [
+            f"rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = {shards}, so "
+            f"shards stay in rank order and cut by rows: at every weight sync a rank receives "
+            f"about {_mib(received)} of its rollout weights from others"
+        ]
     split = [name for name in sources if _dims_split(name, traces) == {1}]
     uneven = [name for name in split if sources[name][1] % shards]
     notes = []
@@ -68,7 +49,7 @@ def choose_columns(
             f"({uneven[0]}, ...), which are cut by rows: at every weight sync a rank receives "
             f"{_mib(cost)} more than if it did"
         )
-    return ColumnChoice([name for name in split if name not in uneven], notes)
+    return [name for name in split if name not in uneven], notes
 
 
 def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
@@ -77,17 +58,8 @@ def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
     if not all(regions):
         return set()
     dims = range(len(regions[0][0].shape))
-    return {dim for dim in dims if len({_spans(parts, dim) for parts in regions}) > 1}
-
-
-def _spans(regions: Iterable[Region], dim: int) -> frozenset[tuple[int, int]]:
-    """Return (offset, length) of each region along a dim."""
-    return frozenset((region.offset[dim], region.shape[dim]) for region in regions)
-
-
-def _copied(trace: Trace) -> int:
-    """Return the elements that a rank's loader copies."""
-    return sum(math.prod(copy.region.shape) for copy in trace.copies)
+    spans = [{frozenset((r.offset[d], r.shape[d]) for r in part) for part in regions} for d in dims]
+    return {dim for dim in dims if len(spans[dim]) > 1}
 
 
 def _mib(size: int) -> str:

@@ -1,16 +1,22 @@
-"""Policy, critic and reward model under FSDP2: loading, sharding, and views of the shards.
+"""Policy, critic and reward model under FSDP2: loading, sharding, gathering, views of the shards.
 
 FSDP2 averages gradients over ranks. Losses here are sums over tokens divided by the global token
 count, so gradients must be summed. The divide factor is 1, and communication is forced to plain
 sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed, too.
+
+By default FSDP2 reduce-scatters after every backward and gathers weights in every forward. The sum
+over micro-batches can be reduced once if every rank has memory for the gradients of the whole
+model. That memory is also enough for the gathered weights of a forward.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,31 +24,27 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hybridrl.config.choices import Accumulation
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
+from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import free_gathered_weights
-from hybridrl.distributed.forward.compiling import compile_layer
-from hybridrl.distributed.forward.log_probs import KeptLogits
-from hybridrl.distributed.forward.token_models import SequenceScores, TokenLogProbs, TokenValues
+from hybridrl.distributed.forward.attention import warn_of_padding
+from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
 from hybridrl.distributed.lora import (
+    adapter_parameters,
     adapters,
     add_adapters,
     checkpoint_parameters,
-    first_factor,
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.regions import NamedShard
-from hybridrl.distributed.torch_compat import (
-    compute_local_shape_and_global_offset,
-    local_tensor,
-)
+from hybridrl.distributed.torch_compat import local_part, local_tensor
 from hybridrl.distributed.weights import (
-    CheckpointWeights,
     FirstWeights,
-    Lacking,
     empty_model,
     first_weights,
+    stored_weights,
 )
 from hybridrl.models.resolve import model_folder, resolve_model
 
@@ -57,14 +59,8 @@ def load_sharded_policy(
     """Load a causal LM, sharded, with float32 master weights; a collective over all ranks.
 
     Each rank reads its own shards; of random weights one whole tensor exists at a time on each
-    device. Dropout is off, so that equal tokens always get equal log-probs.
-
-    Args:
-        model: the model.
-        fsdp: the sharding spec; with columns=null every weight is cut by rows.
-        mesh: the training mesh.
-        chunk_tokens: tokens whose logits are computed at one time.
-        lora: adapters; only these are then trained.
+    device. Dropout is off, so that equal tokens always get equal log-probs. Logits are computed for
+    `chunk_tokens` at one time. With `lora` only the adapters are trained.
 
     Raises:
         ConfigError: the architecture is not supported, the checkpoint lacks weights, or
@@ -74,61 +70,48 @@ def load_sharded_policy(
     _check_columns(lm, fsdp, mesh)
     if lora is not None:
         add_adapters(lm, lora)
-    keep = KeptLogits.none if fsdp.activation_checkpointing else KeptLogits.all
-    root = TokenLogProbs(lm, chunk_tokens, keep)
+    root = TokenLogProbs(lm, chunk_tokens, keep_logits=not fsdp.activation_checkpointing)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
-    _fill(root, first_weights(model, lm.config, _shapes(root), device_of(mesh)), device_of(mesh))
+    device = device_of(mesh)
+    _fill(root, first_weights(model, lm.config, _shapes(root), device), device)
     if lora is not None:
-        _fill_adapters(lm, lora.seed, device_of(mesh))
+        _fill_adapters(lm, lora.seed, device)
     return root.eval()
 
 
 def load_sharded_critic(
     model: ModelConfig, fsdp: FSDPConfig, mesh: DeviceMesh, seed: int
-) -> TokenValues:
-    """Load a backbone with a new scalar head, sharded; a collective over all ranks.
+) -> ScalarModel:
+    """Load a backbone as `load_sharded_policy`, with a new scalar head drawn from the seed."""
+    root = _empty_scalar_model(model_folder(model), fsdp, mesh, bias=True)
+    device = device_of(mesh)
+    _fill(root, first_weights(model, root.backbone.config, _shapes(root), device), device)
+    hidden_size = root.head.in_features
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)  # values near 0
+    _keep_shard(root.head.weight, head.to(device))
+    _keep_shard(root.head.bias, torch.zeros(1, device=device))
+    return root.eval()
 
-    The head stays in float32: values in bfloat16 have only three digits.
 
-    Args:
-        model: model of the backbone.
-        fsdp: the sharding spec.
-        mesh: the training mesh.
-        seed: seed of the head.
+def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> ScalarModel:
+    """Load a sequence classifier as `load_sharded_policy`, without its columns."""
+    folder = resolve_model(path)
+    root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
+    # A head that shares the embedding's storage is no score head.
+    first = stored_weights(folder, _shapes(root), tied=False, key="reward_model.model.path")
+    _fill(root, first, device_of(mesh))
+    return root.eval()
 
-    Raises:
-        ConfigError: the architecture is not supported, or the checkpoint lacks weights.
-    """
-    backbone = empty_model(AutoModel, model_folder(model))
-    root = TokenValues(backbone)
+
+def _empty_scalar_model(
+    folder: Path, fsdp: FSDPConfig, mesh: DeviceMesh, *, bias: bool
+) -> ScalarModel:
+    """Shard an empty model, with its head in float32: bfloat16 has only three digits."""
+    root = ScalarModel(empty_model(AutoModel, folder), bias=bias)
     fully_shard(root.head, mesh=sharding_mesh(mesh), reshard_after_forward=False)
     _shard(root, root.backbone.layers, fsdp, mesh)
-    device = device_of(mesh)
-    _fill(root, first_weights(model, backbone.config, _shapes(root), device), device)
-    for name, value in root.initial_head(seed).items():
-        _keep_shard(root.get_parameter(name), value.to(device))
-    return root.eval()
-
-
-def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> SequenceScores:
-    """Load a sequence classifier, sharded by rows; a collective over all ranks.
-
-    Args:
-        path: path of the checkpoint.
-        fsdp: the sharding spec; its columns, which are the policy's, are ignored.
-        mesh: the training mesh.
-
-    Raises:
-        ConfigError: the architecture is not supported, or the checkpoint lacks weights.
-    """
-    folder, device = resolve_model(path), device_of(mesh)
-    root = SequenceScores(empty_model(AutoModel, folder))
-    fully_shard(root.score, mesh=sharding_mesh(mesh), reshard_after_forward=False)
-    _shard(root, root.backbone.layers, replace(fsdp, columns=None), mesh)
-    # A head that shares the embedding's storage is no score head.
-    first = CheckpointWeights(folder, _shapes(root), tied=False, lacking=Lacking.reward_model)
-    _fill(root, first, device)
-    return root.eval()
+    return root
 
 
 def named_shards(root: TokenLogProbs) -> list[NamedShard]:
@@ -138,51 +121,69 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     lora_B.weight. The getters stay valid over optimizer steps and forwards.
     """
     free_gathered_weights(root)
-    factors = [
-        (f"{name}.{factor}.weight", layer.get_parameter(f"{factor}.weight"))
-        for name, layer in adapters(root.lm).items()
-        for factor in ("lora_A", "lora_B")
+    factors = adapter_parameters(root.lm)
+    named = [(*item, bool(factors)) for item in checkpoint_parameters(root.lm, tied_twice=True)]
+    named += [(*item, False) for item in factors.items()]
+    return [
+        NamedShard(
+            name, tuple(param.shape), partial(local_tensor, param), param.placements[-1].dim, frozen
+        )
+        for name, param, frozen in named
     ]
-    named = checkpoint_parameters(root.lm, tied_twice=True)
-    return [_named_shard(name, param, frozen=bool(factors)) for name, param in named] + [
-        _named_shard(name, param, frozen=False) for name, param in factors
-    ]
-
-
-def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
-    """Gather the adapters' weights under peft's names, float32 on CPU; a collective.
-
-    Returns:
-        Every weight on rank 0, nothing on the other ranks; without adapters nothing anywhere.
-    """
-    free_gathered_weights(root)
-    is_first = dist.get_rank() == 0
-    kept = {}
-    for name, layer in adapters(root.lm).items():
-        for factor, weight in (("lora_A", layer.lora_A.weight), ("lora_B", layer.lora_B.weight)):
-            whole = weight.detach().full_tensor()
-            if is_first:  # a copy: a gathered tensor may be a view of a padded, larger storage
-                kept[f"base_model.model.{name}.{factor}.weight"] = whole.to("cpu", copy=True)
-    return kept
-
-
-def _named_shard(name: str, param: DTensor, *, frozen: bool) -> NamedShard:
-    placement = param.placements[-1]
-    assert isinstance(placement, Shard), param.placements
-    local = partial(local_tensor, param)
-    return NamedShard(name, tuple(param.shape), local, placement.dim, frozen)
 
 
 def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of the checkpoint by name; tied tensors once."""
     if isinstance(root, TokenLogProbs):
         return list(checkpoint_parameters(root.lm))
-    assert isinstance(root, TokenValues | SequenceScores)
+    assert isinstance(root, ScalarModel)
     prefix = root.backbone.base_model_prefix
     named = [(f"{prefix}.{name}", param) for name, param in root.backbone.named_parameters()]
-    if isinstance(root, SequenceScores):
-        named.append(("score.weight", root.score.weight))
+    if root.head.bias is None:  # a reward model's; a critic's head is new
+        named.append(("score.weight", root.head.weight))
     return named
+
+
+def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
+    """Set which collectives the next forward and backward postpone to the last micro-batch.
+
+    full: gradients accumulate unsharded, in reduce_dtype (4 bytes per parameter of the whole model
+    for float32), and the last backward reduces their sum. sharded: every backward reduce-scatters;
+    under hybrid sharding the last one sums over replicas. Weights that stay gathered after forward
+    also stay so between micro-batches, since they change only at the end.
+    """
+    assert isinstance(root, FSDPModule)
+    if fsdp.accumulation is Accumulation.full:
+        root.set_requires_gradient_sync(last)
+    else:
+        root.set_requires_all_reduce(last)
+    root.set_reshard_after_backward(last or fsdp.reshard_after_forward)
+
+
+@contextmanager
+def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
+    """Gather each weight once for all forwards within this context, which have no backward.
+
+    Needs memory for all parameters in param_dtype, less than an update with accumulation=full.
+    Under sharded accumulation nothing changes. In the end all weights are sharded again; without a
+    backward, FSDP2 would keep at least the root's.
+    """
+    assert isinstance(root, FSDPModule)
+    changes = fsdp.accumulation is Accumulation.full and fsdp.reshard_after_forward
+    if changes:
+        root.set_reshard_after_forward(False)
+    yield
+    free_gathered_weights(root)
+    if changes:
+        root.set_reshard_after_forward(True)
+        root.set_reshard_after_forward(False, recurse=False)  # backward begins with the root
+
+
+def free_gathered_weights(root: nn.Module) -> None:
+    """Free all gathered weights of an FSDP2 root."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
@@ -192,9 +193,9 @@ def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
     for name in fsdp.columns or []:
         shape = shapes.get(name)
         if shape is None or len(shape) < 2 or shape[1] % shards:
-            found = "names no weight" if shape is None else f"names a weight of {tuple(shape)}"
+            found = "no weight" if shape is None else f"a weight of {tuple(shape)}"
             raise ConfigError(
-                f"fsdp.columns = {name} {found}, expected one whose columns fsdp.dp_shard = "
+                f"fsdp.columns = {name} names {found}, expected one whose columns fsdp.dp_shard = "
                 f"{shards} divides: FSDP2 cuts columns evenly only.\n"
                 f"Set fsdp.columns=null to have them found."
             )
@@ -204,9 +205,8 @@ def _shard(
     root: nn.Module, layers: Iterable[nn.Module], fsdp: FSDPConfig, mesh: DeviceMesh
 ) -> None:
     """Wrap each layer, then the root with the rest (embedding, final norm, head)."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
-    )
+    param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     wrap = partial(
         fully_shard,
         mesh=sharding_mesh(mesh),
@@ -214,6 +214,7 @@ def _shard(
         shard_placement_fn=_placement(root, fsdp),
     )
     for layer in layers:
+        warn_of_padding(device_of(mesh), param_dtype, layer.self_attn.head_dim)
         if fsdp.compile:
             compile_layer(layer)
         if fsdp.activation_checkpointing:
@@ -259,18 +260,20 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
         buffer.copy_(buffers[name])
     for number, (name, param) in enumerate(parameters_in_checkpoint(root), 1):
         position.at("loaded weight", number)
-        lengths, offsets = compute_local_shape_and_global_offset(
-            param.shape, param.device_mesh, param.placements
-        )
-        where = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        local, offsets = local_part(param)
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
         # Copied in the stored dtype, cast to float32 on the device.
-        param.to_local().copy_(first.part(name, param.shape, where).to(device))
+        local.copy_(first[name][where].to(device))
 
 
 def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:
-    """Set A from the seed and B = 0, so that the adapters have no effect at first."""
+    """Set A, uniform within 1 / sqrt(in) as in peft, and B = 0: no effect at first."""
     for name, layer in adapters(lm).items():
-        _keep_shard(layer.lora_A.weight, first_factor(layer, name, seed, device))
+        shape = layer.lora_A.weight.shape
+        generator = torch.Generator(device).manual_seed(derive_seed(seed, "lora", name))
+        bound = 1 / math.sqrt(shape[1])
+        whole = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
+        _keep_shard(layer.lora_A.weight, whole)
         layer.lora_B.weight.detach().to_local().zero_()
 
 

@@ -6,6 +6,7 @@ A replica of the weights is on consecutive ranks; config/planner/world.py define
 import inspect
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,17 @@ logger = logging.getLogger(__name__)
 
 AXES = ("dp_replicate", "dp_shard")
 
+# Time limit of collectives: none, as the driver ends a call without progress
+# (cluster.stall_timeout_s). torch's own limit, 30 minutes or 10 with NCCL, would also end ranks
+# that wait for a busy one. 31 bits hold at most 24 days of milliseconds.
+NO_LIMIT = timedelta(days=24)
+
 
 def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:
-    """Build the mesh of the sharding spec; a collective over all ranks.
+    """Build the mesh of the sharding spec, with dp_shard resolved; a collective over all ranks.
 
-    Position s of the dp_shard axis is rank s of its process group and holds shard s.
-
-    Args:
-        fsdp: the spec, with dp_shard resolved; dp_replicate * dp_shard is the number of ranks.
-        device_type: "cpu" or "cuda"; for "cuda" the rank's device must have been set.
+    Position s of the dp_shard axis is rank s of its process group and holds shard s. For "cuda" the
+    rank's device must have been set.
     """
     assert fsdp.dp_shard is not None, "fsdp.dp_shard is resolved before workers start"
     shape = (fsdp.dp_replicate, fsdp.dp_shard)
@@ -50,10 +53,8 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
     """Make a process group whose rank k is global rank ranks[k]; a collective over all ranks.
 
     FSDP2 assigns shards by the rank within the group, so a permuted DeviceMesh alone has no effect.
-    NCCL's communicator has the same order: its key is the rank in the group.
-
-    Returns:
-        The group, or GroupMember.NON_GROUP_MEMBER on ranks outside it.
+    NCCL's communicator has the same order: its key is the rank in the group. Ranks outside it get
+    GroupMember.NON_GROUP_MEMBER.
     """
     wanted = list(ranks)
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
@@ -63,7 +64,7 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
             group = dist.new_group(wanted)
     if dist.get_rank() in wanted:
         assert dist.get_process_group_ranks(group) == wanted
-        assert dist.get_rank(group) == group.rank() == wanted.index(dist.get_rank())
+        assert group.rank() == wanted.index(dist.get_rank())
     return group
 
 

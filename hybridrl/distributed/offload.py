@@ -17,15 +17,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridrl.config.choices import Offload
-from hybridrl.distributed.torch_compat import storage_id
+from hybridrl.distributed.torch_compat import local_tensor
 
 # The pinned allocator rounds every request up to a power of two: pieces that are powers of two
 # lose nothing, and the largest size bounds a single allocation of a growing buffer.
 LARGEST_PIECE, SMALLEST_PIECE = 1 << 28, 1 << 20
-# Alignment of a storage in the buffer: copies from unaligned addresses are slow.
 ALIGNMENT = 512
 
 
@@ -39,7 +37,6 @@ class Offloadable:
     Args:
         tensors: returns the current tensors, always in the same order; of DTensors the local parts
             move. Several may share a storage.
-        device: device of the tensors in use.
         moves: false: the schedule keeps them on the device, and every method does nothing.
     """
 
@@ -84,8 +81,8 @@ class Offloadable:
         if not self._moves or self._away:
             return
         self.wait()
-        storages = list(_storages(self._tensors()))
-        self._host.grow(sum(_aligned(size) for _, size in storages))
+        storages = _storages(self._tensors())
+        self._host.grow(sum(aligned(size) for _, size in storages))
         with self._after_compute():
             for on_device, on_host in self._pairs(storages):
                 on_host.copy_(on_device, non_blocking=True)
@@ -110,19 +107,12 @@ class Offloadable:
         for storage, size in storages:
             on_device = torch.empty(0, dtype=torch.uint8, device=storage.device)
             on_device.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload]
-            done = 0
-            for on_host in self._host.slices(start, size):
-                yield on_device[done : done + len(on_host)], on_host
-                done += len(on_host)
-            start += _aligned(size)
+            yield from self._host.pairs(on_device, start)
+            start += aligned(size)
 
 
 class HostBuffer:
-    """Growing host memory, in pieces whose sizes are powers of two.
-
-    Args:
-        pinned: page-lock it, as asynchronous copies from and to a GPU require.
-    """
+    """Growing host memory, in pieces whose sizes are powers of two; pinned for copies of a GPU."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -148,16 +138,18 @@ class HostBuffer:
             start = max(start - len(piece), 0)
         assert size == 0, "the host buffer is too small"
 
+    def pairs(self, content: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield bytes of `content` with their place, if it is to begin at byte `start`."""
+        done = 0
+        for place in self.slices(start, len(content)):
+            yield content[done : done + len(place)], place
+            done += len(place)
+
 
 def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device) -> Offloadable:
     """Make a role's sharded weights offloadable; idle weights are offloaded under idle_all.
 
     A forward of the root onloads them, before FSDP2 gathers them.
-
-    Args:
-        root: an FSDP2 root, sharded.
-        schedule: fsdp.offload.
-        device: device of the root.
     """
     parameters = list(root.parameters())
     weights = Offloadable(lambda: parameters, device, moves=schedule is Offload.idle_all)
@@ -166,32 +158,13 @@ def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device
     return weights
 
 
-def offloadable_moments(
-    adamw: torch.optim.Optimizer, schedule: Offload, device: torch.device
-) -> Offloadable:
-    """Make AdamW's two moments offloadable, unless `schedule` is none.
-
-    AdamW allocates them on the device at its first step. Step counts stay there.
-    """
-
-    def moments() -> Iterator[Tensor]:
-        for state in adamw.state.values():
-            yield from (state["exp_avg"], state["exp_avg_sq"])
-
-    return Offloadable(moments, device, moves=schedule is not Offload.none)
+def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Return each storage of the tensors once, and its bytes."""
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    once = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+    return [(storage, storage.nbytes()) for storage in once.values()]
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """Yield each storage of the tensors once, and its bytes."""
-    seen = set()
-    for tensor in tensors:
-        plain = tensor.detach()
-        local = plain.to_local() if isinstance(plain, DTensor) else plain
-        storage = local.untyped_storage()
-        if storage.nbytes() and storage_id(storage) not in seen:
-            seen.add(storage_id(storage))
-            yield storage, storage.nbytes()
-
-
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Round a number of bytes up: copies from and to unaligned addresses are slow."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -10,14 +10,7 @@ from hybridrl.distributed import position
 
 
 class PartTimer:
-    """Timer of parts on this rank; starts after the device has finished earlier work.
-
-    Attributes:
-        seconds: seconds of each part so far, by name.
-
-    Args:
-        device: on a GPU each part includes its kernels.
-    """
+    """Timer of parts on this rank by name, with the device's work; starts after earlier work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

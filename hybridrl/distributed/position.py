@@ -19,7 +19,7 @@ import os
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 NAME = "hybridrl_position"
 # changes, entered, number, total, marks that the device has passed
@@ -70,30 +70,35 @@ def _words(part: str, number: int, total: int) -> str:
     return f"in {part}{counted}" + (f" of {total}" if total else "")
 
 
-class Event(Protocol):
-    """Event on a device, such as torch.cuda.Event."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed the event."""
-
-
 class _Writer:
-    """Writer of a process's position in shared memory."""
+    """Writer of a process's position, into memory of its own until it is published."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self) -> None:
+        self._use(bytearray(_SIZE))
+
+    def _use(self, memory: bytearray | mmap.mmap) -> None:
         self._memory = memory
         self._changes = self._entered = 0
         self._part = ""
-        self._marks: list[tuple[str, int, int, Event]] = []
+        self._marks: list[tuple[str, int, int, Any]] = []
         _NUMBERS.pack_into(memory, 0, 0, 0, 0, 0, _NOT_REQUESTED)
 
+    def publish(self) -> None:
+        """Make the position of this process readable for other processes."""
+        descriptor = os.memfd_create(NAME)
+        os.truncate(descriptor, _SIZE)
+        # The descriptor stays open: readers find the memory through it.
+        self._use(mmap.mmap(descriptor, _SIZE))
+
     def enter(self, phase: str) -> None:
+        """Begin a phase."""
         self._entered = self._changes + 1
         self._marks = []
         self._text(0, phase)
-        self.at("", 0, 0)
+        self.at("")
 
-    def at(self, part: str, number: int, total: int) -> None:
+    def at(self, part: str, number: int = 0, total: int = 0) -> None:
+        """Reach a place in the phase; see `Position`."""
         if part != self._part:
             self._part = part
             self._text(1, part)
@@ -101,10 +106,16 @@ class _Writer:
         numbers = self._changes, self._entered, number, total, _NOT_REQUESTED
         _NUMBERS.pack_into(self._memory, 0, *numbers)
 
-    def mark(self, part: str, number: int, total: int, event: Event) -> None:
+    def leave(self) -> None:
+        """End the phase."""
+        self.at(DONE)
+
+    def mark(self, part: str, number: int, total: int, event: Any) -> None:
+        """Add a torch.cuda.Event that the device passes at the end of a place."""
         self._marks.append((part, number, total, event))
 
     def look_at_device(self) -> None:
+        """Publish the position of the device; call from another thread than `at`."""
         marks = list(self._marks)
         ahead = [mark for mark in marks if not mark[3].query()]
         self._text(2, _words(*ahead[0][:3]) if ahead else "")
@@ -116,53 +127,13 @@ class _Writer:
         self._memory[start : start + _TEXT_BYTES] = content
 
 
-_writer: _Writer | None = None
-
-
-def publish() -> None:
-    """Make the position of this process readable for other processes."""
-    global _writer
-    descriptor = os.memfd_create(NAME)
-    os.truncate(descriptor, _SIZE)
-    # The descriptor stays open: readers find the memory through it.
-    _writer = _Writer(mmap.mmap(descriptor, _SIZE))
-
-
-def enter(phase: str) -> None:
-    """Begin a phase."""
-    if _writer is not None:
-        _writer.enter(phase)
-
-
-def at(part: str, number: int = 0, total: int = 0) -> None:
-    """Reach a place in the phase; see `Position`."""
-    if _writer is not None:
-        _writer.at(part, number, total)
-
-
-def mark(part: str, number: int, total: int, event: Event) -> None:
-    """Add an event that the device passes at the end of a place."""
-    if _writer is not None:
-        _writer.mark(part, number, total, event)
-
-
-def look_at_device() -> None:
-    """Publish the position of the device; call from another thread than `at`."""
-    if _writer is not None:
-        _writer.look_at_device()
-
-
-def leave() -> None:
-    """End the phase."""
-    at(DONE)
+_writer = _Writer()
+publish, enter, at, leave = _writer.publish, _writer.enter, _writer.at, _writer.leave
+mark, look_at_device = _writer.mark, _writer.look_at_device
 
 
 class PositionReader:
-    """Reader of one process's position, which stays readable after the process has ended.
-
-    Args:
-        descriptor: file descriptor of the process's memory; closed by `close`.
-    """
+    """Reader of one process's position, which stays readable after the process has ended."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

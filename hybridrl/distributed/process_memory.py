@@ -11,8 +11,6 @@ def trim_heap() -> None:
 
     glibc keeps pages below memory that is still used, and batches of other lengths leave other
     holes. Without trimming, a process grows for about a hundred steps.
-
-    Source: malloc_trim(3), which covers all arenas since glibc 2.8.
     """
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,9 +1,9 @@
 """Private and version-dependent names of torch, all in one place.
 
-NAMES lists the names in use, which tests/unit/test_compat.py looks up.
+NAMES lists those that are not imported here, which tests/unit/test_compat.py looks up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,6 @@ __all__ = [
     "SAVED_OFFSETS_KEY",
     "TorchDispatchMode",
     "all_gather_single",
-    "compute_local_shape_and_global_offset",
     "tree_leaves",
 ]
 
@@ -37,23 +36,26 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "ops.aten.fill_.Scalar._schema"),
     ("torch._dynamo", "maybe_mark_dynamic"),
     ("torch._dynamo.config", "disable"),
-    ("torch.distributed.checkpoint._hf_utils", "CUSTOM_METADATA_KEY"),
-    ("torch.distributed.checkpoint._hf_utils", "SAVED_OFFSETS_KEY"),
-    ("torch.distributed.distributed_c10d", "_find_pg_by_ranks_and_tag"),
-    ("torch.distributed.distributed_c10d", "_new_group_with_tag"),
     ("torch.distributed.distributed_c10d", "_pg_map"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
     ("torch.distributed.tensor", "DTensor._local_tensor"),
-    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),
-    ("torch.utils._python_dispatch", "TorchDispatchMode"),
-    ("torch.utils._pytree", "tree_leaves"),
 )
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """Return the local part of a DTensor, without gradient, in a tenth of the time of to_local."""
-    return tensor._local_tensor
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return a DTensor's local part, in a tenth of the time of to_local; others as they are."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, torch.Size]:
+    """Return a DTensor's local part and its offsets in the whole; others are whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, torch.Size([0] * tensor.ndim)
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), torch.Size(offsets)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -82,28 +84,9 @@ def disable_dynamo() -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of collectives of all process groups of this process."""
+    """Set the timeout of collectives of all process groups of this process, vLLM's too."""
     for group in distributed_c10d._pg_map:
         distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def tagged_group(ranks: Sequence[Sequence[int]], own: int, tag: str) -> ProcessGroup:
-    """Return one of several groups, made once under a tag; a collective over all ranks.
-
-    torch forgets the tag with the default group.
-
-    Args:
-        ranks: global ranks of every group, in order.
-        own: number of this rank's group.
-        tag: name under which torch keeps the groups.
-    """
-    mine = list(ranks[own])
-    group = distributed_c10d._find_pg_by_ranks_and_tag(tag, mine)
-    if group is None:
-        for members in ranks:
-            distributed_c10d._new_group_with_tag(list(members), pg_tag=tag)
-        group = distributed_c10d._find_pg_by_ranks_and_tag(tag, mine)
-    return group
 
 
 def group_named(name: str) -> ProcessGroup:
@@ -124,15 +107,9 @@ def ranks_as_given() -> Iterator[None]:
         del distributed_c10d.sorted  # type: ignore[attr-defined]
 
 
-def nccl_trace() -> bytes | None:
-    """Return the pickled record of NCCL's last collectives; None if this build has none."""
+def flight_records() -> list[bytes | None]:
+    """Return pickled records of NCCL's and gloo's last collectives; None if a build has none."""
     from torch._C import _distributed_c10d as c10d
 
-    return c10d._dump_nccl_trace() if hasattr(c10d, "_dump_nccl_trace") else None
-
-
-def gloo_trace() -> bytes | None:
-    """Return the pickled record of gloo's last collectives; None if this build has none."""
-    from torch._C import _distributed_c10d as c10d
-
-    return c10d._dump_fr_trace() if hasattr(c10d, "_dump_fr_trace") else None
+    dumps = "_dump_nccl_trace", "_dump_fr_trace"
+    return [getattr(c10d, dump)() if hasattr(c10d, dump) else None for dump in dumps]

@@ -1,12 +1,14 @@
 """Initial weights of a model: from a checkpoint, or drawn on the device from config.json."""
 
+import zipfile
 from collections.abc import Mapping
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -22,115 +24,96 @@ from hybridrl.config.planner.model_shape import SUPPORTED
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.storage.mapped_weights import MappedWeights, Part
 from hybridrl.models.resolve import model_folder
+from hybridrl.models.weight_files import PICKLED, weight_files
 
 Auto = type[AutoModel] | type[AutoModelForCausalLM]
 # Shapes of whole tensors, by checkpoint name.
 Shapes = Mapping[str, torch.Size]
 
-
-class Lacking(Enum):
-    """Message templates for a folder that lacks weights."""
-
-    policy = (
-        "model.path = {}...\n"
-        "Training would start from random numbers there.\n"
-        "Set model.path to a complete checkpoint, or model.init=random."
-    )
-    reward_model = (
-        "reward_model.model.path = {}.\n"
-        "Scores would come from random numbers there.\n"
-        "Name a complete checkpoint of a reward model."
-    )
+# Prefix and tied names of the supported models. Folders of a backbone have no prefix, and of two
+# tied tensors a folder may have either.
+PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
 
 
-class FirstWeights(Protocol):
-    """Initial weights, the same for every sharding."""
+def stored_weights(
+    folder: Path, shapes: Shapes, *, tied: bool, key: str = "model.path"
+) -> dict[str, Any]:
+    """Map the weights of a Hugging Face folder, of which each rank reads only its own parts.
 
-    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Return a part of the named tensor, in its stored dtype."""
-        ...
+    The kernel reads pages on first use and evicts them when memory is short. *.bin files are read
+    without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped. If `tied`,
+    embedding and head are one tensor, which may have either name.
+
+    Raises:
+        ConfigError: the folder lacks weights, or they have other shapes.
+    """
+    stored: dict[str, Any] = {}  # tensors, or slices of safetensors
+    for file in weight_files(folder) or weight_files(folder, *PICKLED):
+        if file.suffix == ".safetensors":
+            opened = safe_open(file, framework="pt")
+            stored |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        else:
+            can_map = zipfile.is_zipfile(file)
+            stored |= torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        for other in (name, name.removeprefix(PREFIX), TIED.get(name) if tied else None):
+            if other in stored and _shape(stored[other]) == shape:
+                found[name] = stored[other]
+                break
+    missing = sorted(shapes.keys() - found.keys())
+    if missing:
+        raise ConfigError(
+            f"{key} = {folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}...\n"
+            f"The model would have random numbers there.\nSet {key} to a complete checkpoint."
+        )
+    return found
+
+
+def _shape(stored: Any) -> torch.Size:
+    return stored.shape if isinstance(stored, Tensor) else torch.Size(stored.get_shape())
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """Random weights, drawn tensor by tensor: normal matrices, norms of 1 and biases of 0.
+
+    A tensor is a function of seed, name, shape and device type, so it is the same on all ranks and
+    for every sharding. It is never in host memory. `std` is config.json's initializer_range.
+    """
+
+    shapes: Shapes
+    std: float
+    seed: int
+    device: torch.device
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Draw the named tensor, float32."""
+        whole = torch.empty(self.shapes[name], dtype=torch.float32, device=self.device)
+        if whole.ndim == 1:
+            return whole.fill_(0.0 if name.endswith(".bias") else 1.0)
+        seed = derive_seed(self.seed, "weights", name)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return whole.normal_(0.0, self.std, generator=generator)
+
+
+# Initial weights by checkpoint name, the same for every sharding: tensors in their stored dtype, to
+# be indexed by one slice per dim.
+FirstWeights = dict[str, Any] | RandomWeights
 
 
 def first_weights(
     model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
 ) -> FirstWeights:
-    """Open or draw the weights of an empty model, according to model.init.
-
-    Args:
-        model: the model.
-        lm: its config.json.
-        shapes: shapes of the required weights, by checkpoint name.
-        device: device on which random ones are drawn.
+    """Open or draw the weights of an empty model with config.json `lm`, according to model.init.
 
     Raises:
         ConfigError: the checkpoint lacks weights.
     """
     if model.init is Init.random:
-        return RandomWeights(lm.initializer_range, model.seed, device)
-    return CheckpointWeights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
-
-
-class CheckpointWeights:
-    """Weights of a checkpoint, of which each rank reads only its own parts.
-
-    On a local or shared disk all ranks together read one checkpoint, and no rank waits for another.
-
-    Args:
-        folder: folder of the checkpoint.
-        shapes: shapes of the required weights, by checkpoint name.
-        tied: embedding and head are one tensor, which may have either name.
-        lacking: message if the folder lacks some.
-
-    Raises:
-        ConfigError: the folder lacks weights, or they have other shapes.
-    """
-
-    def __init__(
-        self, folder: Path, shapes: Shapes, *, tied: bool, lacking: Lacking = Lacking.policy
-    ) -> None:
-        self._files = MappedWeights(folder)
-        self._names = self._files.names(shapes, tied=tied)
-        missing = sorted(shapes.keys() - self._names.keys())
-        if missing:
-            listed = f"{folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}"
-            raise ConfigError(lacking.value.format(listed))
-
-    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Return a part of the named tensor, a view of its file."""
-        return self._files.part(self._names[name], where)
-
-
-class RandomWeights:
-    """Random weights, drawn tensor by tensor: normal matrices, norms of 1 and biases of 0.
-
-    A tensor is a function of seed, name, shape and device type, so it is the same on all ranks and
-    for every sharding. It is never in host memory.
-
-    Args:
-        std: standard deviation of matrices: config.json's initializer_range.
-        seed: seed of all tensors.
-        device: device of the generator.
-    """
-
-    def __init__(self, std: float, seed: int, device: torch.device) -> None:
-        self._std = std
-        self._seed = seed
-        self._device = device
-
-    def __call__(self, name: str, shape: torch.Size) -> Tensor:
-        """Draw the named tensor, float32."""
-        whole = torch.empty(shape, dtype=torch.float32, device=self._device)
-        if len(shape) == 1:
-            return whole.fill_(0.0 if name.endswith(".bias") else 1.0)
-        seed = derive_seed(self._seed, "weights", name)
-        generator = torch.Generator(self._device).manual_seed(seed)
-        return whole.normal_(0.0, self._std, generator=generator)
-
-    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Draw the named tensor and return a part of it."""
-        return self(name, shape)[where]
+        return RandomWeights(shapes, lm.initializer_range, model.seed, device)
+    return stored_weights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
@@ -159,11 +142,7 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
 
 
 def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the causal LM by checkpoint name, tied ones twice.
-
-    Raises:
-        ConfigError: the architecture is not supported.
-    """
+    """Return the shape of every tensor of the causal LM by checkpoint name, tied ones twice."""
     empty = empty_model(AutoModelForCausalLM, model_folder(model))
     named = empty.named_parameters(remove_duplicate=False)
     return {name: tuple(param.shape) for name, param in named}

@@ -1,5 +1,6 @@
 """The policy being trained: log-probs and clipped updates on one FSDP shard."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,22 +10,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, ratio_maxima
 from hybridrl.algorithms.token_loss import aggregate
+from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.schema import ActorConfig
+from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
-from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy
-from hybridrl.distributed.gathering import GatheredWeights
-from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.storage.export import AdapterFiles, write_model
+from hybridrl.distributed.fsdp import load_sharded_policy
+from hybridrl.distributed.storage.export import (
+    AdapterFiles,
+    GatheredWeights,
+    adapter_state_dict,
+    write_model,
+)
 from hybridrl.models.resolve import model_folder, name_or_folder
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
-from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.token_losses import TokenLosses
-from hybridrl.workers.training import LossStats, Training
+from hybridrl.workers.training import LossStats
 
 # Reported names of sums, if they differ.
 REPORTED = {"ratio": "ratio_mean", "approx_kl": "ppo_kl"}
@@ -36,9 +40,6 @@ class ActorWorker(TrainedWorker):
     Methods marked `on_all_ranks` are collectives: the worker group calls them on every rank, and
     each rank must do the same number of forward passes. To change the objective, subclass,
     override `policy_loss`, and set `actor.worker=my_package.MyActorWorker`.
-
-    Attributes:
-        kl_coef: weight of the KL penalty in the loss during `update`.
     """
 
     config_class = ActorConfig
@@ -46,15 +47,17 @@ class ActorWorker(TrainedWorker):
 
     def __init__(self, config: ActorConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_policy(
-            config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
-        )
-        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
-        self.optimizer = Optimizer(
-            self.model, config.optim, config.total_steps, config.fsdp.offload
+        self.own(
+            load_sharded_policy(
+                config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
+            )
         )
         self.kl_coef = 0.0
-        self.loss = TokenLosses(config.algorithm.loss)
+        loss, args = policy_loss_of(config.algorithm.loss.function), config.algorithm.loss.args
+        settings = {name: args[name] for name in loss.settings}
+        self.token_loss = partial(locate(f"{KEY}.function", loss.path), **settings)
+        # Fields of the batch, or computed here.
+        self.loss_tensors = loss.tensors
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -63,48 +66,34 @@ class ActorWorker(TrainedWorker):
         Uses the micro-batches of the first epoch of `update`, and their order of rows, so that
         the policy ratio there is exactly 1.
         """
-        return self.over_first_epoch(
-            batch, lambda micro: self.forward(micro, Entropy.omit).log_probs
-        )
+        return self.over_first_epoch(batch, self.log_probs)
+
+    def log_probs(self, micro: RolloutBatch) -> Tensor:
+        """Compute log-probs of the response tokens, [R] float32, nats, on the device."""
+        return self.forward(micro, Entropy.omit).log_probs
 
     @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
     def update(self, batch: RankBatch, step: int, kl_coef: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch of `batch`; return metrics over all ranks.
 
-        Args:
-            batch: this rank's responses, with old_log_probs, advantages and, for a KL penalty in
-                the loss, ref_log_probs.
-            step: training step, counted from 1; it sets the learning rate.
-            kl_coef: weight of the KL penalty in the loss; 0: none in the loss.
+        `batch` has old_log_probs, advantages and, unless `kl_coef`, the weight of the KL penalty in
+        the loss, is 0, ref_log_probs. `step`, counted from 1, sets the learning rate.
         """
-        self.begin()
         self.kl_coef = kl_coef
-        lr = self.optimizer.set_step(step)
-        training = Training(
-            self.model, self.optimizer, self.policy_loss, self.device, self.config.fsdp
-        )
-        with self.optimizer.on_device():
+        with self.training(self.policy_loss, step) as training:
             for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(*mini)
                 # The loss of a subclass may not report it.
                 if index == 0 and "log_ratio_max" in training.maxima:
                     training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
-        return {f"actor/{name}": value for name, value in training.report().items()} | {
-            "actor/lr": lr
-        }
+        return {f"actor/{name}": value for name, value in training.report().items()}
 
     def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
-        """Compute the loss: a sum over this micro-batch's tokens, divided by totals.
+        """Compute the loss: a sum over a micro-batch's tokens, divided by `totals`.
 
-        The totals are of the mini-batch over all ranks, not of this micro-batch. So the gradient
-        does not depend on the distribution of responses over ranks and micro-batches.
-
-        Args:
-            micro: responses of one packed forward.
-            totals: tokens of the policy loss, and responses with such tokens.
-
-        Returns:
-            The loss with its graph, and statistics to report.
+        The totals, tokens of the policy loss and responses with such tokens, are of the mini-batch
+        over all ranks, not of this micro-batch. So the gradient does not depend on the distribution
+        of responses over ranks and micro-batches.
         """
         result = self.forward(
             micro, Entropy.differentiate if self.config.entropy_coef else Entropy.report
@@ -113,12 +102,11 @@ class ActorWorker(TrainedWorker):
         log_probs = result.log_probs
         mask = self.on_device(micro.counted)
         sequence_id = to_device(micro.responses.row_ids(), self.device)
-        loss = self.loss.of_tokens(
-            {
-                "log_probs": log_probs,
-                "response_mask": mask,
-                "sequence_id": sequence_id,
-                **{name: self.on_device(field) for name, field in self.loss.fields(micro).items()},
+        computed = {"log_probs": log_probs, "response_mask": mask, "sequence_id": sequence_id}
+        loss = self.token_loss(
+            **{
+                name: computed[name] if name in computed else self.on_device(getattr(micro, name))
+                for name in self.loss_tensors
             }
         )
         weights = micro.loss_weights
@@ -159,10 +147,8 @@ class ActorWorker(TrainedWorker):
         """Write the policy to `folder` as an ordinary HF model, with tokenizer and configuration.
 
         Weights are float32, with adapters merged; the adapters are also saved in peft's format.
-        The folder gets its final name when complete. Tensors are gathered one at a time.
-
-        Returns:
-            Error message of the disk, or None.
+        The folder gets its final name when complete. Tensors are gathered one at a time. Returns an
+        error message of the disk, or None.
         """
         self.begin()
         model, lora = self.config.model, self.config.lora

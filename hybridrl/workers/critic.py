@@ -9,11 +9,9 @@ from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_critic
-from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
-from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.training import LossStats, Training
+from hybridrl.workers.training import LossStats
 
 
 class CriticWorker(TrainedWorker):
@@ -28,11 +26,7 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, config: CriticConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_critic(config.model, config.fsdp, mesh, config.model.seed)
-        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
-        self.optimizer = Optimizer(
-            self.model, config.optim, config.total_steps, config.fsdp.offload
-        )
+        self.own(load_sharded_critic(config.model, config.fsdp, mesh, config.model.seed))
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_values(self, batch: RankBatch) -> Ragged:
@@ -46,33 +40,21 @@ class CriticWorker(TrainedWorker):
     def update(self, batch: RankBatch, step: int) -> dict[str, float]:
         """Take one optimizer step per mini-batch of `batch`; return metrics over all ranks.
 
-        Args:
-            batch: this rank's responses, with values and returns.
-            step: training step, counted from 1; it sets the learning rate.
+        `batch` has values and returns; `step`, counted from 1, sets the learning rate.
         """
-        self.begin()
-        lr = self.optimizer.set_step(step)
-        training = Training(
-            self.model, self.optimizer, self.value_loss, self.device, self.config.fsdp
-        )
-        with self.optimizer.on_device():
+        with self.training(self.value_loss, step) as training:
             for micros, totals in batch.mini_batches():
                 training.take_step(micros, totals)
         report = training.report()
         report["explained_variance"] = explained_variance(
             *(report.pop(moment) for moment in ("returns", "returns_2", "errors", "errors_2"))
         )
-        return {f"critic/{name}": value for name, value in report.items()} | {"critic/lr": lr}
+        return {f"critic/{name}": value for name, value in report.items()}
 
     def value_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
-        """Compute the loss: a sum over this micro-batch's tokens, divided by the total tokens.
+        """Compute the loss: a sum over a micro-batch's tokens, divided by the total tokens.
 
-        Args:
-            micro: responses of one packed forward.
-            totals: response tokens, and responses, of the mini-batch over all ranks.
-
-        Returns:
-            The loss with its graph, and what to report (`LossStats`).
+        The totals are response tokens, and responses, of the mini-batch over all ranks.
         """
         mask = self.on_device(micro.response_mask)
         old_values, returns = self.on_device(micro.values), self.on_device(micro.returns)
@@ -105,13 +87,9 @@ def moments(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(returns: float, returns_2: float, errors: float, errors_2: float) -> float:
-    """Compute 1 - Var(returns - values) / Var(returns); 0 if the returns are constant.
+    """Compute 1 - Var(returns - values) / Var(returns) from means; 0 if the returns are constant.
 
     1 is perfect, 0 is no better than a constant. Values are from before the update.
-
-    Args:
-        returns, returns_2: mean return and mean squared return.
-        errors, errors_2: mean and mean square of returns - values.
     """
     variance = returns_2 - returns**2
     if variance <= 1e-12:

@@ -1,13 +1,12 @@
 """Base classes of roles with a sharded model: frozen (ModelWorker) or trained (TrainedWorker)."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,29 +16,27 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import free_gathered_weights, gathered_once
-from hybridrl.distributed.collectives import NO_LIMIT
-from hybridrl.distributed.forward.packing import Packed, pack, to_device
+from hybridrl.distributed.forward.packing import Packed, States, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
-from hybridrl.distributed.fsdp import named_shards, parameters_in_checkpoint
+from hybridrl.distributed.fsdp import (
+    free_gathered_weights,
+    gathered_once,
+    named_shards,
+    parameters_in_checkpoint,
+)
 from hybridrl.distributed.mesh import device_of
-from hybridrl.distributed.offload import Offloadable
+from hybridrl.distributed.offload import Offloadable, offloadable_weights
 from hybridrl.distributed.regions import NamedShard
-from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
+from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.workers.base import Worker
-from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.training import Loss, Optimizer, Training
 
 # Prefixes of keys of the training state.
 WEIGHTS, OPTIM = "weights.", "optim."
 
 
 class ModelWorker(Worker):
-    """Worker with a model, an FSDP2 root, on the rank's device.
-
-    Args:
-        config: an instance of `config_class`.
-        mesh: the training mesh.
-    """
+    """Worker with a model, an FSDP2 root, on the rank's device."""
 
     model: nn.Module
     weights: Offloadable
@@ -48,24 +45,23 @@ class ModelWorker(Worker):
         super().__init__(config, mesh)
         self.device = device_of(mesh)
         self.sequence_group = sequence_group(config.fsdp.ulysses_size)
-        self.others: Iterable[Worker] = ()
+
+    def own(self, model: nn.Module) -> None:
+        """Set the role's model, and make it offloadable."""
+        self.model = model
+        self.weights = offloadable_weights(model, self.config.fsdp.offload, self.device)
 
     @classmethod
     def ranks_per_shard(cls, config: Any) -> int:
         """Return the number of ranks that share each sequence."""
         return config.fsdp.ulysses_size
 
-    def connect(self, roles: dict[str, Worker]) -> None:
-        """Store the other roles, which share the device."""
-        self.others = [role for role in roles.values() if role is not self]
-
     def begin(self) -> None:
         """Load this role's weights onto the device and, under idle_all, offload other roles'.
 
         Weights stay until another role begins, so consecutive phases of one role move nothing.
         """
-        for other in self.others:
-            other.rest()
+        self.others_rest()
         self.weights.wait()
 
     def rest(self) -> None:
@@ -76,9 +72,9 @@ class ModelWorker(Worker):
         """Return this rank's shards of the weights, for a reshard in the same process."""
         return named_shards(self.model)
 
-    def pack(self, micro: RolloutBatch) -> Packed:
+    def pack(self, micro: RolloutBatch, states: States = States.predicting) -> Packed:
         """Pack this rank's part of a micro-batch, on the device."""
-        return pack(micro, self.device, self.sequence_group)
+        return pack(micro, self.device, self.sequence_group, states)
 
     def on_device(self, values: Ragged | None) -> Tensor:
         """Copy the flat values of a field of the batch, not None, to the device."""
@@ -111,17 +107,33 @@ class TrainedWorker(ModelWorker):
 
     optimizer: Optimizer
 
+    def own(self, model: nn.Module) -> None:
+        """Set the role's model and its optimizer, and make both offloadable."""
+        super().own(model)
+        config = self.config
+        self.optimizer = Optimizer(model, config.optim, config.total_steps, config.fsdp.offload)
+
+    @contextmanager
+    def training(self, loss: Loss, step: int) -> Iterator[Training]:
+        """Within this context, take the optimizer steps of training step `step`."""
+        self.begin()
+        self.optimizer.set_step(step)
+        with self.optimizer.on_device():
+            yield Training(self.optimizer, loss, self.config.fsdp)
+
     def training_state(self) -> dict[str, Tensor]:
         """Return the trained weights, and AdamW's state of weights with a step.
 
-        Returns:
-            weights.<name>, optim.step.<name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>; names
-            as in `trained_parameters`. Moments are sharded as their weight.
+        Keys are weights.<name>, optim.step.<name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>;
+        names are those of `trained_parameters`. Moments are sharded as their weight.
         """
         parameters = trained_parameters(self.model)
         weights = {f"{WEIGHTS}{name}": param.detach() for name, param in parameters.items()}
-        moments = self.optimizer.state_of(parameters)
-        return weights | {f"{OPTIM}{key}": tensor for key, tensor in moments.items()}
+        return weights | {
+            f"{OPTIM}{kind}.{name}": tensor
+            for name, param in parameters.items()
+            for kind, tensor in self.optimizer.adamw.state.get(param, {}).items()
+        }
 
     @contextmanager
     def state_on_device(self) -> Iterator[None]:
@@ -133,20 +145,22 @@ class TrainedWorker(ModelWorker):
 
     def expect_state(self, keys: Collection[str]) -> None:
         """Allocate AdamW's state for exactly the weights with a state in the checkpoint."""
-        self.optimizer.expect_state(
-            {
-                param: f"{OPTIM}step.{name}" in keys
-                for name, param in trained_parameters(self.model).items()
-            }
-        )
+        state = self.optimizer.adamw.state
+        for name, param in trained_parameters(self.model).items():
+            if f"{OPTIM}step.{name}" not in keys:
+                state.pop(param, None)
+            elif param not in state:
+                state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                    "exp_avg": torch.zeros_like(param.detach()),
+                    "exp_avg_sq": torch.zeros_like(param.detach()),
+                }
 
 
 def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """Return this rank's shards of the trained parameters; tied ones once.
 
-    Returns:
-        Parameters of the root by their names in an HF checkpoint, or by their names in the model if
-        no checkpoint has them (adapters, the critic's head).
+    Names are those of an HF checkpoint or, of adapters and the critic's head, of the model.
     """
     free_gathered_weights(root)
     in_checkpoint = {param: name for name, param in parameters_in_checkpoint(root)}
@@ -158,23 +172,20 @@ def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_trained_weights(worker: ModelWorker, checkpoint: Path, role: str) -> None:
-    """Load trained weights from a checkpoint, written by any number of ranks; a collective.
+    """Load a role's trained weights from a checkpoint of any number of ranks.
 
-    Args:
-        worker: its weights are on the device.
-        checkpoint: folder of the checkpoint.
-        role: name of the worker's role in the checkpoint.
+    The worker's weights are on the device.
 
     Raises:
         ConfigError: the checkpoint holds weights of another model.
     """
-    folder, prefix = checkpoint / STATE, f"{role}.{WEIGHTS}"
+    stored, prefix = StoredState(checkpoint / STATE), f"{role}.{WEIGHTS}"
     state = {f"{prefix}{name}": p for name, p in trained_parameters(worker.model).items()}
-    found = differences(state, StoredState(folder).tensors, prefix)
+    found = differences(state, stored.tensors, prefix)
     if found:
         raise ConfigError(
             f"{checkpoint} holds other weights than model.path = {worker.config.model.path} has:\n"
             + "\n".join(found)
             + "\nSet model.path to the model that was trained."
         )
-    load_in_place(state, folder, dist.new_group(backend="gloo", timeout=NO_LIMIT))
+    stored.load(state)

@@ -1,19 +1,23 @@
-"""The frozen reference policy of the KL penalty."""
+"""Frozen policies: the reference of the KL penalty, and the policy of an evaluation."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.config.schema import ReferenceConfig
+from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, ReferenceConfig, RoleConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.lora import adapters_off
-from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
-from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
+from hybridrl.workers.model_worker import ModelWorker, load_trained_weights
+
+# Unused by a policy that is sampled: it computes no logits.
+CHUNK_TOKENS = 1024
 
 
 class ReferenceWorker(ModelWorker):
@@ -29,10 +33,8 @@ class ReferenceWorker(ModelWorker):
         super().__init__(config, mesh)
         self.is_under_adapters = config.lora is not None
         if not self.is_under_adapters:
-            self.model = load_sharded_policy(
-                config.model, config.fsdp, mesh, config.log_prob_chunk_tokens
-            )
-            self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+            chunk_tokens = config.log_prob_chunk_tokens
+            self.own(load_sharded_policy(config.model, config.fsdp, mesh, chunk_tokens))
 
     def connect(self, roles: dict[str, Worker]) -> None:
         """Store the other roles; use the actor's model if it has adapters."""
@@ -61,3 +63,30 @@ class ReferenceWorker(ModelWorker):
         packed = self.pack(micro)
         with adapters_off(self.model):
             return self.model(packed, self.config.temperature, Entropy.omit).log_probs
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(RoleConfig):
+    """Config of a policy that is sampled.
+
+    `checkpoint` is a folder, visible on every node, `lora` its adapters; None: the base model.
+    """
+
+    worker: str = "hybridrl.workers.reference.PolicyWorker"
+    model: ModelConfig
+    fsdp: FSDPConfig
+    lora: LoRAConfig | None
+    checkpoint: str | None
+
+
+class PolicyWorker(ModelWorker):
+    """Shards of a policy for a rollout engine in the same process, without an optimizer."""
+
+    config_class = PolicyConfig
+    config: PolicyConfig
+
+    def __init__(self, config: PolicyConfig, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh)
+        self.own(load_sharded_policy(config.model, config.fsdp, mesh, CHUNK_TOKENS, config.lora))
+        if config.checkpoint is not None:
+            load_trained_weights(self, Path(config.checkpoint), "actor")

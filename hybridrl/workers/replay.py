@@ -1,37 +1,28 @@
 """Replay worker: recomputes an update of actor or critic without taking the step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema import FSDPConfig, RoleConfig
-from hybridrl.data.batch import RolloutBatch, Totals
-from hybridrl.data.schedule import MiniBatches, RankBatch
+from hybridrl.data.batch import Totals
+from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import begin_micro_batch
-from hybridrl.distributed.forward.log_probs import Entropy
+from hybridrl.distributed.fsdp import begin_micro_batch
+from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.base import Worker
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import load_trained_weights
-from hybridrl.workers.training import Loss
 
 
 class MicroBatchResult(NamedTuple):
     """Loss and gradient of one micro-batch, computed alone.
 
-    Attributes:
-        place: epoch, mini-batch and micro-batch, counted from 0.
-        rows: its responses, as indices into the rank's batch.
-        loss: of this rank.
-        gradient_norm: over the micro-batches of all ranks at this place.
-        outputs_finite: True if the model's outputs for all tokens are finite.
+    `place` is epoch, mini-batch and micro-batch, counted from 0; `rows` are indices into the rank's
+    batch. The loss is this rank's; the gradient norm is over all ranks' micro-batches there.
     """
 
     place: tuple[int, int, int]
@@ -43,12 +34,7 @@ class MicroBatchResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class ReplayConfig(RoleConfig):
-    """Config of a replay.
-
-    Attributes:
-        role: worker whose update is recomputed, "actor" or "critic".
-        fsdp: its sharding spec.
-    """
+    """Config of a replay of the update of `role`, "actor" or "critic"."""
 
     worker: str = "hybridrl.workers.replay.ReplayWorker"
     role: str
@@ -75,8 +61,14 @@ class ReplayWorker(Worker):
     @on_all_ranks(Dispatch.SHARD_DP)
     def examine_update(self, batch: RankBatch, kl_coef: float) -> list[MicroBatchResult]:
         """Compute loss and gradient of each micro-batch of an update alone; takes no step."""
-        self.trained.begin()
-        minis, loss, outputs = self._update_of(batch, kl_coef)
+        worker = self.trained
+        worker.begin()
+        if isinstance(worker, CriticWorker):
+            minis, loss, outputs = batch.mini_batches(), worker.value_loss, worker.forward
+        else:
+            worker.kl_coef = kl_coef
+            minis, loss = batch.policy_mini_batches(), worker.policy_loss
+            outputs = worker.log_probs
         places = [
             (epoch, mini, rows)
             for epoch, of_epoch in enumerate(batch.epochs)
@@ -88,9 +80,13 @@ class ReplayWorker(Worker):
                 position.at("micro-batch", len(results) + 1)
                 with torch.no_grad():
                     outputs_finite = bool(outputs(micro).isfinite().all())
-                value, norm = self._loss_and_gradient_norm(micro, totals, loss)
-                place = (epoch, mini, index)
-                results.append(MicroBatchResult(place, rows[index], value, norm, outputs_finite))
+                begin_micro_batch(worker.model, worker.config.fsdp, last=True)
+                value, _ = loss(micro, Totals(*(max(count, 1) for count in totals)))
+                value.backward()
+                norm = float(worker.optimizer.gradient_norm())
+                worker.optimizer.drop_gradients()
+                place, number = (epoch, mini, index), float(value.detach())
+                results.append(MicroBatchResult(place, rows[index], number, norm, outputs_finite))
         return results
 
     @on_all_ranks(Dispatch.BROADCAST)
@@ -99,45 +95,13 @@ class ReplayWorker(Worker):
         self.trained.begin()
         counts = {}
         for name, param in self.trained.model.named_parameters():
-            values = param.detach()
-            local = values.to_local() if isinstance(values, DTensor) else values
-            count = int(local.isfinite().logical_not().sum())
+            count = int(local_tensor(param).isfinite().logical_not().sum())
             if count:
                 counts[name] = count
         return counts
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_weights(self, folder: str) -> None:
-        """Load the trained weights of a checkpoint; a collective.
-
-        Raises:
-            ConfigError: the checkpoint holds weights of another model.
-        """
+        """Load the trained weights of a checkpoint; a collective."""
         with self.trained.state_on_device():
             load_trained_weights(self.trained, Path(folder), self.config.role)
-
-    def _update_of(
-        self, batch: RankBatch, kl_coef: float
-    ) -> tuple[MiniBatches, Loss, Callable[[RolloutBatch], Tensor]]:
-        """Return mini-batches and loss of an update, and the outputs the loss is computed from."""
-        worker = self.trained
-        if isinstance(worker, CriticWorker):
-            return batch.mini_batches(), worker.value_loss, worker.forward
-        actor, worker.kl_coef = worker, kl_coef
-        return (
-            batch.policy_mini_batches(),
-            actor.policy_loss,
-            lambda micro: actor.forward(micro, Entropy.omit).log_probs,
-        )
-
-    def _loss_and_gradient_norm(
-        self, micro: RolloutBatch, totals: Totals, loss: Loss
-    ) -> tuple[float, float]:
-        worker = self.trained
-        begin_micro_batch(worker.model, worker.config.fsdp, last=True)
-        totals = Totals(*(max(count, 1) for count in totals))
-        value, _ = loss(micro, totals)
-        value.backward()
-        norm = worker.optimizer.gradient_norm()
-        worker.optimizer.drop_gradients()
-        return float(value.detach()), float(norm)

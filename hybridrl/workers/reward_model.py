@@ -7,10 +7,9 @@ from hybridrl.config.schema import RewardModelConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
-from hybridrl.distributed.forward.packing import States, pack, to_device
+from hybridrl.distributed.forward.packing import States, to_device
 from hybridrl.distributed.fsdp import load_sharded_reward_model
-from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 
 
@@ -26,8 +25,7 @@ class RewardModelWorker(ModelWorker):
 
     def __init__(self, config: RewardModelConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_reward_model(config.model.path, config.fsdp, mesh)
-        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+        self.own(load_sharded_reward_model(config.model.path, config.fsdp, mesh))
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_scores(self, batch: RankBatch) -> Ragged:
@@ -39,7 +37,7 @@ class RewardModelWorker(ModelWorker):
 
     def forward(self, micro: RolloutBatch) -> Tensor:
         """Compute a score for each response token, [R] float32, on the device."""
-        scores = self.model(pack(micro, self.device, self.sequence_group, States.last))
+        scores = self.model(self.pack(micro, States.last))
         last = to_device(micro.responses.lengths.cumsum(0) - 1, self.device)
         per_token = scores.new_zeros(len(micro.responses.values))
         return per_token.index_copy_(0, last, scores)

@@ -24,8 +24,7 @@ from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_compat import MODULES
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +75,7 @@ class RolloutWorker(Worker):
     def columns(self, fsdp: FSDPConfig) -> list[str]:
         """Return the names of the weights that actor, critic and ref shard by columns.
 
-        Args:
-            fsdp: their sharding spec; a list of the user takes precedence.
+        A list of the user, in their sharding spec `fsdp`, takes precedence.
         """
         if fsdp.columns is not None:
             return fsdp.columns
@@ -85,16 +83,16 @@ class RolloutWorker(Worker):
         dist.all_gather_object(traces, self.trace)
         engine = traces[: self.config.tensor_parallel_size]
         dtype = getattr(torch, self.config.dtype.value)
-        choice = choose_columns(fsdp, self.sources, engine, dtype.itemsize)
+        columns, notes = choose_columns(fsdp, self.sources, engine, dtype.itemsize)
         if dist.get_rank() == 0:
-            for note in choice.notes:
+            for note in notes:
                 logger.warning("%s", note)
-        return choice.columns
+        return columns
 
     def connect(self, roles: dict[str, Any]) -> None:
         """Plan the reshard from the actor to this engine."""
+        super().connect(roles)
         self.actor = roles["actor"]
-        self.others = [role for role in roles.values() if role is not self]
         shards = self.actor.named_shards()
         assert self.sources.items() <= {shard.name: shard.shape for shard in shards}.items()
         tensors, bucket_mb = self.engine.tensors(), self.config.reshard_bucket_mb
@@ -102,12 +100,9 @@ class RolloutWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, version: int) -> dict[str, float]:
-        """Move the actor's current weights into the engine and wake it.
+        """Move the actor's current weights, number `version`, into the engine and wake it.
 
         Frozen weights that the engine still holds are not moved again.
-
-        Args:
-            version: number of the weights.
 
         Returns:
             Metrics of this rank: seconds in total (`total_s`) and of each part: `onload_s` (actor),
@@ -129,7 +124,7 @@ class RolloutWorker(Worker):
             version, verify=self.config.verify_reshard, kept=self.engine.keeps_weights
         )
         with timer.part("offload_s"):
-            self._others_rest()
+            self.others_rest()
         with timer.part("wake_kv_s"):
             self.engine.wake(EnginePart.KV_CACHE)
         with timer.part("reset_prefix_cache_s"):
@@ -139,18 +134,16 @@ class RolloutWorker(Worker):
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def generate(self, prompts: PromptBatch) -> Rollout:
-        """Sample responses to this engine's prompts.
+        """Sample responses to this engine's prompts, with vLLM's log-probs, grouped by prompt.
 
-        Returns:
-            Responses with vLLM's log-probs, grouped by prompt, and seconds of this engine. All
-            ranks of an engine return the same responses.
+        All ranks of an engine return the same responses.
 
         Raises:
             RuntimeError: no reshard yet, or the weights were discarded since.
         """
         if self.weight_version is None:
             raise RuntimeError("generate before reshard: the engine has no valid weights")
-        self._others_rest()
+        self.others_rest()
         self.engine.wake(EnginePart.KV_CACHE)
         generated = self.engine.generate(prompts)
         stats = EngineStats(
@@ -164,19 +157,13 @@ class RolloutWorker(Worker):
     def sleep(self) -> int | None:
         """Release the memory selected by rollout.sleep, and free host memory.
 
-        Returns:
-            Version of the weights if they stay; None if the next `generate` needs a reshard.
+        Returns the version of the weights if they stay; None if `generate` needs a reshard.
         """
         self.engine.sleep()
         trim_heap()
         if EnginePart.WEIGHTS not in self.engine.awake:
             self.weight_version = None
         return self.weight_version
-
-    def _others_rest(self) -> None:
-        """Offload the other roles according to fsdp.offload; no effect if already offloaded."""
-        for role in self.others:
-            role.rest()
 
     def _batch(self, prompts: PromptBatch, generated: Generated) -> RolloutBatch:
         assert self.weight_version is not None

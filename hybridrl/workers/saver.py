@@ -1,31 +1,29 @@
 """Saver: writes and loads the training state of all roles of its process."""
 
+import json
 import logging
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.files import STATE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.mesh import device_of
-from hybridrl.distributed.rng_state import rng_state, set_rng_state
-from hybridrl.distributed.storage.checkpoint import (
-    StoredState,
-    StoredTensor,
-    differences,
-    load_in_place,
-)
+from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.distributed.storage.saving import Saver, SaveResult
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.distributed.torch_compat import local_tensor
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +52,7 @@ class SaverWorker(Worker):
         self.saver = Saver(self.device)
         self.roles: dict[str, Worker] = {}
         self.noted: dict[str, Tensor] = {}
+        self.saving: Future[SaveResult] | None = None
 
     def connect(self, roles: dict[str, Worker]) -> None:
         """Store the roles, and begin to allocate host memory for their state with moments."""
@@ -61,7 +60,8 @@ class SaverWorker(Worker):
         if not self.config.prepares:
             return
         tensors = [tensor for role in self.roles for tensor in self._state(role).values()]
-        self.saver.staging.prepare(WITH_MOMENTS * sum(map(_local_bytes, tensors)))
+        num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
+        self.saver.staging.prepare(WITH_MOMENTS * num_bytes)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def note_generators(self) -> None:
@@ -73,14 +73,11 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def begin_save(self, folder: str) -> None:
-        """Copy the state to host memory and begin to write it; a collective.
+        """Copy the state to host memory and begin to write it to folder/state; a collective.
 
         The host memory is reused by each save and has the size of this rank's state.
-
-        Args:
-            folder: folder of the checkpoint; shards are written to its state/.
         """
-        assert not self.saver.is_writing, "one save at a time"
+        assert self.saving is None or self.saving.done(), "one save at a time"
         start = time.perf_counter()
         staging = self.saver.staging
         staging.clear()
@@ -93,50 +90,42 @@ class SaverWorker(Worker):
         blocked_s = time.perf_counter() - start
         gib = staging.num_bytes / 2**30
         logger.info("%.2f GiB of training state copied in %.2f s", gib, blocked_s)
-        self.saver.begin(Path(folder), STATE, blocked_s)
+        self.saving = self.saver.begin(Path(folder), STATE, blocked_s)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def poll_save(self) -> SaveResult | None:
-        """Return the result of the last save on this rank; None while it runs.
-
-        Raises:
-            RuntimeError: it failed, not because of a disk.
-        """
-        return self.saver.poll()
+        """Return the result of the last save on this rank, None while it runs."""
+        assert self.saving is not None, "no save has begun"
+        return self.saving.result() if self.saving.done() else None
 
     @on_all_ranks(Dispatch.BROADCAST)
     def finish_save(self) -> SaveResult:
         """Wait for the last save; return its result on this rank."""
-        while True:
-            self.saver.wait(LOOK_S)
-            result = self.saver.poll()
-            if result is not None:
-                return result
+        assert self.saving is not None, "no save has begun"
+        while not wait([self.saving], LOOK_S).done:
             position.at("MiB written", self.saver.written >> 20)
+        return self.saving.result()
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load(self, folder: str) -> list[str]:
-        """Load the state of a checkpoint, written by any number of ranks; a collective.
-
-        Args:
-            folder: folder of the checkpoint.
-
-        Returns:
-            Differences from the saved state, a sentence each.
+        """Load a checkpoint of any number of ranks; return differences from it, a sentence each.
 
         Raises:
             ConfigError: the roles do not train what the checkpoint holds.
             DamagedCheckpoint: parts of a tensor are missing.
         """
-        state = Path(folder) / STATE
-        found = StoredState(state)
-        stored = found.tensors
+        stored = StoredState(Path(folder) / STATE)
         self._check(folder, stored)
         for name in self.roles:
             with self._expecting(name, stored) as tensors:
-                if tensors:
-                    load_in_place(tensors, state, self.saver.group)
-        return self._roles_left_out(stored) + self._load_generators(found)
+                stored.load(tensors)
+        saved = dict.fromkeys(k.partition(".")[0] for k in stored.tensors if not k.startswith(RNG))
+        notes = [
+            f"the state of {name} in the checkpoint is not used: the run has no such role"
+            for name in saved
+            if name not in self.roles
+        ]
+        return notes + self._load_generators(stored)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_generators(self, folder: str) -> None:
@@ -145,8 +134,7 @@ class SaverWorker(Worker):
 
     def close(self) -> None:
         """Wait briefly for a running save; `finish_save` waits for its end."""
-        self.saver.wait(CLOSE_S)
-        if self.saver.is_writing:
+        if self.saving is not None and not wait([self.saving], CLOSE_S).done:
             logger.warning("a checkpoint is left unfinished after %g s", CLOSE_S)
 
     def _state(self, name: str) -> dict[str, Tensor]:
@@ -154,20 +142,20 @@ class SaverWorker(Worker):
         return {f"{name}.{key}": tensor for key, tensor in state.items()}
 
     @contextmanager
-    def _expecting(self, name: str, stored: dict[str, StoredTensor]) -> Iterator[dict[str, Tensor]]:
+    def _expecting(self, name: str, stored: StoredState) -> Iterator[dict[str, Tensor]]:
         """Return a role's state, with optional entries as in the checkpoint."""
         role, prefix = self.roles[name], f"{name}."
         with role.state_on_device():
-            keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
-            role.expect_state(keys)
+            keys = [key for key in stored.tensors if key.startswith(prefix)]
+            role.expect_state({key.removeprefix(prefix) for key in keys})
             yield self._state(name)
 
-    def _check(self, folder: str, stored: dict[str, StoredTensor]) -> None:
+    def _check(self, folder: str, stored: StoredState) -> None:
         """Reject a checkpoint of other models or roles before loading."""
         problems = []
         for name in self.roles:
             with self._expecting(name, stored) as state:
-                found = differences(state, stored, f"{name}.") if state else []
+                found = differences(state, stored.tensors, f"{name}.") if state else []
             if found:
                 listed = "\n".join(found)
                 problems.append(
@@ -177,14 +165,6 @@ class SaverWorker(Worker):
                 )
         if problems:
             raise ConfigError(*problems)
-
-    def _roles_left_out(self, stored: dict[str, StoredTensor]) -> list[str]:
-        there = dict.fromkeys(key.partition(".")[0] for key in stored if not key.startswith(RNG))
-        return [
-            f"the state of {name} in the checkpoint is not used: the run has no such role"
-            for name in there
-            if name not in self.roles
-        ]
 
     def _load_generators(self, state: StoredState) -> list[str]:
         there = len({key.split(".")[1] for key in state.tensors if key.startswith(RNG)})
@@ -200,6 +180,32 @@ class SaverWorker(Worker):
         return []
 
 
-def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.itemsize
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Return states of random generators, uint8 on CPU: python and numpy as JSON, torch raw."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": _as_tensor(random.getstate()),
+        "numpy": _as_tensor([kind, np.asarray(keys).tolist(), *rest]),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore generators; a generator without a state does not change."""
+    version, internal, gauss = _as_json(states["python"])
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(_as_json(states["numpy"])))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _as_tensor(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _as_json(content: Tensor) -> list:
+    return json.loads(bytes(content.tolist()))

@@ -9,7 +9,7 @@ from composing import REPO, composed, examined, problems
 
 from hybridrl.config.choices import KLEstimator
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
-from hybridrl.workers.token_losses import TokenLosses
+from hybridrl.workers.actor import token_loss
 
 PAGE = (REPO / "docs" / "algorithms.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")]
@@ -45,7 +45,7 @@ def test_the_loss_of_ones_own_works_as_written(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     overrides = shlex.split(command.replace("\\\n", " "))[3:]
     assert problems("hardware=cpu", *overrides) == []
-    loss = TokenLosses(examined(["hardware=cpu", *overrides]).config.algorithm.loss)
+    loss, tensors = token_loss(examined(["hardware=cpu", *overrides]).config.algorithm.loss)
     fields = {
         "log_probs": torch.tensor([2.0, 1.0]).log(),
         "old_log_probs": torch.zeros(2),
@@ -53,6 +53,6 @@ def test_the_loss_of_ones_own_works_as_written(tmp_path, monkeypatch):
         "response_mask": torch.tensor([True, True]),
         "sequence_id": torch.tensor([0, 0]),
     }
-    values, sums = loss.of_tokens(fields)
+    values, sums = loss(**{name: fields[name] for name in tensors})
     torch.testing.assert_close(values, torch.tensor([-6.0, 1.0]))
     assert float(sums["ratio"]) == pytest.approx(3.0)

@@ -17,8 +17,7 @@ from torch import distributed as dist
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.shardable import Piece, Shardable
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 WORKER = "controller_roles.Adder"
 

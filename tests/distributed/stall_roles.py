@@ -11,8 +11,7 @@ from torch import distributed as dist
 
 from hybridrl.distributed import position
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from tests.reshard_ranks import Side
 
 

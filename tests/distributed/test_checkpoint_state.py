@@ -14,8 +14,7 @@ from hybridrl.distributed.storage.checkpoint import (
     differences,
 )
 from hybridrl.distributed.storage.safetensors_file import DTYPES
-from hybridrl.distributed.storage.shard_files import shards_header
-from hybridrl.distributed.storage.staging import Staging
+from hybridrl.distributed.storage.saving import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks
 from tests.tiny_hf import tiny_folder
@@ -202,8 +201,8 @@ def test_shapes_and_dtypes_are_compared():
     }
     state = {"a.x": torch.zeros(3, 2), "a.y": torch.zeros(4)}
     assert differences(state, stored, "a.") == [
-        "differs: a.x has the shape (2, 3) there and (3, 2) here, "
-        "a.y is torch.bfloat16 there and torch.float32 here"
+        "differs: a.x is torch.float32 (2, 3) there and torch.float32 (3, 2) here, "
+        "a.y is torch.bfloat16 (4,) there and torch.float32 (4,) here"
     ]
     many = {f"a.{number}": torch.zeros(()) for number in range(8)}
     assert differences(many, {}, "a.") == ["lacks a.0, a.1, a.2, a.3, a.4 and 3 more"]
@@ -226,9 +225,7 @@ def test_every_kind_of_tensor_survives(tmp_path):
     for tensor in state.values():
         tensor.zero_()
     with (tmp_path / "file.safetensors").open("wb") as file:
-        file.write(shards_header(staging.shards))
-        for shard in staging.shards.values():
-            file.writelines(staging.contents(shard))
+        file.writelines(staging.file(staging.shards))
     assert_same(load_file(tmp_path / "file.safetensors"), expected)
     assert_same(read_whole(tmp_path, ""), expected)
 

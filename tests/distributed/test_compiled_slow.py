@@ -42,7 +42,7 @@ def compiled_and_eager(folder, lora_rank):
             move_away(actor)
         grads = []
         for max_tokens in BUDGETS:
-            training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
+            training = Training(actor.optimizer, actor.policy_loss, spec)
             (mini,) = my_part(training_batch(), 8, max_tokens)[1].mini_batches()
             training.accumulate_gradients(*mini)
             full = [p.grad.full_tensor().flatten() for p in actor.optimizer.parameters]

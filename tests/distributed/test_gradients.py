@@ -36,7 +36,7 @@ def gradients(worker, loss, max_tokens):
         partition=partitioner_for(worker.config.fsdp),
     )
     (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
-    training = Training(worker.model, worker.optimizer, loss, worker.device, worker.config.fsdp)
+    training = Training(worker.optimizer, loss, worker.config.fsdp)
     training.accumulate_gradients(*mini)
     full = {name: p.grad.full_tensor() for name, p in worker.model.named_parameters()}
     worker.optimizer.adamw.zero_grad()

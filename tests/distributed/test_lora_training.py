@@ -7,9 +7,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import Accumulation
-from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy
+from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.lora import checkpoint_parameters
 from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.storage.export import adapter_state_dict
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.training import Training
@@ -47,7 +48,7 @@ def dealt(batch, spec, mini_batch_size, max_tokens=30):
 
 def gradients(actor, spec):
     (mini,) = dealt(training_batch(), spec, 8)[1].mini_batches()
-    training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
+    training = Training(actor.optimizer, actor.policy_loss, spec)
     training.accumulate_gradients(*mini)
     found = {
         name: param.grad.full_tensor()

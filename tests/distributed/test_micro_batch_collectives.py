@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hybridrl.config.choices import Accumulation
-from hybridrl.distributed.accumulation import begin_micro_batch
+from hybridrl.distributed.fsdp import begin_micro_batch
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from tests.distributed.launch import run_on_ranks

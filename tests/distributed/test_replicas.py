@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hybridrl.config.choices import Offload
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.training import Optimizer
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import fsdp_config, optim_config
 

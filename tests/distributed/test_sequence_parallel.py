@@ -66,7 +66,7 @@ class Run:
             .shard(self.shards)[self.shard]
             .mini_batches()
         )
-        training = Training(worker.model, worker.optimizer, loss, worker.device, worker.config.fsdp)
+        training = Training(worker.optimizer, loss, worker.config.fsdp)
         training.accumulate_gradients(*mini)
         named = worker.model.named_parameters()
         full = {name: p.grad.full_tensor().cpu() for name, p in named}

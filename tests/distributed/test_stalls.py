@@ -19,7 +19,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import build_roles
-from hybridrl.distributed.collectives import NO_LIMIT
+from hybridrl.distributed.mesh import NO_LIMIT
 
 LIMIT_S = 4.0
 

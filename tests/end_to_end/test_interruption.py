@@ -130,7 +130,7 @@ def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(tmp_path):
 
 FAILING = """
 from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, on_all_ranks
 
 
 class Failing(ActorWorker):

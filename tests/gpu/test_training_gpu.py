@@ -119,7 +119,7 @@ def train_step(folder, dtype, replicas, activation_checkpointing, compile_layers
 
     grads = []
     for max_tokens in (18, 30, 1000):
-        training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
+        training = Training(actor.optimizer, actor.policy_loss, spec)
         (mini,) = mine(training_batch(), 8, max_tokens)[1].mini_batches()
         training.accumulate_gradients(*mini)
         named = actor.model.named_parameters()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.distributed.forward.log_probs import Entropy, KeptLogits, token_log_probs
+from hybridrl.distributed.forward.log_probs import Entropy, token_log_probs
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 23, 8, 101, 0.7
 GENERATOR = torch.Generator().manual_seed(0)
@@ -19,7 +19,7 @@ def new_head():
     return nn.Linear(HIDDEN, VOCAB, bias=False)
 
 
-def chunked(head, states, chunk_tokens, entropy, keep=KeptLogits.none):
+def chunked(head, states, chunk_tokens, entropy, keep_logits=False):
     return token_log_probs(
         states,
         TARGETS,
@@ -27,7 +27,7 @@ def chunked(head, states, chunk_tokens, entropy, keep=KeptLogits.none):
         temperature=TEMPERATURE,
         chunk_tokens=chunk_tokens,
         entropy=entropy,
-        keep=keep,
+        keep_logits=keep_logits,
     )
 
 
@@ -60,7 +60,7 @@ def test_uniform_distribution_has_closed_forms():
         temperature=1.0,
         chunk_tokens=4,
         entropy=Entropy.report,
-        keep=KeptLogits.none,
+        keep_logits=False,
     )
     log_v = torch.tensor(float(VOCAB)).log().expand(TOKENS)
     torch.testing.assert_close(log_probs, -log_v)
@@ -93,7 +93,7 @@ def test_no_response_tokens():
         temperature=1.0,
         chunk_tokens=5,
         entropy=Entropy.report,
-        keep=KeptLogits.none,
+        keep_logits=False,
     )
     assert empty.log_probs.shape == (0,)
     empty.log_probs.sum().backward()
@@ -130,10 +130,10 @@ def test_all_logits_never_exist_at_one_time():
 @pytest.mark.parametrize("entropy", [Entropy.report, Entropy.differentiate])
 def test_kept_logits_give_the_gradients_of_recomputed_ones(entropy):
     found = []
-    for keep in KeptLogits:
+    for keep_logits in (False, True):
         states = STATES.to(torch.bfloat16).requires_grad_()
         head = new_head().to(torch.bfloat16)
-        result = chunked(head, states, 5, entropy, keep)
+        result = chunked(head, states, 5, entropy, keep_logits)
         (WEIGHTS[0] * result.log_probs).sum().backward()
         found.append((result.log_probs, states.grad, head.weight.grad))
     for one, other in zip(*found, strict=True):
@@ -155,7 +155,7 @@ def test_chunks_of_bfloat16_add_up_in_float32():
 
 def test_kept_logits_cannot_be_used_twice():
     states, head = STATES.to(torch.bfloat16).requires_grad_(), new_head().to(torch.bfloat16)
-    total = chunked(head, states, 5, Entropy.report, KeptLogits.all).log_probs.sum()
+    total = chunked(head, states, 5, Entropy.report, True).log_probs.sum()
     total.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="overwritten"):
         total.backward()

@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config.choices import LRSchedule
 from hybridrl.config.schema import OptimConfig
-from hybridrl.workers.optimizer import learning_rate
+from hybridrl.workers.training import learning_rate
 
 
 def optim(schedule, warmup_steps=0, min_lr_ratio=0.0):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.weights import CheckpointWeights, empty_model
+from hybridrl.distributed.weights import empty_model, stored_weights
 from tests.tiny_hf import tiny_folder
 
 FORMS = {
@@ -62,14 +62,14 @@ def test_parts_are_those_of_what_transformers_loads(form, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = dict(model.named_parameters())
     shapes = {name: param.shape for name, param in expected.items()}
-    weights = CheckpointWeights(folder, shapes, tied=model.config.tie_word_embeddings)
+    weights = stored_weights(folder, shapes, tied=model.config.tie_word_embeddings)
     for name, param in expected.items():
         whole = (slice(None),) * (param.ndim - 1)
-        rows = [weights.part(name, param.shape, (slice(*part), *whole)) for part in _cuts(param, 0)]
+        rows = [weights[name][(slice(*part), *whole)] for part in _cuts(param, 0)]
         assert torch.equal(torch.cat(rows).float(), param), name
         if param.ndim == 2:
             cuts = [(slice(None), slice(*part)) for part in _cuts(param, 1)]
-            columns = [weights.part(name, param.shape, cut) for cut in cuts]
+            columns = [weights[name][cut] for cut in cuts]
             assert torch.equal(torch.cat(columns, 1).float(), param), name
 
 
@@ -88,4 +88,4 @@ def test_weights_that_a_folder_lacks_or_has_in_another_shape_are_named(tmp_path)
     empty = empty_model(AutoModelForCausalLM, folder)
     shapes = {name: param.shape for name, param in empty.named_parameters()}
     with pytest.raises(ConfigError, match=r"lacks 2 of its weights: lm_head\.weight, model\.norm"):
-        CheckpointWeights(folder, shapes, tied=False)
+        stored_weights(folder, shapes, tied=False)

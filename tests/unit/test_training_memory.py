@@ -16,10 +16,9 @@ from hybridrl.config.choices import Accumulation, DType
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.training_memory import TrainingMemory, Workload, kept_by_layer
 from hybridrl.distributed.forward import attention, log_probs
-from hybridrl.distributed.forward.log_probs import Entropy, KeptLogits
+from hybridrl.distributed.forward.log_probs import Entropy, Rows
 from hybridrl.distributed.forward.packing import Packed
-from hybridrl.distributed.forward.softmax_rows import Rows
-from hybridrl.distributed.forward.token_models import TokenLogProbs, TokenValues
+from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
 from hybridrl.distributed.fsdp import _checkpoint_activations
 from tests.allocations import Allocations
 from tests.role_configs import fsdp_config
@@ -112,8 +111,10 @@ def without_weights(parts):
     return sum(parts.get(name, 0) for name in names)
 
 
-def root_of(lm, has_head, keep):
-    root = TokenLogProbs(lm, CHUNK, keep) if has_head else TokenValues(lm.model)
+def root_of(lm, has_head, keep_logits):
+    root = ScalarModel(lm.model, bias=True)
+    if has_head:
+        root = TokenLogProbs(lm, CHUNK, keep_logits=keep_logits)
     for param in root.parameters():  # as FSDP2, which reduces them at once
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     return root
@@ -129,8 +130,7 @@ def answers(root, has_head):
 @pytest.mark.parametrize("config", [QWEN, WIDE], ids=["qwen", "wide"])
 def test_peak_of_an_update_is_predicted_to_15_percent(config, checkpointing, has_head):
     with FakeTensorMode():
-        keep = KeptLogits.none if checkpointing else KeptLogits.all
-        root = root_of(model(config, checkpointing), has_head, keep)
+        root = root_of(model(config, checkpointing), has_head, not checkpointing)
         with Allocations() as counted:
             counted.ignore(*root.parameters(), *root.buffers())
             loss = answers(root, has_head).sum()
@@ -145,7 +145,7 @@ def test_peak_of_an_update_is_predicted_to_15_percent(config, checkpointing, has
 @pytest.mark.parametrize("config", [QWEN, WIDE], ids=["qwen", "wide"])
 def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     with FakeTensorMode(), torch.no_grad():
-        root = root_of(model(config), has_head, KeptLogits.all)
+        root = root_of(model(config), has_head, True)
         with Allocations() as counted:
             counted.ignore(*root.parameters(), *root.buffers())
             answers(root, has_head)
@@ -225,6 +225,6 @@ def test_scoring_keeps_no_logits():
                 temperature=1.0,
                 chunk_tokens=CHUNK,
                 entropy=Entropy.omit,
-                keep=KeptLogits.all,
+                keep_logits=True,
             )
     assert counted.peak == pytest.approx(CHUNK * 50_000 * 2, rel=0.01)

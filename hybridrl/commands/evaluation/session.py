@@ -26,7 +26,7 @@ from hybridrl.trainer.evaluate import Scored, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.sampling import request_of
-from hybridrl.workers.policy import PolicyConfig
+from hybridrl.workers.reference import PolicyConfig
 
 COMPLETIONS = "completions.jsonl"
 # Responses per call, in units of those that the engines decode together. A larger value leaves

@@ -58,14 +58,13 @@ def _serve(reading: int, folder: Path) -> None:
 def _write(folder: Path, rank: str) -> None:
     if "torch" not in sys.modules:
         return
-    from hybridrl.distributed.torch_compat import gloo_trace, nccl_trace
+    from hybridrl.distributed.torch_compat import flight_records
 
-    content = nccl_trace()
-    if content is not None and pickle.loads(content)["entries"]:
-        _write_whole(folder / f"{NCCL_PREFIX}{rank}", content)
-    content = gloo_trace()
-    if content is not None:
-        record = pickle.loads(content)
+    nccl, gloo = flight_records()
+    if nccl is not None and pickle.loads(nccl)["entries"]:
+        _write_whole(folder / f"{NCCL_PREFIX}{rank}", nccl)
+    if gloo is not None:
+        record = pickle.loads(gloo)
         if record["entries"]:
             text = json.dumps(record, indent=1, default=str)
             _write_whole(folder / f"{GLOO_PREFIX}{rank}.json", text.encode())

@@ -10,6 +10,7 @@ sequences.
 import functools
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,10 +34,7 @@ GROUPED_QUERY: dict[str, Any] = (
 
 
 def register_packed_attention() -> None:
-    """Register `attn_implementation="hybridrl_packed"` in transformers.
-
-    Without a mask function of that name, transformers builds no mask.
-    """
+    """Register attn_implementation="hybridrl_packed"; transformers then builds no mask."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
@@ -52,10 +50,9 @@ def packed_attention(
     """Compute causal attention within each packed sequence, with transformers' signature.
 
     Args:
-        module: the attention layer; unused.
+        module, attention_mask: unused; there must be no mask.
         query: [1, H, N, D].
         key, value: [1, K, N, D]; H is a multiple of K.
-        attention_mask: must be None.
         scaling: factor on the scores; None: D ** -0.5.
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are required; sliding_window is the
             number of visible tokens, itself included. With sequence_group the tokens are this
@@ -77,30 +74,24 @@ def packed_attention(
     group = kwargs.get("sequence_group")
     if group is not None:
         q, k, v = heads_of_all_tokens(q, k, v, kwargs["num_shared_tokens"], group)
-    output = attend(
-        q,
-        k,
-        v,
-        kwargs["cu_seq_lens_q"],
-        kwargs["max_length_q"],
-        scaling,
-        kwargs.get("sliding_window"),
-    )
+    bounds = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    output = attend((q, k, v), bounds, scaling, kwargs.get("sliding_window"))
     if group is not None:
         output = tokens_of_all_heads(output, query.shape[2], group)
     return output[None], None
 
 
 @functools.cache
-def warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
-    """Warn once that FlashAttention does not support these tensors."""
-    logger.warning(
-        "attention pads: FlashAttention supports bfloat16 and head sizes that are multiples of 8 "
-        "up to 256, not %s with head size %d. Every layer computes pad tokens; set "
-        "fsdp.param_dtype=bfloat16 if the model allows",
-        dtype,
-        head_size,
-    )
+def warn_of_padding(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
+    """Warn once if FlashAttention does not support such tensors on this GPU."""
+    if device.type == "cuda" and not has_kernel(device, dtype, head_size):
+        logger.warning(
+            "attention pads: FlashAttention supports bfloat16 and head sizes that are multiples of "
+            "8 up to 256, not %s with head size %d. Every layer computes pad tokens; set "
+            "fsdp.param_dtype=bfloat16 if the model allows",
+            dtype,
+            head_size,
+        )
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -110,44 +101,35 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
 
 
 def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    max_length: int,
-    scaling: float | None,
-    sliding_window: int | None,
+    qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute attention with the kernel for packed sequences; tensors are [N, heads, D]."""
+    """Compute attention of tensors [N, heads, D] with the kernel for packed sequences.
+
+    `bounds` are cu_seq_lens and the longest length; a window is of visible tokens.
+    """
+    cu_seq_lens, max_length = bounds
     return varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
+        *(x.contiguous() for x in qkv),
         cu_seq_lens,
         cu_seq_lens,
         max_length,
         max_length,
         scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_QUERY,
     )
 
 
 def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    max_length: int,
-    scaling: float | None,
-    sliding_window: int | None,
+    qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute the same with padding to [B, heads, T, D]; tensors are [N, heads, D].
+    """Compute the same with padding to [B, heads, T, D].
 
     Padding is right of each sequence, where causal attention never reads.
     """
+    cu_seq_lens, max_length = bounds
     num_sequences = cu_seq_lens.shape[0] - 1
-    position = torch.arange(query.shape[0], device=query.device)
+    position = torch.arange(qkv[0].shape[0], device=qkv[0].device)
     sequence = torch.bucketize(position, cu_seq_lens[1:], right=True)
     slot = sequence * max_length + position - cu_seq_lens[sequence]
 
@@ -155,16 +137,14 @@ def _padded(
         padded = x.new_zeros(num_sequences * max_length, *x.shape[1:]).index_copy(0, slot, x)
         return padded.view(num_sequences, max_length, *x.shape[1:]).transpose(1, 2)
 
-    window = None
-    if sliding_window is not None and sliding_window < max_length:
-        ones = torch.ones(max_length, max_length, dtype=torch.bool, device=query.device)
-        window = ones.tril() & ones.triu(1 - sliding_window)
+    mask = None
+    if window is not None and window < max_length:
+        ones = torch.ones(max_length, max_length, dtype=torch.bool, device=slot.device)
+        mask = ones.tril() & ones.triu(1 - window)
     output = scaled_dot_product_attention(
-        pad(query),
-        pad(key),
-        pad(value),
-        attn_mask=window,
-        is_causal=window is None,
+        *(pad(x) for x in qkv),
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=True,
     )

@@ -1,6 +1,6 @@
 """Log-probs and entropies of tokens, without all logits in float32 at once.
 
-Shapes:  R = response tokens   H = hidden size   V = vocabulary
+Shapes:  R = response tokens   C = tokens of a chunk   H = hidden size   V = vocabulary
 Units:   nats
 
 [R, V] in float32 is by far the largest tensor of a naive update (16,384 tokens of a 152 k
@@ -10,6 +10,10 @@ compute dtype. Backward recomputes them or, if memory allows, uses kept ones:
     forward    logits = hidden W^T        one pass: log Z, log p, entropy of each row
     backward   logits again, or kept      one pass over them: their gradient, in place
                d hidden = gradient W      d W += gradient^T hidden, in float32
+
+With x = logits / temperature, p = softmax(x) and log Z = log sum exp x. Logits may be bfloat16;
+everything else is float32. On a GPU each pass is one kernel (softmax_kernels.py); on a CPU the
+formulas are plain torch.
 """
 
 from enum import Enum
@@ -17,8 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from hybridrl.distributed.forward.softmax_rows import Rows, logits_gradient_, softmax_rows
 
 
 class Entropy(Enum):
@@ -29,20 +31,8 @@ class Entropy(Enum):
     differentiate = "differentiate"
 
 
-class KeptLogits(Enum):
-    """Logits kept for backward: none, or all in the compute dtype."""
-
-    none = "none"
-    all = "all"
-
-
 class ResponseLogProbs(NamedTuple):
-    """Result of a forward pass for the response tokens.
-
-    Attributes:
-        log_probs: [R] float32, log pi of each token.
-        entropy: [R] float32, of each token's distribution; None if omitted.
-    """
+    """Log pi of each response token, [R] float32, and the entropy of its distribution, if asked."""
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -56,23 +46,19 @@ def token_log_probs(
     temperature: float,
     chunk_tokens: int,
     entropy: Entropy,
-    keep: KeptLogits,
+    keep_logits: bool,
 ) -> ResponseLogProbs:
     """Compute log-probs of `targets` under softmax(hidden @ weight.T / temperature), in chunks.
 
     Args:
-        hidden: [R, H], states that predict the tokens.
-        targets: [R] int64.
+        hidden, targets: [R, H], states that predict the tokens; [R] int64.
         weight: [V, H] of the language-modelling head, in the dtype of `hidden`.
-        temperature: divides the logits, > 0.
-        chunk_tokens: tokens whose logits are computed at one time.
-        entropy: omit it, report it, or return it with gradient.
-        keep: logits to keep for backward; float32 logits are never kept.
+        keep_logits: keep all logits for backward; float32 logits are never kept.
     """
-    if not torch.is_grad_enabled():
-        keep = KeptLogits.none  # a Function cannot detect it: its inputs require gradients anyway
+    # A Function cannot detect it: its inputs require gradients anyway.
+    keeps = keep_logits and torch.is_grad_enabled() and hidden.dtype != torch.float32
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, targets, temperature, chunk_tokens, entropy, keep
+        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps
     )
     return ResponseLogProbs(log_probs, None if entropy is Entropy.omit else entropies)
 
@@ -89,10 +75,9 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         entropy: Entropy,
-        keep: KeptLogits,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         parts, kept = [], []
-        keeps = keep is KeptLogits.all and hidden.dtype != torch.float32
         for states, ids in zip(
             hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
         ):
@@ -143,14 +128,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:
-    """Return total + gradient.T @ states, [V, H], in float32 if there are several chunks.
-
-    Args:
-        total: total of the earlier chunks; overwritten.
-        gradient: [C, V].
-        states: [C, H].
-        num_tokens: tokens of all chunks.
-    """
+    """Return total + gradient.T @ states, [V, H], in float32 if there are several chunks."""
     if total is None and (gradient.dtype == torch.float32 or len(states) == num_tokens):
         return gradient.T @ states
     if not gradient.is_cuda:
@@ -159,3 +137,57 @@ def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tok
     if total is None:
         return torch.mm(gradient.T, states, out_dtype=torch.float32)
     return torch.addmm(total, gradient.T, states, out_dtype=torch.float32, out=total)
+
+
+class Rows(NamedTuple):
+    """Result of forward for each row, [C] float32: log p[target], log Z, and -sum p log p."""
+
+    log_probs: Tensor
+    log_z: Tensor
+    entropy: Tensor
+
+
+def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> Rows:
+    """Compute each row's log-prob of the target, log Z and entropy; logits are contiguous."""
+    if logits.is_cuda:
+        from hybridrl.distributed.forward import softmax_kernels
+
+        return Rows(*softmax_kernels.softmax_rows(logits, targets, temperature))
+    x = logits.float().div(temperature)
+    log_z = x.logsumexp(dim=-1)
+    # Not H = log Z - sum p x: there an error of log Z is multiplied by |x|.
+    log_p = x.sub_(log_z[:, None])
+    log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    entropy = -log_p.exp().mul_(log_p).sum(-1)
+    return Rows(log_probs, log_z, entropy)
+
+
+def logits_gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    rows: Rows,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Overwrite the logits, [C, V] contiguous, with their gradient and return them.
+
+    d log p[t] / d x_j = [j = t] - p_j          d H / d x_j = -p_j (log p_j + H)
+
+    `grad_entropy` is None if the entropy has no gradient.
+    """
+    if logits.is_cuda:
+        from hybridrl.distributed.forward import softmax_kernels
+
+        return softmax_kernels.logits_gradient_(
+            logits, targets, rows.log_z, rows.entropy, grad_log_probs, grad_entropy, temperature
+        )
+    log_p = logits.float().div(temperature).sub_(rows.log_z[:, None])
+    p = log_p.exp()
+    if grad_entropy is None:
+        gradient = p * -grad_log_probs[:, None]
+    else:
+        of_entropy = log_p.add_(rows.entropy[:, None]).mul_(grad_entropy[:, None])
+        gradient = of_entropy.add_(grad_log_probs[:, None]).mul_(p).neg_()
+    gradient.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
+    return logits.copy_(gradient.div_(temperature))

@@ -22,12 +22,9 @@ class States(Enum):
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Position of a rank's tokens in a packed input that several ranks share.
+    """Position of a rank's tokens in a packed input of N tokens that several ranks share.
 
-    Attributes:
-        group: the ranks that share the input.
-        num_tokens: N, tokens of the whole input.
-        num_responses: number of requested states on each rank.
+    `num_responses` is the number of requested states on each rank.
     """
 
     group: SequenceGroup
@@ -48,9 +45,8 @@ class Packed:
             predicts it. With States.last R = B, the position of each response's last token.
         response_ids: [R] int64, response tokens in the order of the batch; with States.last the
             last ones.
-        shard: None if one rank has the whole input. Otherwise input_ids, position_ids, state_index
-            and response_ids are those of this rank's shard, and state_index counts within it;
-            cu_seq_lens and max_length are those of the whole input.
+        shard: None if one rank has the whole input. Otherwise cu_seq_lens and max_length are those
+            of the whole input, all else is this rank's shard; state_index counts within it.
     """
 
     input_ids: Tensor

@@ -18,6 +18,7 @@ Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,20 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridrl.distributed.torch_compat import group_named, tagged_group
-
-TAG = "hybridrl_sequence"
+from hybridrl.distributed.torch_compat import group_named
 
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Group of ranks that share sequences.
-
-    Attributes:
-        name: name of the process group, for operators.
-        size: number of ranks, U > 1.
-        rank: this rank's number in the group.
-    """
+    """Group of ranks that share sequences: its name for operators, U > 1, this rank's number."""
 
     name: str
     size: int
@@ -49,24 +42,17 @@ class SequenceGroup:
 def sequence_group(size: int) -> SequenceGroup | None:
     """Return this rank's group of `size` consecutive global ranks; a collective over all ranks.
 
-    All roles of a process share one group and its communication buffers: torch keeps it under a tag
-    until the default group is destroyed.
-
-    Args:
-        size: fsdp.ulysses_size, a divisor of the number of ranks.
-
-    Returns:
-        The group; None for groups of one.
+    All roles of a process share one group and its communication buffers. None for groups of one.
     """
     if size == 1:
         return None
-    world = dist.get_world_size()
-    assert world % size == 0, (world, size)
-    ranks = [list(range(start, start + size)) for start in range(0, world, size)]
-    own, rank = divmod(dist.get_rank(), size)
-    group = tagged_group(ranks, own, TAG)
-    assert dist.get_process_group_ranks(group) == ranks[own]
-    return SequenceGroup(group.group_name, size, rank)
+    return _sequence_group(size, dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _sequence_group(size: int, world: ProcessGroup) -> SequenceGroup:
+    group, _ = dist.new_subgroups(size)
+    return SequenceGroup(group.group_name, size, world.rank() % size)
 
 
 def shard_sizes(num_tokens: int, num_ranks: int) -> list[int]:
@@ -83,14 +69,8 @@ def heads_of_all_tokens(
     With fewer key heads than ranks, each is sent to all ranks with a query head of its group. The
     returned gradients are added.
 
-    Args:
-        query: [n, H, D]; U divides H.
-        key, value: [n, K, D]; U divides K or K divides U.
-        num_tokens: N.
-        group: the ranks that share the tokens.
-
-    Returns:
-        [N, h, D] and twice [N, k, D], views.
+    query is [n, H, D], key and value are [n, K, D]; U divides H, and K or K divides U. Returns
+    [N, h, D] and twice [N, k, D], views.
     """
     if key.shape[1] < group.size:
         copies = group.size // key.shape[1]
@@ -99,78 +79,46 @@ def heads_of_all_tokens(
     heads = [block.shape[2] for block in blocks]
     # [n, U, heads, D] -> [U, n, heads, D]: the rows for one rank are adjacent.
     sent = torch.cat(blocks, dim=2).transpose(0, 1).flatten(0, 1)
-    received = tokens_to_heads(sent.flatten(1), num_tokens, group.name)
+    rows = [len(query)] * group.size
+    received = exchange(sent.flatten(1), rows, shard_sizes(num_tokens, group.size), group.name)
     q, k, v = received.unflatten(1, (-1, query.shape[2])).split(heads, dim=1)
     return q, k, v
 
 
 def tokens_of_all_heads(output: Tensor, num_tokens: int, group: SequenceGroup) -> Tensor:
-    """Return all heads of this rank's tokens, from its heads of all tokens.
-
-    Args:
-        output: [N, h, D].
-        num_tokens: n.
-        group: the ranks that share the tokens.
-
-    Returns:
-        [n, H, D].
-    """
-    received = heads_to_tokens(output.flatten(1), group.size * num_tokens, group.name)
+    """Return all heads of this rank's n tokens, [n, H, D], from its heads of all, [N, h, D]."""
+    rows = [num_tokens] * group.size
+    received = exchange(output.flatten(1), shard_sizes(len(output), group.size), rows, group.name)
     by_rank = received.view(group.size, num_tokens, *output.shape[1:])
     return by_rank.transpose(0, 1).flatten(1, 2)
 
 
-@torch.library.custom_op("hybridrl::tokens_to_heads", mutates_args=())
-def tokens_to_heads(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
-    """Exchange [U n, F], whose r-th n rows are for rank r, for [N, F] from all ranks in order.
-
-    Args:
-        rows: rows to send; n is the size of this rank's shard.
-        num_rows: N.
-        group_name: name of the process group.
-    """
+@torch.library.custom_op("hybridrl::exchange", mutates_args=())
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group_name: str) -> Tensor:
+    """Send send[r] rows to rank r, in rank order, and receive receive[r] rows from it."""
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
     group = group_named(group_name)
-    size = group.size()
-    send, receive = [rows.shape[0] // size] * size, shard_sizes(num_rows, size)
-    return _all_to_all(rows, send, receive, group)
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+    return received
 
 
-@torch.library.custom_op("hybridrl::heads_to_tokens", mutates_args=())
-def heads_to_tokens(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
-    """Exchange [N, F], of which each rank gets its shard, for [U n, F], n rows of each rank.
-
-    Args:
-        rows: rows to send.
-        num_rows: U n.
-        group_name: name of the process group.
-    """
-    group = group_named(group_name)
-    size = group.size()
-    send, receive = shard_sizes(rows.shape[0], size), [num_rows // size] * size
-    return _all_to_all(rows, send, receive, group)
+@exchange.register_fake
+def _received(rows: Tensor, send: Sequence[int], receive: Sequence[int], group_name: str) -> Tensor:
+    return rows.new_empty(sum(receive), *rows.shape[1:])
 
 
-@tokens_to_heads.register_fake
-@heads_to_tokens.register_fake
-def _received(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
-    return rows.new_empty(num_rows, rows.shape[1])
+def _remember_way_back(
+    ctx: Any, inputs: tuple[Tensor, Sequence[int], Sequence[int], str], output: Tensor
+) -> None:
+    _, *ctx.way = inputs
 
 
-def _remember_way_back(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:
-    rows, _, ctx.group_name = inputs
-    ctx.num_rows = rows.shape[0]
+def _way_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    send, receive, group_name = ctx.way
+    return exchange(grad, receive, send, group_name), None, None, None
 
 
-def _gradient_of_tokens(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return heads_to_tokens(grad, ctx.num_rows, ctx.group_name), None, None
-
-
-def _gradient_of_heads(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return tokens_to_heads(grad, ctx.num_rows, ctx.group_name), None, None
-
-
-tokens_to_heads.register_autograd(_gradient_of_tokens, setup_context=_remember_way_back)
-heads_to_tokens.register_autograd(_gradient_of_heads, setup_context=_remember_way_back)
+exchange.register_autograd(_way_back, setup_context=_remember_way_back)
 
 
 class GatherSequence(torch.autograd.Function):
@@ -185,18 +133,9 @@ class GatherSequence(torch.autograd.Function):
         """Gather the values; `counts[r]` come from rank r."""
         ctx.counts, ctx.rank = counts, group.rank
         send = [len(values)] * group.size
-        return _all_to_all(values.repeat(group.size), send, counts, group_named(group.name))
+        return exchange(values.repeat(group.size), send, counts, group.name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of this rank's own values."""
         return grads[0].split(ctx.counts)[ctx.rank], None, None
-
-
-def _all_to_all(
-    values: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup
-) -> Tensor:
-    """Exchange rows with all ranks; sent and received rows are in rank order."""
-    received = values.new_empty(sum(receive), *values.shape[1:])
-    dist.all_to_all_single(received, values.contiguous(), list(receive), list(send), group=group)
-    return received

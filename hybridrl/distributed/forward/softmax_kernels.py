@@ -1,4 +1,4 @@
-"""Triton kernels of softmax_rows.py: one pass over the logits in each direction.
+"""Triton kernels of log_probs.py: one pass over the logits in each direction.
 
 Forward has one program per row, with a running maximum m. Relative to m it keeps running sums
 s = sum exp(x - m) and t = sum exp(x - m) x. At the end log Z = m + log s, H = log Z - t / s.
@@ -11,27 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-WARPS = 8
+META = {"BLOCK": BLOCK, "num_warps": 8}
 
 
 def softmax_rows(
     logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p[target], log Z and entropy of each row; see softmax_rows.py."""
+    """Return log p[target], log Z and entropy of each row; see log_probs.py."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
     log_probs, log_z, entropy = logits.new_empty(3, num_rows, dtype=torch.float32)
     if num_rows:
         _forward[(num_rows,)](
-            logits,
-            targets,
-            log_probs,
-            log_z,
-            entropy,
-            vocab,
-            1.0 / temperature,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            logits, targets, log_probs, log_z, entropy, vocab, 1.0 / temperature, **META
         )
     return log_probs, log_z, entropy
 
@@ -45,7 +37,7 @@ def logits_gradient_(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Overwrite the logits with their gradient; see softmax_rows.py."""
+    """Overwrite the logits with their gradient; see log_probs.py."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
     if num_rows:
@@ -59,22 +51,14 @@ def logits_gradient_(
             vocab,
             1.0 / temperature,
             WITH_ENTROPY=grad_entropy is not None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            **META,
         )
     return logits
 
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    logits,
-    targets,
-    log_probs,
-    log_z,
-    entropy,
-    vocab,
-    inverse_temperature,
-    BLOCK: tl.constexpr,
+    logits, targets, log_probs, log_z, entropy, vocab, inverse_temperature, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocab

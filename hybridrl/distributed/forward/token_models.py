@@ -5,38 +5,32 @@ forward. A direct call of the inner model would bypass them, so all computation 
 the forwards here.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybridrl.distributed.forward.attention import has_kernel, warn_of_padding
-from hybridrl.distributed.forward.log_probs import (
-    Entropy,
-    KeptLogits,
-    ResponseLogProbs,
-    token_log_probs,
-)
-from hybridrl.distributed.forward.packing import Packed, SequenceShard
+from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
+from hybridrl.distributed.forward.packing import Packed
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
+from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves
 
 
 class TokenLogProbs(nn.Module):
     """Causal language model that returns log-probs of response tokens.
 
-    Args:
-        lm: the model; its attention must be "hybridrl_packed".
-        chunk_tokens: tokens whose logits are computed at one time.
-        keep: logits to keep for backward.
+    Its attention must be "hybridrl_packed". Logits exist for `chunk_tokens` at one time; backward
+    computes them again or, with `keep_logits`, keeps all.
     """
 
-    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, keep: KeptLogits) -> None:
+    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, *, keep_logits: bool) -> None:
         super().__init__()
         assert lm.get_output_embeddings().bias is None, "a head with bias is not supported"
         self.lm = lm
         self.chunk_tokens = chunk_tokens
-        self.keep = keep
+        self.keep_logits = keep_logits
 
     def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
         """Compute log-probs (and entropies) of response tokens, [R] float32, nats.
@@ -51,71 +45,43 @@ class TokenLogProbs(nn.Module):
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
-            keep=self.keep,
+            keep_logits=self.keep_logits,
         )
-        return ResponseLogProbs(
-            gather_sequence(own.log_probs, packed),
-            None if own.entropy is None else gather_sequence(own.entropy, packed),
-        )
+        return ResponseLogProbs(*(x if x is None else gather_sequence(x, packed) for x in own))
 
 
-class TokenValues(nn.Module):
-    """Backbone of a language model with a scalar head.
+class ScalarModel(nn.Module):
+    """Backbone of a language model with a scalar float32 head: of a critic or a reward model.
 
     Args:
         backbone: the model below its language-modelling head; attention "hybridrl_packed".
+        bias: true for a critic; score heads of transformers' sequence classifiers have none.
     """
 
-    def __init__(self, backbone: PreTrainedModel) -> None:
+    def __init__(self, backbone: PreTrainedModel, *, bias: bool) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(
-            backbone.config.hidden_size, 1, device=backbone.device, dtype=torch.float32
+            backbone.config.hidden_size, 1, bias=bias, device=backbone.device, dtype=torch.float32
         )
 
     def forward(self, packed: Packed) -> Tensor:
-        """Compute V(s_t) of the state that predicts each response token, [R] float32.
+        """Compute the head's number for each requested state, [R] float32.
 
-        If ranks share the input, R counts the response tokens of all of them.
+        It is V(s_t) of the state that predicts each response token; with States.last the score of
+        each response. If ranks share the input, R counts the states of all of them.
         """
-        values = self.head(response_states(self.backbone, packed).float())
+        numbers = self.head(response_states(self.backbone, packed).float())
         # A copy: FSDP2 hooks backward to this output, which must not be a view.
-        return gather_sequence(values.squeeze(-1).clone(), packed)
-
-    def initial_head(self, seed: int) -> dict[str, Tensor]:
-        """Draw the new head's weights from the seed; values start near 0."""
-        hidden_size = self.head.in_features
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
-        return {"head.weight": weight, "head.bias": torch.zeros(1)}
-
-
-class SequenceScores(nn.Module):
-    """Backbone of a language model with the score head of transformers' sequence classifiers.
-
-    Args:
-        backbone: the model below its head; attention "hybridrl_packed".
-    """
-
-    def __init__(self, backbone: PreTrainedModel) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.score = nn.Linear(
-            backbone.config.hidden_size,
-            1,
-            bias=False,
-            device=backbone.device,
-            dtype=torch.float32,
-        )
-
-    def forward(self, packed: Packed) -> Tensor:
-        """Compute the score of each response, [B] float32; packed with States.last."""
-        scores = self.score(response_states(self.backbone, packed).float())
-        return gather_sequence(scores.squeeze(-1), packed)
+        return gather_sequence(numbers.squeeze(-1).clone(), packed)
 
 
 def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
     """Compute the final hidden states of positions packed.state_index, [R, H]."""
+    shard = packed.shard
+    sharing: dict[str, Any] = {}
+    if shard is not None:
+        sharing = {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}
     output = backbone(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -124,13 +90,9 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
         cu_seq_lens_k=packed.cu_seq_lens,
         max_length_q=packed.max_length,
         max_length_k=packed.max_length,
-        **_sharing(packed.shard),
+        **sharing,
     )
-    hidden = output.last_hidden_state[0]
-    head_size = backbone.layers[0].self_attn.head_dim
-    if hidden.is_cuda and not has_kernel(hidden.device, hidden.dtype, head_size):
-        warn_of_padding(hidden.dtype, head_size)
-    return hidden.index_select(0, packed.state_index)
+    return output.last_hidden_state[0].index_select(0, packed.state_index)
 
 
 def gather_sequence(own: Tensor, packed: Packed) -> Tensor:
@@ -140,8 +102,45 @@ def gather_sequence(own: Tensor, packed: Packed) -> Tensor:
     return GatherSequence.apply(own, packed.shard.num_responses, packed.shard.group)
 
 
-def _sharing(shard: SequenceShard | None) -> dict[str, Any]:
-    """Return the arguments of attention for a shared input."""
-    if shard is None:
-        return {}
-    return {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}
+def compile_layer(layer: nn.Module) -> None:
+    """Compile a layer's forward (fsdp.compile): one graph for all layers and packed lengths.
+
+    Call before FSDP2 wraps the layer; its hooks stay outside. The layer maps hidden states, its
+    first argument, to hidden states. The tokens of its tensor arguments are in dim 1, or in their
+    only dim.
+
+    torch.compile generates different code for forwards with and without gradients, and the two
+    round differently. Old log-probs must equal those of the update's first forward bit for bit.
+    Therefore a compiled layer always runs the code with gradients; unneeded saved tensors are
+    dropped. Its input always counts as differentiable; the input of the first layer, from a frozen
+    embedding, is not.
+
+    Token counts, sequence counts and the longest length differ from call to call. They are symbols
+    from the first call on, so nothing is recompiled. A graph break is an error.
+    """
+    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+
+
+def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    # A plain int would first be compiled as a constant; a tensor's size is a symbol at once.
+    sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
+    rest = {name: value for name, value in kwargs.items() if name not in sizes}
+    needs_grad = torch.is_grad_enabled()
+    differentiable = hidden_states.requires_grad
+    states = hidden_states if differentiable else hidden_states.detach().requires_grad_()
+    for leaf in tree_leaves((states, rest)):
+        if isinstance(leaf, Tensor):
+            mark_dynamic(leaf, min(leaf.dim() - 1, 1))
+    for size in sizes.values():
+        mark_dynamic(size, 0)
+    with torch.enable_grad():
+        output = _compiled(layer, states, sizes, rest)
+    return output if needs_grad else output.detach()
+
+
+@torch.compile(fullgraph=True)
+def _compiled(
+    layer: nn.Module, states: Tensor, sizes: dict[str, Tensor], rest: dict[str, Any]
+) -> Tensor:
+    ints = {name: size.shape[0] for name, size in sizes.items()}
+    return type(layer).forward(layer, states, **rest, **ints)

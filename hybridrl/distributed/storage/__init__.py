@@ -1,9 +1,8 @@
-"""Sharded state on disk: checkpoints, exports and the files of a model's weights.
+"""Sharded state on disk: checkpoints and exports.
 
-Save: staging.py (host copy) -> saving.py (thread, torch.distributed.checkpoint) -> shard_files.py
+Save: saving.py (host copy, then files in a thread)
 Load: checkpoint.py, in place under any sharding or whole
-Export: stored_policy.py or distributed/gathering.py -> export.py -> safetensors_file.py
-Initial weights: mapped_weights.py
+Export: export.py, of a checkpoint or of a loaded policy -> safetensors_file.py
 
 Start with saving.py. When a checkpoint is valid, named and kept is decided in checkpoint/.
 """

@@ -1,4 +1,4 @@
-"""Loading of sharded state: in place under any sharding, or whole, without a process group.
+"""Loading of sharded state: in place under any sharding, or whole; without communication.
 
 Files are safetensors in the format of torch.distributed.checkpoint's Hugging Face storage. No other
 file in the folder is opened, so a load never executes code.
@@ -7,24 +7,21 @@ file in the folder is opened, so a load never executes code.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
 
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.distributed import position
+from hybridrl.distributed.torch_compat import local_part
 
 # Number of names that a message lists.
 MAX_NAMED = 5
@@ -36,15 +33,14 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
 
 class StoredState:
-    """Folder of shards; only headers are read before `read`.
+    """Folder of shards, written by any number of ranks; only headers are read at first.
 
-    Args:
-        folder: folder of the shards.
-
-    Attributes:
-        tensors: its tensors, by key.
+    `tensors` are its tensors by key.
 
     Raises:
         DamagedCheckpoint: parts of a tensor are missing.
@@ -67,78 +63,50 @@ class StoredState:
         """Read a whole tensor, on CPU."""
         shape, dtype = self.tensors[key]
         whole = torch.empty(shape, dtype=dtype)
-        for chunk in self._chunks[key]:
-            file = self._files[MetadataIndex(key, chunk.offsets)]
-            if file not in self._opened:
-                self._opened[file] = safe_open(file, framework="pt")
-            place = zip(chunk.offsets, chunk.sizes, strict=True)
-            where = tuple(slice(start, start + length) for start, length in place)
-            whole[where] = self._opened[file].get_tensor(key)
+        self._fill(whole, [0] * len(shape), key)
         return whole
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Fill tensors, or this rank's parts of DTensors; the state is without `differences`."""
+        for number, (key, tensor) in enumerate(state.items(), 1):
+            position.at("loaded tensor", number, len(state))
+            self._fill(*local_part(tensor.detach()), key)
+
+    def _fill(self, part: Tensor, offsets: Sequence[int], key: str) -> None:
+        """Fill the part of a tensor that begins at `offsets`, from all chunks that overlap it."""
+        for chunk in self._chunks[key]:
+            ours, theirs = [], []
+            for start, length, begin, size in zip(
+                offsets, part.shape, chunk.offsets, chunk.sizes, strict=True
+            ):
+                first, end = max(start, begin), min(start + length, begin + size)
+                ours.append(slice(first - start, end - start))
+                theirs.append(slice(first - begin, end - begin))
+            if all(place.start < place.stop for place in ours):
+                file = self._files[MetadataIndex(key, chunk.offsets)]
+                if file not in self._opened:
+                    self._opened[file] = safe_open(file, framework="pt")
+                part[tuple(ours)] = self._opened[file].get_slice(key)[tuple(theirs)]
 
 
 def differences(
     state: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], prefix: str
 ) -> list[str]:
-    """Describe differences between a state and a checkpoint, one text for each kind.
-
-    Args:
-        state: tensors by key.
-        stored: tensors in the checkpoint.
-        prefix: prefix of the keys that must be the same in both.
-    """
+    """Describe differences of keys with a prefix between state and checkpoint, one text a kind."""
     theirs = {key: found for key, found in stored.items() if key.startswith(prefix)}
     ours = {k: StoredTensor(tuple(t.shape), t.dtype) for k, t in state.items()}
-    missing = [key for key in ours if key not in theirs]
-    extra = [key for key in theirs if key not in ours]
-    both = [key for key in ours if key in theirs]
-    shapes = [
-        f"{key} has the shape {theirs[key].shape} there and {ours[key].shape} here"
-        for key in both
-        if theirs[key].shape != ours[key].shape
+    differ = [
+        f"{key} is {theirs[key]} there and {mine} here"
+        for key, mine in ours.items()
+        if key in theirs and theirs[key] != mine
     ]
-    dtypes = [
-        f"{key} is {theirs[key].dtype} there and {ours[key].dtype} here"
-        for key in both
-        if theirs[key].dtype != ours[key].dtype
+    found = [
+        ("lacks", [key for key in ours if key not in theirs]),
+        ("has besides", [key for key in theirs if key not in ours]),
+        ("differs:", differ),
     ]
-    found = [("lacks", missing), ("has besides", extra), ("differs:", shapes + dtypes)]
     return [f"{what} {_listed(names)}" for what, names in found if names]
-
-
-@torch.no_grad()
-def load_in_place(
-    state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None
-) -> None:
-    """Fill tensors from a folder of shards; a collective over the group.
-
-    Args:
-        state: tensors, or DTensors under any sharding, without `differences`.
-        folder: folder of shards, written by any number of ranks.
-        group: gloo group; None for the default group.
-
-    Raises:
-        RuntimeError: a rank could not read it.
-    """
-    detached: dict[str, Any] = {key: tensor.detach() for key, tensor in state.items()}
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        dcp.load(detached, storage_reader=reader, planner=_LoadPlanner(), process_group=group)
-    except CheckpointException as failure:
-        # Not an Exception: error handlers would not catch it.
-        raise RuntimeError(f"{folder} could not be read: {failure}") from None
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Load planner that publishes the progress as position."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._num_read = 0
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._num_read += 1
-        position.at("part read", self._num_read)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,21 +34,13 @@ DTYPES = {
 def header(
     tensors: Mapping[str, tuple[torch.dtype, torch.Size]], about: Mapping[str, str]
 ) -> bytes:
-    """Build the header of a file whose tensors follow in this order.
-
-    Args:
-        tensors: dtype and shape by name.
-        about: metadata of the file.
-    """
+    """Build the header of a file whose tensors follow in this order, with metadata `about`."""
     entries: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + shape.numel() * dtype.itemsize
-        entries[name] = {
-            "dtype": DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        offsets = [start, end]
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -60,40 +52,25 @@ def pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield memoryview(piece.to(dtype).cpu().view(torch.uint8).numpy())
 
 
-def write_parts(
-    path: Path,
-    parts: Iterable[bytes | memoryview],
-    note: Callable[[bytes | memoryview], object] = len,
-) -> None:
-    """Write a new file part by part and sync it to disk.
-
-    Args:
-        path: path of the file.
-        parts: its content in order.
-        note: called with each part before it is written.
-
-    Raises:
-        OSError: a write failed, with the file's name.
-    """
+def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a new file part by part and sync it to disk; an OSError names it."""
     unsynced = 0
     with path.open("wb") as file:
         for part in parts:
-            note(part)
-            with _naming(path):
+            with naming(path):
                 file.write(part)
-            unsynced += len(part)
-            if unsynced >= SYNC_BYTES:
-                unsynced = 0
-                with _naming(path):
+                unsynced += len(part)
+                if unsynced >= SYNC_BYTES:
+                    unsynced = 0
                     file.flush()
                     os.fdatasync(file.fileno())
-        with _naming(path):
+        with naming(path):
             file.flush()
             os.fsync(file.fileno())
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Add the file's name to errors, which Python does only for open()."""
     try:
         yield

@@ -24,8 +24,7 @@ from hybridrl.config.schema import RoleConfig
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.state import LoopState
-from hybridrl.workers.base import Worker
-from hybridrl.workers.dispatch import Dispatch, dispatch_of
+from hybridrl.workers.base import Dispatch, Worker, dispatch_of
 from hybridrl.workers.saver import SaverWorker
 from tests.role_configs import fsdp_config, saver_config
 from tests.run_configs import run_config
