@@ -4,11 +4,11 @@ Each has its own thread, so that imports and slow servers delay no step. Failure
 logged once; they do not stop the run. A run stores its W&B and MLflow ids in trackers.json.
 """
 
-import io
+import errno
 import json
 import logging
 import os
-import socket
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.keys import leaves
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_text
+from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.provenance import plain
 
 if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ MAX_WAITING = 200
 MAX_REASON = 200
 # Holds the ids of the run.
 TRACKERS_FILE = "trackers.json"
+# Bytes that must be free before TensorBoard's next file after a failed write.
+ROOM = 2**16
 _REMEMBERING = Lock()
 # W&B supports one run per id and process at a time, also while it finishes.
 _ONE_WANDB_RUN = Lock()
@@ -127,73 +129,64 @@ def close_all(sinks: Sequence[BackgroundSink], timeout_s: float) -> None:
 
 
 class TensorBoardSink:
-    """Writer of TensorBoard event files that survive kills and full disks.
+    """TensorBoard event files, written by torch's SummaryWriter.
 
-    SummaryWriter writes in a thread that a full disk ends. Here each failed write raises OSError;
-    the step is written with a later one.
+    Its thread ends with the first failed write. The next step with room on the disk opens another
+    file and writes what is missing.
 
     Args:
         folder: of the files.
         before: steps up to the checkpoint of a resumed run. Those missing in earlier files are
-            written now; a START event purges later steps of these.
+            written again; later ones are purged.
     """
 
     def __init__(self, folder: Path, before: Sequence[Known]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        import torch.utils.tensorboard  # noqa: F401  # imported before the first step
 
         folder.mkdir(parents=True, exist_ok=True)
-        shown = min(_last_shown(folder), before[-1][0]) if before else -1
-        seconds, rest = divmod(time.time_ns(), 10**9)
-        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
-        self._file = AppendOnlyFile(folder / name)
-        self._file.append(_record(Event(wall_time=seconds, file_version="brain.Event:2")))
-        begins = SessionLog(status=SessionLog.START)
-        self._file.append(_record(Event(wall_time=seconds, step=shown + 1, session_log=begins)))
-        for step, metrics in before:
-            if step > shown:
-                self._append(step, metrics)
+        shown = _last_shown(folder) if before else -1
+        self._folder = folder
+        # The last one that is shown may lack metrics.
+        self._missing = [known for known in before if known[0] >= shown]
+        self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write scalars."""
-        self._append(step, metrics)
-        if self._file.reason is not None:
-            raise OSError(self._file.reason)
+        self._missing.append((step, metrics))
+        self._write()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what is missing, and close the file."""
+        if self._missing:
+            self._write()
+        if self._writer is not None:
+            self._writer.close()
 
-    def _append(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+    def _write(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        self._file.append(_record(event))
+        if self._writer is None:
+            if shutil.disk_usage(self._folder).free < ROOM:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._missing[0][0])
+        try:
+            for step, metrics in self._missing:
+                for name, value in metrics.items():
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:
+            self._writer = None
+            raise
+        self._missing.clear()
 
 
 def _last_shown(folder: Path) -> int:
     """Return the last step that TensorBoard shows of a folder; -1: none."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import SessionLog
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    shown = -1
-    for path in sorted(folder.glob("events*")):
-        for event in LegacyEventFileLoader(str(path)).Load():
-            if event.HasField("summary"):
-                shown = max(shown, event.step)
-            elif event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                shown = min(shown, event.step - 1)
-    return shown
-
-
-def _record(event: "Event") -> bytes:
-    """Encode an event with its length and checksums."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    record = io.BytesIO()
-    RecordWriter(record).write(event.SerializeToString())
-    return record.getvalue()
+    shown = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    tags = shown.Tags()["scalars"]
+    return max((event.step for tag in tags for event in shown.Scalars(tag)), default=-1)
 
 
 class WandbSink:
