@@ -222,10 +222,10 @@ def _result(
     device_type: str,
 ) -> dict[str, Any]:
     tokens = args.prompts * args.responses * args.response_tokens
-    rollout = ways["worker"]()
-    assert len(rollout.batch.responses.values) == tokens, "a response ended early"
+    batch = ways["worker"]()
+    assert len(batch.responses.values) == tokens, "a response ended early"
     same = [output.outputs[0].token_ids for output in ways["equal"]()]
-    pairs = zip(rollout.batch.responses.rows(), same, strict=True)
+    pairs = zip(batch.responses.rows(), same, strict=True)
     medians = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
     on_gpu = device_type == "cuda"
     return {
@@ -243,7 +243,7 @@ def _result(
         "worker_to_plain": round(medians["worker"] / medians["plain"], 3),
         "worker_to_equal": round(medians["worker"] / medians["equal"], 3),
         "aim": f"worker_to_plain >= {MIN_RATIO}",
-        "first_token_s": round(rollout.engines[0].first_token_s, 4),
+        "first_token_s": round(batch.engines[0].first_token_s, 4),
         "same_responses": sum(row.tolist() == list(other) for row, other in pairs),
     }
 

@@ -38,7 +38,7 @@ from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import Call, WorkerGroup, build_roles, call_together
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.partition import partition_by_micro_batch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, schedule
@@ -64,14 +64,14 @@ class Idle(Worker):
     config_class = IdleConfig  # type: ignore[assignment]
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts: PromptBatch) -> Rollout:
+    def generate(self, prompts: PromptBatch) -> RolloutBatch:
         """Responses of zeros; made anew, which is not the driver's work but is waited for."""
         each = prompts.responses_per_prompt
         ids = prompts.prompt_id.repeat_interleave(each)
         lengths = torch.full((len(ids),), self.config.tokens)
         tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)
         responses = Ragged(tokens, lengths)
-        batch = RolloutBatch(
+        return RolloutBatch(
             prompts=prompts.prompts.select(torch.arange(len(prompts)).repeat_interleave(each)),
             responses=responses,
             response_mask=responses.like(torch.ones_like(tokens).bool()),
@@ -79,8 +79,8 @@ class Idle(Worker):
             group_id=ids,
             weight_version=torch.zeros_like(ids),
             truncated=torch.zeros_like(ids).bool(),
+            engines=(EngineStats(len(tokens), 1.0, 1.0),),
         )
-        return Rollout(batch, (EngineStats(len(tokens), 1.0, 1.0),))
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def score(self, batch: RankBatch) -> Ragged:
@@ -177,7 +177,7 @@ def one_step(
     with parts.part("nothing"):
         actor.call("nothing")
     with parts.part("rollout"):
-        batch = groups["rollout"].call("generate", prompts).batch
+        batch = groups["rollout"].call("generate", prompts)
     sizes = UpdateSizes(
         num_shards=actor.num_shards,
         mini_batch_size=len(batch) // MINI_BATCH_SHARE,

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -33,7 +33,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Span, SpanLog, TimedResult
 from hybridrl.controller.placement import Slot
 from hybridrl.controller.worker_group import WorkerGroup, Workers
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch
 from hybridrl.data.sources.prompts import Prompt
@@ -90,7 +90,7 @@ class Idle(Worker):
     """A role of any kind; `Ranks` answers for it."""
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts: PromptBatch) -> Rollout:
+    def generate(self, prompts: PromptBatch) -> RolloutBatch:
         """Responses."""
         raise NotImplementedError
 
@@ -190,13 +190,13 @@ class Ranks:
             (self._version,) = call.args
         return {"reshard": {"s": 0.0}, "sleep": None, "update": {f"{role}/loss": 0.0}}[method]
 
-    def _rollout(self, prompts: PromptBatch) -> Rollout:
+    def _rollout(self, prompts: PromptBatch) -> RolloutBatch:
         ids = prompts.prompt_id.repeat_interleave(EACH)
         sample = torch.arange(len(ids)) % EACH
         lengths = self._lengths[(ids * EACH + sample) % len(self._lengths)]
         total = int(lengths.sum())
         responses = Ragged(self._tokens[:total], lengths)
-        batch = RolloutBatch(
+        return RolloutBatch(
             prompts=prompts.prompts.select([i for i in range(len(prompts)) for _ in range(EACH)]),
             responses=responses,
             response_mask=responses.like(self._mask[:total]),
@@ -204,8 +204,8 @@ class Ranks:
             group_id=ids,
             weight_version=torch.full_like(ids, self._version),
             truncated=lengths == CAP,
+            engines=(EngineStats(total, 1.0, 1.0),),
         )
-        return Rollout(batch, (EngineStats(total, 1.0, 1.0),))
 
 
 class OwnMemory:
@@ -284,9 +284,8 @@ class Trainer(PPOTrainer):
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:
         """As the trainer does."""
-        batch = scheduled.batch
-        values = [getattr(batch, field.name) for field in fields(batch)]
-        flat = [v.values if isinstance(v, Ragged) else v for v in values if v is not None]
+        values = scheduled.batch.tensors().values()
+        flat = [value.values if isinstance(value, Ragged) else value for value in values]
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in flat}
         self.driver.batch_bytes = max(self.driver.batch_bytes, sum(distinct.values()))
         super().update(scheduled, step)

@@ -83,7 +83,7 @@ def gains(
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     worker, actor = build(folder, rank, lr, size, device_type)
     worker.reshard(0)
-    batch = worker.generate(requests(size)).batch
+    batch = worker.generate(requests(size))
     ones = torch.ones_like(batch.rollout_log_probs.values)
     batch = replace(batch, advantages=batch.responses.like(ones))
     before = sides(worker, actor, batch)

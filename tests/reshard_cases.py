@@ -193,14 +193,14 @@ def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
         actor.take_weights(folder / which)
         seen[f"metrics_{which}"] = worker.reshard(version)
         live = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
-        seen[f"rollout_{which}"] = worker.generate(prompts()).batch
-        seen[f"again_{which}"] = worker.generate(prompts()).batch
+        seen[f"rollout_{which}"] = worker.generate(prompts())
+        seen[f"again_{which}"] = worker.generate(prompts())
         seen[f"differs_{which}"] = differences(live, loaded_by_vllm(worker.config, folder / which))
         seen[f"errors_{which}"] = log_prob_errors(seen[f"rollout_{which}"], folder / which)
         worker.sleep()
         seen["asleep"] = error_of(lambda: worker.generate(prompts()))
     seen["greedy"] = greedy_pair(worker)
-    seen["nobody"] = len(worker.generate(prompts(count=0)).batch)
+    seen["nobody"] = len(worker.generate(prompts(count=0)))
     if worker.mesh.device_type == "cpu":
         seen["kept"] = kept(worker)
     seen["corrupted"] = corrupted(worker)
@@ -217,7 +217,7 @@ def shared_memory() -> list[str]:
 def greedy_pair(worker: RolloutWorker) -> tuple[list[int], list[int]]:
     """Tokens of two greedy samples of one prompt."""
     worker.reshard(3)
-    first, second, *_ = worker.generate(prompts(temperature=0.0)).batch.responses.rows()
+    first, second, *_ = worker.generate(prompts(temperature=0.0)).responses.rows()
     return first.tolist(), second.tolist()
 
 
@@ -230,10 +230,10 @@ def kept(worker: RolloutWorker) -> dict[str, tuple[int | None, list[int]]]:
     for mode in SleepMode:
         worker.config.sleep = mode
         worker.reshard(3)
-        batches = [worker.generate(prompts()).batch]
+        batches = [worker.generate(prompts())]
         version = worker.sleep()
         if version is not None:
-            batches.append(worker.generate(prompts()).batch)
+            batches.append(worker.generate(prompts()))
         found[mode.value] = (version, [batch.responses.values.tolist() for batch in batches])
     assert worker.config.sleep is SleepMode.all, "as it was"
     worker.reshard(3)

@@ -12,9 +12,9 @@ Units:   log-probs in nats; scores, rewards, values, advantages and returns in t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,19 +68,17 @@ class PromptBatch(Shardable):
         """Return each engine's prompts: by `engine`, or in equal counts with balanced cost."""
         return [[partial(self._select, part)] for part in self._partition(num_shards)]
 
-    def join(self, results: Sequence["Rollout"]) -> "Rollout":
+    def join(self, results: Sequence["RolloutBatch"]) -> "RolloutBatch":
         """Return the engines' responses, those of each prompt together, in order of `prompts`."""
         each = self.responses_per_prompt
         by_engine = [prompt for part in self._partition(len(results)) for prompt in part]
         rows = torch.tensor([prompt * each + k for prompt in by_engine for k in range(each)])
         batches = [
-            replace(result.batch, engine=torch.full((len(result.batch),), engine))
+            replace(result, engine=torch.full((len(result),), engine))
             for engine, result in enumerate(results)
         ]
-        return Rollout(
-            RolloutBatch.concat(batches, rows.argsort()),
-            tuple(engine for result in results for engine in result.engines),
-        )
+        joined = RolloutBatch.concat(batches, rows.argsort())
+        return replace(joined, engines=tuple(stats for batch in results for stats in batch.engines))
 
     def _select(self, part: list[int]) -> "PromptBatch":
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -116,25 +114,6 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """Result of generation: responses, and throughput of each engine.
-
-    Attributes:
-        batch: the responses, those of each prompt together.
-        engines: in engine order; one from an engine, all of them from `PromptBatch.join`.
-        environment_s: seconds that the engines waited for the environments.
-    """
-
-    batch: "RolloutBatch"
-    engines: tuple[EngineStats, ...]
-    environment_s: float = 0.0
-
-
-# Answers prompts.
-Generate = Callable[[PromptBatch], Rollout]
-
-
-@dataclass(frozen=True)
 class RolloutBatch:
     """Responses of a step; a field is None until its phase has filled it in.
 
@@ -164,6 +143,8 @@ class RolloutBatch:
         loss_mask: ragged bool, true on tokens that count in the policy loss; None: response_mask.
         loss_weights: ragged float32, factor of each token's policy loss; None: 1.
         selected: ragged bool, true on the tokens that clip_cov and kl_cov select.
+        engines: throughput in the call that sampled them: of an engine, or of all in their order.
+        environment_s: seconds that the engines waited for the environments in that call.
     """
 
     prompts: Ragged
@@ -188,6 +169,8 @@ class RolloutBatch:
     loss_mask: Ragged | None = None
     loss_weights: Ragged | None = None
     selected: Ragged | None = None
+    engines: tuple[EngineStats, ...] = ()
+    environment_s: float = 0.0
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -205,15 +188,19 @@ class RolloutBatch:
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """Return the responses `indices`, in that order, with all fields."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        selected = {
+        selected: dict[str, Any] = {
             name: value.select(rows) if isinstance(value, Ragged) else value[rows]
-            for name, value in vars(self).items()
-            if value is not None
+            for name, value in self.tensors().items()
         }
-        return RolloutBatch(**selected)
+        return replace(self, **selected)
 
-    def adding(self, **new: Ragged) -> "RolloutBatch":
-        """Return this batch with fields filled in.
+    def tensors(self) -> dict[str, Ragged | Tensor]:
+        """Return the fields with one value per response or token that are filled in."""
+        named = vars(self).items()
+        return {name: value for name, value in named if isinstance(value, Ragged | Tensor)}
+
+    def adding(self, **new: Any) -> "RolloutBatch":
+        """Return this batch with ragged fields filled in.
 
         Raises:
             ValueError: the lengths of a field's rows are not those of the responses.
@@ -225,21 +212,27 @@ class RolloutBatch:
 
     @classmethod
     def concat(cls, parts: Sequence["RolloutBatch"], order: Tensor | None = None) -> "RolloutBatch":
-        """Concatenate parts with the same fields; each value is copied once.
+        """Concatenate parts with the same fields, without what concerns their calls.
+
+        Each value is copied once.
 
         Args:
             parts: at least one.
             order: [B] int64, indices into the concatenation, to reorder it; None: unchanged.
         """
-        joined = {}
-        for field in fields(cls):
-            values = [getattr(part, field.name) for part in parts]
-            if isinstance(values[0], Ragged):
-                joined[field.name] = concat(values, order)
-            elif values[0] is not None:
+        joined: dict[str, Any] = {}
+        for name, first in parts[0].tensors().items():
+            values = [getattr(part, name) for part in parts]
+            if isinstance(first, Ragged):
+                joined[name] = concat(values, order)
+            else:
                 whole = torch.cat(values)
-                joined[field.name] = whole if order is None else whole[order]
+                joined[name] = whole if order is None else whole[order]
         return cls(**joined)
+
+
+# Answers prompts; the responses to each prompt lie together.
+Generate = Callable[[PromptBatch], RolloutBatch]
 
 
 class Totals(NamedTuple):

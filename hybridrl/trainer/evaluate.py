@@ -81,7 +81,7 @@ class Evaluator:
     ) -> tuple[RolloutBatch, dict[str, Scored]]:
         """Sample and score; keys are suffixes of metrics, "" for the training reward."""
         request = request_of(self._prompts, step, temperature=temperature, top_p=top_p)
-        batch = generate(request).batch
+        batch = generate(request)
         return batch, score_by_rules(self._rewards, self._rules, self._prompts, batch)[1]
 
 

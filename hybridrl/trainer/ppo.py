@@ -21,7 +21,7 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
-from hybridrl.data.batch import Generate, PromptBatch, Rollout
+from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
@@ -178,22 +178,22 @@ class PPOTrainer:
             sampled = self.sampling.sample(step)
             self.engine.sleep()
         seconds, switch_s = self.phases.seconds("rollout"), self.phases.switch_s
-        self.metrics |= sampled.metrics | rollout_metrics(sampled.rollout, seconds, switch_s)
+        self.metrics |= sampled.metrics | rollout_metrics(sampled.batch, seconds, switch_s)
         self.metrics["rollout/straddling_engines"] = straddling(self.workers.rollout)
-        for warning in self.stragglers.warnings(sampled.rollout.engines):
+        for warning in self.stragglers.warnings(sampled.batch.engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
 
-    def generate(self, prompts: PromptBatch) -> Rollout:
+    def generate(self, prompts: PromptBatch) -> RolloutBatch:
         """Generate responses, partitioned over engines by the lengths that earlier ones had."""
-        rollout = self.generator(self.state.lengths.expect(prompts))
-        assert (rollout.batch.weight_version == self.engine.weight_version).all(), "stale weights"
-        self.state.lengths.learn(rollout.batch)
-        return rollout
+        batch = self.generator(self.state.lengths.expect(prompts))
+        assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
+        self.state.lengths.learn(batch)
+        return batch
 
     def reward(self, sampled: Sampled) -> tuple[Rewarded, Tensor | None]:
         """Score the responses and, with a greedy baseline, the greedy ones."""
-        batch, start = sampled.rollout.batch, time.perf_counter()
+        batch, start = sampled.batch, time.perf_counter()
         rewarded = sampled.rewarded or self.rewards.score(sampled.prompts, batch)
         baseline = None
         if sampled.greedy is not None:
@@ -206,7 +206,7 @@ class PPOTrainer:
 
     def token_scores(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
         """Place outcome rewards on the last tokens."""
-        responses = sampled.rollout.batch.responses
+        responses = sampled.batch.responses
         penalty = overlong_shaping(self.config, responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
@@ -225,7 +225,7 @@ class PPOTrainer:
             for name, (role, method) in FORWARDS.items()
             if (group := getattr(self.workers, role)) is not None
         }
-        batch, seed = sampled.rollout.batch, self.config.seed
+        batch, seed = sampled.batch, self.config.seed
         with self.phases.section("score"):  # the phase's name in metrics
             scheduled = schedule(batch, self.sizes, seed=seed, step=step)
             results = begin_together(calls, scheduled)

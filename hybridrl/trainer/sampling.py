@@ -11,7 +11,7 @@ from hybridrl.config.choices import Offload
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
@@ -67,13 +67,13 @@ class Sampled:
     """Responses of a step.
 
     Attributes:
-        rollout: responses to train on, those of each prompt together.
+        batch: responses to train on, those of each prompt together.
         prompts: [B] the prompt of each response.
         rewarded: their rewards, if sampling needed them.
         greedy: one greedy response to each prompt, if the advantage estimator needs them.
     """
 
-    rollout: Rollout
+    batch: RolloutBatch
     prompts: list[Prompt]
     rewarded: Rewarded | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -109,11 +109,11 @@ class Sampling:
             sampled = self._round(self._take(self._config.data.prompts_per_step), step)
         if not algorithm.overlong.train_on_truncated:
             # Overlong filtering: Yu et al. 2025 (DAPO), section 3.4.
-            sampled = counting(sampled, ~sampled.rollout.batch.truncated)
+            sampled = counting(sampled, ~sampled.batch.truncated)
         if estimator_of(algorithm.advantage).needs_greedy_responses:
             asked = sampled.prompts[:: self._each]
             greedy = self._generate(request_of(asked, step, temperature=0.0, top_p=1.0))
-            sampled = replace(sampled, greedy=greedy.batch)
+            sampled = replace(sampled, greedy=greedy)
         return sampled
 
     def _sample_mixed(self, step: int) -> Sampled:
@@ -130,7 +130,7 @@ class Sampling:
         rewards: list[tuple[Rewarded, list[int]]] = []
         while missing and len(kept) < max_rounds:
             done = self._round(self._take(missing), step, first_sample=len(kept) * self._each)
-            rewarded = self._rewards.score(done.prompts, done.rollout.batch)
+            rewarded = self._rewards.score(done.prompts, done.batch)
             of_prompts = torch.tensor(rewarded.scores).view(missing, self._each)
             is_mixed = (of_prompts != of_prompts[:, :1]).any(1)
             missing -= int(is_mixed.sum())
@@ -139,8 +139,7 @@ class Sampling:
             order = order if is_last else order[: int(is_mixed.sum())]
             rows = (order[:, None] * self._each + torch.arange(self._each)).flatten().tolist()
             rewards.append((rewarded, rows))
-            selected = replace(done.rollout, batch=done.rollout.batch.select(rows))
-            kept.append(Sampled(selected, [done.prompts[row] for row in rows]))
+            kept.append(Sampled(done.batch.select(rows), [done.prompts[row] for row in rows]))
         scores = [score for rewarded, _ in rewards for score in rewarded.scores]
         num_prompts = len(scores) // self._each
         metrics = {
@@ -197,37 +196,36 @@ def request_of(
 
 def counting(sampled: Sampled, counts: Tensor) -> Sampled:
     """Exclude responses that do not count ([B] bool) from the policy loss, too."""
-    batch = sampled.rollout.batch
+    batch = sampled.batch
     mask = batch.counted.values & batch.responses.spread(counts)
-    batch = replace(batch, loss_mask=batch.responses.like(mask))
-    return replace(sampled, rollout=replace(sampled.rollout, batch=batch))
+    return replace(sampled, batch=replace(batch, loss_mask=batch.responses.like(mask)))
 
 
 def _joined(parts: Sequence[Sampled]) -> Sampled:
     """Join the rounds; groups of one prompt in two rounds stay separate."""
-    batch = RolloutBatch.concat([part.rollout.batch for part in parts])
+    batches = [part.batch for part in parts]
+    batch = RolloutBatch.concat(batches)
     sizes = torch.tensor([len(part.prompts) for part in parts])
     rounds = torch.arange(len(parts)).repeat_interleave(sizes)
     group_id = batch.group_id + rounds * (int(batch.group_id.max()) + 1)
-    return Sampled(
-        Rollout(
-            replace(batch, group_id=group_id),
-            total_stats([part.rollout for part in parts], first_token=max),
-            environment_s=sum(part.rollout.environment_s for part in parts),
-        ),
-        [prompt for part in parts for prompt in part.prompts],
+    batch = replace(
+        batch,
+        group_id=group_id,
+        engines=total_stats(batches, first_token=max),
+        environment_s=sum(part.environment_s for part in batches),
     )
+    return Sampled(batch, [prompt for part in parts for prompt in part.prompts])
 
 
 def total_stats(
-    rollouts: Sequence[Rollout], first_token: Callable[[Sequence[float]], float]
+    batches: Sequence[RolloutBatch], first_token: Callable[[Sequence[float]], float]
 ) -> tuple[EngineStats, ...]:
-    """Sum each engine over rollouts; `first_token` picks among the times of its first tokens."""
+    """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
     return tuple(
         EngineStats(
             tokens=sum(stats.tokens for stats in of_engine),
             seconds=sum(stats.seconds for stats in of_engine),
             first_token_s=first_token([stats.first_token_s for stats in of_engine]),
         )
-        for of_engine in zip(*(rollout.engines for rollout in rollouts), strict=True)
+        for of_engine in zip(*(batch.engines for batch in batches), strict=True)
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.mesh import device_of
@@ -133,7 +133,7 @@ class RolloutWorker(Worker):
         return timer.seconds | metrics | {"total_s": timer.total()}
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts: PromptBatch) -> Rollout:
+    def generate(self, prompts: PromptBatch) -> RolloutBatch:
         """Sample responses to this engine's prompts, with vLLM's log-probs, grouped by prompt.
 
         All ranks of an engine return the same responses.
@@ -146,12 +146,7 @@ class RolloutWorker(Worker):
         self.others_rest()
         self.engine.wake(EnginePart.KV_CACHE)
         generated = self.engine.generate(prompts)
-        stats = EngineStats(
-            tokens=len(generated.responses.values),
-            seconds=generated.seconds,
-            first_token_s=generated.first_token_s,
-        )
-        return Rollout(self._batch(prompts, generated), (stats,))
+        return self._batch(prompts, generated)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def sleep(self) -> int | None:
@@ -168,7 +163,7 @@ class RolloutWorker(Worker):
     def _batch(self, prompts: PromptBatch, generated: Generated) -> RolloutBatch:
         assert self.weight_version is not None
         each = [i for i in range(len(prompts)) for _ in range(prompts.responses_per_prompt)]
-        responses = generated.responses
+        responses, tokens = generated.responses, len(generated.responses.values)
         return RolloutBatch(
             prompts=prompts.prompts.select(each),
             responses=responses,
@@ -177,4 +172,5 @@ class RolloutWorker(Worker):
             group_id=prompts.prompt_id[each],
             weight_version=torch.full((len(each),), self.weight_version),
             truncated=generated.truncated,
+            engines=(EngineStats(tokens, generated.seconds, generated.first_token_s),),
         )

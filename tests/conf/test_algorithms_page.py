@@ -9,7 +9,8 @@ from composing import REPO, composed, examined, problems
 
 from hybridrl.config.choices import KLEstimator
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
-from hybridrl.workers.actor import token_loss
+from hybridrl.config.policy_losses import KEY, policy_loss_of
+from hybridrl.config.user_code.classes import locate
 
 PAGE = (REPO / "docs" / "algorithms.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")]
@@ -45,7 +46,8 @@ def test_the_loss_of_ones_own_works_as_written(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     overrides = shlex.split(command.replace("\\\n", " "))[3:]
     assert problems("hardware=cpu", *overrides) == []
-    loss, tensors = token_loss(examined(["hardware=cpu", *overrides]).config.algorithm.loss)
+    config = examined(["hardware=cpu", *overrides]).config.algorithm.loss
+    loss = policy_loss_of(config.function)
     fields = {
         "log_probs": torch.tensor([2.0, 1.0]).log(),
         "old_log_probs": torch.zeros(2),
@@ -53,6 +55,7 @@ def test_the_loss_of_ones_own_works_as_written(tmp_path, monkeypatch):
         "response_mask": torch.tensor([True, True]),
         "sequence_id": torch.tensor([0, 0]),
     }
-    values, sums = loss(**{name: fields[name] for name in tensors})
+    given = {name: fields[name] for name in loss.tensors} | config.args
+    values, sums = locate(KEY, loss.path)(**given)
     torch.testing.assert_close(values, torch.tensor([-6.0, 1.0]))
     assert float(sums["ratio"]) == pytest.approx(3.0)

@@ -87,7 +87,7 @@ def look(case, worker, folder):
     weights = {name: live[name].clone() for name in live if ".lora_" not in name}
     base = differences(weights, loaded_by_vllm(worker.config, folder / "A"))
     errors = merged_errors(live, loaded_by_vllm(worker.config, folder / "final"))
-    batch = worker.generate(prompts()).batch
+    batch = worker.generate(prompts())
     with torch.no_grad():
         sampled = actor.model(pack(batch, actor.device), 1.0, Entropy.omit).log_probs
         packed = pack(training_batch(), actor.device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 
@@ -11,7 +11,7 @@ def prompt(number: int) -> Prompt:
     return Prompt(number, [number, 0], f"p{number}", f"q{number}", {"answer": ""}, {})
 
 
-def generate(request: PromptBatch) -> Rollout:
+def generate(request: PromptBatch) -> RolloutBatch:
     """Each response is [prompt, sample] and as many more tokens as the sample's index."""
     each = request.responses_per_prompt
     first = int(request.first_sample[0])
@@ -19,7 +19,7 @@ def generate(request: PromptBatch) -> Rollout:
     ids = request.prompt_id.tolist()
     rows = [[number, sample, *[9] * (sample % 3)] for number in ids for sample in samples]
     responses = Ragged.from_rows(rows, torch.int64)
-    batch = RolloutBatch(
+    return RolloutBatch(
         prompts=request.prompts.select([i for i in range(len(request)) for _ in samples]),
         responses=responses,
         response_mask=responses.like(torch.ones_like(responses.values).bool()),
@@ -27,8 +27,8 @@ def generate(request: PromptBatch) -> Rollout:
         group_id=request.prompt_id.repeat_interleave(each),
         weight_version=torch.zeros(len(rows), dtype=torch.int64),
         truncated=torch.zeros(len(rows), dtype=torch.bool),
+        engines=(EngineStats(10 * len(rows), 2.0, 0.5), EngineStats(0, 0.0, 0.0)),
     )
-    return Rollout(batch, (EngineStats(10 * len(rows), 2.0, 0.5), EngineStats(0, 0.0, 0.0)))
 
 
 def decode(rows: list[list[int]]) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from tests.batches import batch_of
 
@@ -36,14 +36,14 @@ def test_concat_joins_in_order():
     assert RolloutBatch.concat([batch_of([1]), batch_of([2])]).baseline_rewards is None
 
 
-def answer(part: PromptBatch) -> Rollout:
+def answer(part: PromptBatch) -> RolloutBatch:
     """What an engine would return: responses that spell 10 * prompt_id + sample."""
     count = part.responses_per_prompt
     rows = [[10 * int(i) + k] for i in part.prompt_id for k in range(count)]
     repeats = [i for i in range(len(part)) for _ in range(count)]
     responses = Ragged.from_rows(rows, torch.int64)
     ones = responses.like(torch.ones_like(responses.values, dtype=torch.bool))
-    batch = RolloutBatch(
+    return RolloutBatch(
         prompts=part.prompts.select(repeats),
         responses=responses,
         response_mask=ones,
@@ -51,8 +51,8 @@ def answer(part: PromptBatch) -> Rollout:
         group_id=part.prompt_id[repeats],
         weight_version=torch.ones(len(rows), dtype=torch.int64),
         truncated=torch.zeros(len(rows), dtype=torch.bool),
+        engines=(EngineStats(tokens=len(rows), seconds=2.0, first_token_s=0.5),),
     )
-    return Rollout(batch, (EngineStats(tokens=len(rows), seconds=2.0, first_token_s=0.5),))
 
 
 def prompts_of(lengths: list[int], expected_tokens: torch.Tensor | None = None) -> PromptBatch:
@@ -76,10 +76,8 @@ def test_dealt_prompts_come_back_in_order(engines, expected):
     parts = prompts.shard(engines)
     assert {len(part) for part in parts} <= {7 // engines, 7 // engines + 1}
     joined = prompts.join([answer(part) for part in parts])
-    assert joined.batch.responses.values.tolist() == [
-        10 * i + k for i in range(7) for k in range(2)
-    ]
-    assert joined.batch.prompts.lengths.tolist() == [length for length in lengths for _ in range(2)]
+    assert joined.responses.values.tolist() == [10 * i + k for i in range(7) for k in range(2)]
+    assert joined.prompts.lengths.tolist() == [length for length in lengths for _ in range(2)]
     assert [engine.tokens for engine in joined.engines] == [2 * len(part) for part in parts]
 
 
@@ -103,8 +101,8 @@ def test_conversations_stay_on_their_engines():
     assert [part.max_tokens.tolist() for part in parts] == [[8, 10], [], [7, 9]]
     assert [part.first_sample.tolist() for part in parts] == [[1, 3], [], [0, 2]]
     joined = prompts.join([answer(part) for part in parts])
-    assert joined.batch.responses.values.tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
-    assert joined.batch.engine.tolist() == [2, 2, 0, 0, 2, 2, 0, 0]
+    assert joined.responses.values.tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
+    assert joined.engine.tolist() == [2, 2, 0, 0, 2, 2, 0, 0]
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
@@ -113,8 +111,8 @@ def test_who_answered_is_known(engines):
     parts = prompts.shard(engines)
     joined = prompts.join([answer(part) for part in parts])
     for engine, part in enumerate(parts):
-        rows = torch.isin(joined.batch.group_id, part.prompt_id)
-        assert (joined.batch.engine[rows] == engine).all() and rows.sum() == 2 * len(part)
+        rows = torch.isin(joined.group_id, part.prompt_id)
+        assert (joined.engine[rows] == engine).all() and rows.sum() == 2 * len(part)
 
 
 def test_speed_of_an_engine():

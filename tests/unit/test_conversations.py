@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import TurnTokens
@@ -77,7 +77,7 @@ class Engines:
         self.script = script
         self.requests: list[PromptBatch] = []
 
-    def __call__(self, request: PromptBatch) -> Rollout:
+    def __call__(self, request: PromptBatch) -> RolloutBatch:
         """Row (prompt id, sample, turn): the scripted ids, cut at the row's limit."""
         self.requests.append(request)
         each = range(request.responses_per_prompt)
@@ -91,7 +91,8 @@ class Engines:
         rows = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
         responses = Ragged.from_rows(rows, torch.int64)
         which = [i for i in range(len(request)) for _ in each]
-        batch = RolloutBatch(
+        stats = EngineStats(len(responses.values), 2.0, 0.5 + request.turn)
+        return RolloutBatch(
             prompts=request.prompts.select(which),
             responses=responses,
             response_mask=responses.like(torch.ones_like(responses.values).bool()),
@@ -100,9 +101,8 @@ class Engines:
             weight_version=torch.full((len(rows),), 5),
             truncated=torch.tensor(cut),
             engine=request.prompt_id[which] % 2,
+            engines=(stats, stats),
         )
-        stats = EngineStats(len(responses.values), 2.0, 0.5 + request.turn)
-        return Rollout(batch, (stats, stats))
 
 
 def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatch:
@@ -142,7 +142,7 @@ def always(*ids: int) -> Callable[[int, int, int], list[int]]:
 def test_three_turns_by_hand():
     """Turns "a=", answers "1:a=" and "2:a="; ":" is no token and vanishes."""
     rollout, *_ = talk(always(A, STOP))
-    batch = rollout.batch
+    batch = rollout
     said, heard = [A, STOP], [[ONE, A, STOP], TOKENIZER.encode("2:a=")]
     assert batch.responses.values.tolist() == [*said, *heard[0], *said, *heard[1], *said]
     mask = [True] * 2 + [False] * 3 + [True] * 2 + [False] * len(heard[1]) + [True] * 2
@@ -164,7 +164,7 @@ def test_sampled_ids_are_kept_whatever_they_would_be_read_as(turns):
     """With tokens that merge: what was sampled stands in the response and in every later prompt."""
     rollout, engines, environments = talk(lambda p, s, turn: [*turns[turn], STOP])
     sampled = [[*ids, STOP] for ids in turns]
-    batch = rollout.batch
+    batch = rollout
     of_policy = batch.responses.values[batch.response_mask.values].tolist()
     assert of_policy == [token for ids in sampled for token in ids]
     heard = [TOKENIZER.encode(f"{k}:{text}") for k, text in enumerate(environments.heard, 1)]
@@ -189,7 +189,7 @@ def test_conversations_come_back_in_the_order_of_their_prompts():
         max_turns=3,
         max_tokens=100,
     )
-    batch = rollout.batch
+    batch = rollout
     assert batch.group_id.tolist() == [1, 1, 1, 0, 0, 0, 2, 2, 2]
     assert batch.turns.tolist() == [3] * 9
     assert batch.truncated.all()  # nobody ended them
@@ -228,31 +228,31 @@ def test_all_of_a_conversation_has_one_budget():
     """2 said, 3 heard, 2 said; an answer of 3 more would leave nothing to say."""
     for max_tokens, turns, length in ((2, 1, 2), (5, 1, 2), (6, 2, 6), (7, 2, 7), (8, 2, 7)):
         rollout, *_ = talk(always(A, STOP), max_tokens=max_tokens)
-        assert (rollout.batch.turns.tolist(), rollout.batch.responses.lengths.tolist()) == (
+        assert (rollout.turns.tolist(), rollout.responses.lengths.tolist()) == (
             [turns],
             [length],
         ), max_tokens
-        assert rollout.batch.truncated.all()
-        assert bool(rollout.batch.response_mask.values[-1]), "ends with a sampled token"
+        assert rollout.truncated.all()
+        assert bool(rollout.response_mask.values[-1]), "ends with a sampled token"
 
 
 def test_a_turn_that_was_cut_off_is_the_last_and_still_earns():
     rollout, _, environments = talk(always(A, *[B] * 10, STOP))
-    assert rollout.batch.turns.tolist() == [1] and rollout.batch.truncated.all()
-    assert rollout.batch.environment_rewards.tolist() == [1.0]
+    assert rollout.turns.tolist() == [1] and rollout.truncated.all()
+    assert rollout.environment_rewards.tolist() == [1.0]
     assert len(environments.heard) == 1
 
 
 def test_after_the_last_turn_nothing_more_is_heard():
     rollout, *_ = talk(always(A, STOP), max_turns=2)
-    assert rollout.batch.turns.tolist() == [2] and rollout.batch.truncated.all()
-    assert rollout.batch.responses.values[-2:].tolist() == [A, STOP]
-    assert rollout.batch.environment_rewards.tolist() == [3.0]
+    assert rollout.turns.tolist() == [2] and rollout.truncated.all()
+    assert rollout.responses.values[-2:].tolist() == [A, STOP]
+    assert rollout.environment_rewards.tolist() == [3.0]
 
 
 def test_an_opening_is_heard_before_the_first_turn_and_counts_in_the_budget():
     rollout, engines, _ = talk(always(A, STOP), request((3, 4), each=2), greeting="ba", max_turns=1)
-    batch, opening = rollout.batch, TOKENIZER.encode("ba")
+    batch, opening = rollout, TOKENIZER.encode("ba")
     assert all(row.tolist() == [*opening, A, STOP] for row in batch.responses.rows())
     assert all(row.tolist() == [False] * 2 + [True] * 2 for row in batch.response_mask.rows())
     assert [row.tolist() for row in engines.requests[0].prompts.rows()] == [
@@ -288,7 +288,7 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 
     environments, failures = Fails("environment_cases.Misbehaves"), FailureReasons()
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
-    batch = generator(engines, environments, failures).generate(request((0, 1), each=2)).batch
+    batch = generator(engines, environments, failures).generate(request((0, 1), each=2))
     assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
     assert batch.turns.tolist() == [2, 2, 1, 1]
     prompts = [Prompt(p, [A], "a", "q", {}, {}) for p in (0, 0, 1, 1)]
@@ -305,10 +305,10 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 def test_an_opening_that_leaves_nothing_to_say_has_failed():
     failures = FailureReasons()
     rollout, *_ = talk(always(A, STOP), greeting="b" * 40, failures=failures)
-    (number,) = rollout.batch.environment_failures.tolist()
+    (number,) = rollout.environment_failures.tolist()
     reason = "its opening of 40 tokens leaves none of rollout.max_response_tokens=40"
     assert failures.look_up(number) == (FailureKind.error, reason)
-    assert rollout.batch.responses.values.tolist() == [A, STOP]
+    assert rollout.responses.values.tolist() == [A, STOP]
 
 
 def test_reasons_are_counted_once_each_and_kept_in_bounds():
@@ -326,10 +326,10 @@ def test_reasons_are_counted_once_each_and_kept_in_bounds():
 def test_stale_weights_between_turns_are_noticed():
     engines = Engines(always(A, STOP))
 
-    def changing(asked: PromptBatch) -> Rollout:
+    def changing(asked: PromptBatch) -> RolloutBatch:
         rollout = engines(asked)
-        version = rollout.batch.weight_version + asked.turn
-        return replace(rollout, batch=replace(rollout.batch, weight_version=version))
+        version = rollout.weight_version + asked.turn
+        return replace(rollout, weight_version=version)
 
     with pytest.raises(AssertionError, match="the weights changed"):
         environments = Here("environment_cases.Misbehaves")
@@ -340,11 +340,11 @@ def test_engines_and_environments_are_timed_over_all_turns():
     rollout, *_ = talk(always(A, STOP))
     for engine in rollout.engines:
         assert (engine.tokens, engine.seconds, engine.first_token_s) == (6, 6.0, 0.5)
-    assert rollout.batch.engine.tolist() == [1]
+    assert rollout.engine.tolist() == [1]
     metrics = turn_metrics(rollout)
     assert metrics["environment/seconds"] == rollout.environment_s > 0.0
-    heard = len(rollout.batch.responses.values) - 6
+    heard = len(rollout.responses.values) - 6
     assert metrics["environment/tokens_mean"] == heard > 0
     assert (metrics["rollout/turns_mean"], metrics["rollout/turns_max"]) == (3.0, 3.0)
-    without = replace(rollout, batch=replace(rollout.batch, turns=None))
+    without = replace(rollout, turns=None)
     assert turn_metrics(without) == {}

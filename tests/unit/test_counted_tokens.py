@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
-from hybridrl.data.batch import Rollout, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer import advantage
 from hybridrl.trainer.advantage import AdvantageEstimator
@@ -39,11 +39,11 @@ def case(seed: int, *, tools: bool, unmixed: int, filtered: bool) -> tuple[Rollo
         baseline_rewards=torch.randn(4 * EACH, generator=generator),
     )
     mixed = torch.arange(4 * EACH) < (4 - unmixed) * EACH
-    sampled = Sampled(Rollout(batch, ()), [])
+    sampled = Sampled(batch, [])
     sampled = counting(sampled, mixed) if unmixed else sampled
     if filtered:
         sampled = counting(sampled, ~batch.truncated)
-    return sampled.rollout.batch, like(torch.randn(count, generator=generator))
+    return sampled.batch, like(torch.randn(count, generator=generator))
 
 
 def estimated(name: str, batch: RolloutBatch, rewards: Ragged) -> torch.Tensor:

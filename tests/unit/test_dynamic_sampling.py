@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.data.batch import PromptBatch, Rollout
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.messages import Failure, FailureKind
 from hybridrl.trainer.rewarding import (
@@ -79,7 +79,7 @@ def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones():
     # 0..3: 1 and 3 stay; 4, 5: 4 stays; 6
     assert source.asked == [4, 2, 1]
     assert numbers(result) == [1, 3, 4, 6]
-    assert result.rollout.batch.loss_mask is None
+    assert result.batch.loss_mask is None
     assert result.metrics == {
         "sampling/rounds": 3.0,
         "sampling/prompts": 7.0,
@@ -91,7 +91,7 @@ def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones():
 
 def test_everything_of_a_response_stays_together():
     result, *_ = sampled(mixed={1, 3, 4, 6})
-    batch = result.rollout.batch
+    batch = result.batch
     for row, of_prompt, text, score in zip(
         batch.responses.rows(),
         result.prompts,
@@ -110,7 +110,7 @@ def test_everything_of_a_response_stays_together():
 
 def test_later_rounds_draw_other_samples():
     result, *_ = sampled(mixed={1, 3, 4, 6})
-    samples = [row.tolist()[1] for row in result.rollout.batch.responses.rows()]
+    samples = [row.tolist()[1] for row in result.batch.responses.rows()]
     assert samples == [0, 1, 0, 1, 2, 3, 4, 5]
 
 
@@ -118,7 +118,7 @@ def test_after_the_last_round_the_rest_fills_the_batch_and_does_not_count():
     result, source, _ = sampled(mixed={1, 5}, rounds=2)
     assert source.asked == [4, 3]
     assert numbers(result) == [1, 5, 4, 6]
-    counted = [bool(row.all()) for row in result.rollout.batch.loss_mask.rows()]
+    counted = [bool(row.all()) for row in result.batch.loss_mask.rows()]
     assert counted == [True] * 4 + [False] * 4
     assert result.metrics["sampling/unmixed_prompts"] == 2
 
@@ -132,12 +132,12 @@ def test_a_full_first_round_is_left_as_it_is():
 def test_where_nothing_differs_nothing_counts():
     result, source, _ = sampled(mixed=set(), rounds=3)
     assert source.asked == [4, 4, 4]
-    assert not result.rollout.batch.loss_mask.values.any()
+    assert not result.batch.loss_mask.values.any()
 
 
 def test_engines_are_timed_over_all_rounds():
     result, *_ = sampled(mixed={1, 3, 4, 6})
-    first, second = result.rollout.engines
+    first, second = result.batch.engines
     assert (first.tokens, first.seconds, first.first_token_s) == (140, 6.0, 0.5)
     assert second.tokens == 0
 
@@ -155,7 +155,7 @@ def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
     remax = config(rounds=1, prompts=3, advantage="remax")
     requests: list[PromptBatch] = []
 
-    def noting(request: PromptBatch) -> Rollout:
+    def noting(request: PromptBatch) -> RolloutBatch:
         requests.append(request)
         return generate(request)
 

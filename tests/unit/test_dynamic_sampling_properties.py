@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.batch import PromptBatch, Rollout
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.trainer.rewarding import FunctionRewards
 from hybridrl.trainer.sampling import Sampling
 from tests.run_configs import run_config
@@ -61,7 +61,7 @@ class Chance:
         self.taken += count
         return [prompt(number % self.pool) for number in range(self.taken - count, self.taken)]
 
-    def generate(self, request: PromptBatch) -> Rollout:
+    def generate(self, request: PromptBatch) -> RolloutBatch:
         firsts = request.first_sample.tolist()
         self.rounds.append(list(zip(request.prompt_id.tolist(), firsts, strict=True)))
         return generate(request)
@@ -98,7 +98,7 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
         config(wanted, each, bound), chance.take, chance.generate, FunctionRewards(decode, chance)
     )
     result = sampling.sample(step=1)
-    batch = result.rollout.batch
+    batch = result.batch
     found = groups_of(batch, each)
     asked = [group for of_round in chance.rounds for group in of_round]
     mixed = [group for group in asked if chance.is_mixed(group)]

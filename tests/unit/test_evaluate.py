@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from hybridrl.data.batch import PromptBatch, Rollout
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
@@ -58,13 +58,13 @@ class Engine:
     def __init__(self) -> None:
         self.requests: list[PromptBatch] = []
 
-    def __call__(self, request: PromptBatch) -> Rollout:
+    def __call__(self, request: PromptBatch) -> RolloutBatch:
         self.requests.append(request)
         rows = GREEDY if request.temperature == 0 else SAMPLED
         batch = batch_of([len(row) for row in rows])
         responses = Ragged.from_rows(rows, torch.int64)
         truncated = torch.tensor([False] * 3 + [True])
-        return Rollout(replace(batch, responses=responses, truncated=truncated), engines=())
+        return replace(batch, responses=responses, truncated=truncated)
 
 
 def evaluator(greedy: bool = True, flexible: str = "right") -> Evaluator:

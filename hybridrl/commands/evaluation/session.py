@@ -112,7 +112,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
                 samples=count,
                 first_sample=first,
             )
-            batch = generate(lengths.expect(request)).batch
+            batch = generate(lengths.expect(request))
             seconds = time.perf_counter() - start
             lengths.learn(batch)
             each = [prompt for prompt in evaluation.asked for _ in range(count)]

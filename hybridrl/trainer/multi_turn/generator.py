@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.data.batch import Generate, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens
 from hybridrl.environments.base import StepRequest
@@ -103,26 +103,27 @@ class MultiTurn:
         self._failures = failures
         self._environment_s = 0.0
 
-    def generate(self, prompts: PromptBatch) -> Rollout:
+    def generate(self, prompts: PromptBatch) -> RolloutBatch:
         """Generate `responses_per_prompt` conversations from each prompt, in order."""
         self._environment_s = 0.0
         request = replace(prompts, stop_token_ids=self._tokens.stop_token_ids)
         first, conversations = self._open(request)
-        rollouts = [self._sample_turn(first)]
-        self._add(conversations, rollouts[0].batch)
-        engine_of = rollouts[0].batch.engine
+        turns = [self._sample_turn(first)]
+        self._add(conversations, turns[0])
+        engine_of = turns[0].engine
         while unfinished := [c for c in conversations if c.is_open]:
-            turn = _continued(request, unfinished, len(rollouts), engine_of)
+            turn = _continued(request, unfinished, len(turns), engine_of)
             left = [self._limits.max_tokens - c.length for c in unfinished]
-            rollouts.append(self._sample_turn(replace(turn, max_tokens=torch.tensor(left))))
-            self._add(unfinished, rollouts[-1].batch)
-        versions = torch.cat([rollout.batch.weight_version for rollout in rollouts])
+            turns.append(self._sample_turn(replace(turn, max_tokens=torch.tensor(left))))
+            self._add(unfinished, turns[-1])
+        versions = torch.cat([turn.weight_version for turn in turns])
         assert (versions == versions[0]).all(), "the weights changed within a conversation"
         batch = _batch(request, conversations, int(versions[0]), self._failures)
-        return Rollout(
-            replace(batch, engine=engine_of),
-            total_stats(rollouts, first_token=lambda of_turns: of_turns[0]),
-            self._environment_s,
+        return replace(
+            batch,
+            engine=engine_of,
+            engines=total_stats(turns, first_token=lambda of_turns: of_turns[0]),
+            environment_s=self._environment_s,
         )
 
     def _open(self, request: PromptBatch) -> tuple[PromptBatch, list[_Conversation]]:

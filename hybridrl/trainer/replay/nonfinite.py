@@ -161,9 +161,8 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     batch = replay.batch
     tensors = {PROMPT_LENGTHS: batch.prompts.lengths, RESPONSE_LENGTHS: batch.responses.lengths}
-    for name, value in vars(batch).items():
-        if value is not None:
-            tensors[name] = value.values if isinstance(value, Ragged) else value
+    for name, value in batch.tensors().items():
+        tensors[name] = value.values if isinstance(value, Ragged) else value
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     replace_file(folder / TENSORS_FILE, lambda new: save_file(tensors, new))
     facts = {

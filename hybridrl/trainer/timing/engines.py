@@ -6,7 +6,7 @@ from statistics import fmean, median
 
 from hybridrl.controller.placement import by_node, straddling_engines
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import EngineStats, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, RolloutBatch
 from hybridrl.trainer.timing.throughput import RESPONSES, TOKENS
 
 # Slow steps in a row that raise the alarm.
@@ -18,14 +18,14 @@ QUIET = 50
 
 
 def rollout_metrics(
-    rollout: Rollout, seconds: float, switch_s: float | None
+    batch: RolloutBatch, seconds: float, switch_s: float | None
 ) -> dict[str, float | None]:
     """Compute metrics of a step's responses, engines and turns; for times see `Phases`."""
-    metrics = response_metrics(rollout.batch) | engine_metrics(rollout.engines, seconds)
+    metrics = response_metrics(batch) | engine_metrics(batch.engines, seconds)
     if switch_s is not None:
-        first_token_s = max(engine.first_token_s for engine in rollout.engines)
+        first_token_s = max(engine.first_token_s for engine in batch.engines)
         metrics["rollout/switch_s"] = switch_s + first_token_s
-    return dict(metrics | turn_metrics(rollout))
+    return dict(metrics | turn_metrics(batch))
 
 
 def response_metrics(batch: RolloutBatch) -> dict[str, float]:
@@ -40,9 +40,8 @@ def response_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def turn_metrics(rollout: Rollout) -> dict[str, float]:
+def turn_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Compute metrics of multi-turn responses; none without an environment."""
-    batch = rollout.batch
     if batch.turns is None:
         return {}
     turns = batch.turns.float()
@@ -50,7 +49,7 @@ def turn_metrics(rollout: Rollout) -> dict[str, float]:
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": float(turns.max()),
         "environment/tokens_mean": float((~batch.response_mask.values).sum()) / len(batch),
-        "environment/seconds": rollout.environment_s,
+        "environment/seconds": batch.environment_s,
     }
 
 
