@@ -67,7 +67,7 @@ def examine(
     """
     report = Report()
     report.problems += [*_top_level_problems(cfg), *link_problems(cfg)]
-    config = _typed(cfg, report)
+    config = typed_run(cfg, report)
     derive(config, machine, report)
     shape = _read(lambda: model_shape(read_model(config.model.path)), report, broken="model.path")
     reward_shape = _read(
@@ -90,13 +90,13 @@ def load_resolved(config: Mapping[str, Any]) -> RunConfig:
     report = Report()
     if "${" in json.dumps(config):
         raise ConfigError("the config has a value with ${...}, expected resolved values.")
-    typed = _typed(OmegaConf.create(dict(config)), report)
+    typed = typed_run(OmegaConf.create(dict(config)), report)
     if report.problems:
         raise ConfigError(*report.problems)
     return typed
 
 
-def _typed(cfg: DictConfig, report: Report) -> RunConfig:
+def typed_run(cfg: DictConfig, report: Report) -> RunConfig:
     """Return the config as dataclasses; roles with their workers' config classes."""
     classes, problems = role_classes(cfg)
     report.problems += problems

@@ -127,13 +127,13 @@ def test_who_writes_a_file_moves(writers, tmp_path):
     path = tmp_path / "weights"
     step = f"open({str(path)!r}, 'wb').write(bytes(40 << 20)); print('written', flush=True)"
     writer = writers("", end=f"sys.stdin.read(1); {step}; sys.stdin.read()")
-    (before,) = progress_counters([writer.pid])
+    ((changes, traffic),) = progress_counters([writer.pid])
     writer.stdin.write(b"x")
     writer.stdin.flush()
     assert writer.stdout.readline() == b"written\n"
-    (after,) = progress_counters([writer.pid])
-    assert after.changes == before.changes
-    assert after.traffic - before.traffic >= 2
+    ((changes_after, traffic_after),) = progress_counters([writer.pid])
+    assert changes_after == changes
+    assert traffic_after - traffic >= 2
 
 
 def test_a_process_that_writes_no_stacks_is_told_of(writers, tmp_path):

@@ -83,7 +83,7 @@ class OneProcess:
         mesh = build_mesh(spec, "cpu")
         saver = SaverWorker(saver_config(), mesh)
         saver.connect({"actor": Weights(None, mesh), "saver": saver})
-        self.writer = saver.saver
+        self.saver = saver
         self.run_dir = run_dir
         self.warnings: list[str] = []
         config = run_config("checkpoint.every_steps=1", *overrides)
@@ -159,7 +159,7 @@ def full_disks(run_dir: Path) -> dict[str, After]:
         assert run.checkpoints.save_now(state(5)) is None
     found["at the end"] = run.after()
     run.begin(6)
-    run.writer.wait(60.0)
+    run.saver.saving.result(60.0)
     with run.filled():
         run.checkpoints.poll()
         found["manifest"] = run.after()
@@ -193,7 +193,7 @@ def slowly_removed(run_dir: Path) -> list[After]:
 
     sys.addaudithook(hook)
     run.begin(2)
-    run.writer.wait(60.0)
+    run.saver.saving.result(60.0)
     run.checkpoints.poll()
     meanwhile = run.after()
     may_go.set()
