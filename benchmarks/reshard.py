@@ -59,9 +59,8 @@ from hybridrl.config.choices import Layout
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import RunConfig
 from hybridrl.distributed.forward.token_models import TokenLogProbs
-from hybridrl.distributed.fsdp import named_shards
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.regions import NamedShard
+from hybridrl.distributed.regions import NamedShard, named_shards
 from hybridrl.rollout.vllm_engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 

@@ -11,9 +11,9 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.fsdp import (
     load_sharded_critic,
     load_sharded_policy,
-    named_shards,
 )
 from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.regions import named_shards
 from hybridrl.distributed.torch_compat import ranks_as_given
 from hybridrl.workers.actor import ActorWorker
 from tests.role_configs import actor_config, fsdp_config, model_config

@@ -19,9 +19,10 @@ from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
+from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.offload import offloadable_weights
+from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.vllm_compat import cpu_start
 from hybridrl.workers.rollout import RolloutWorker

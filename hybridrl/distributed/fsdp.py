@@ -32,14 +32,13 @@ from hybridrl.distributed import position
 from hybridrl.distributed.forward.attention import warn_of_padding
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
 from hybridrl.distributed.lora import (
-    adapter_parameters,
     adapters,
     add_adapters,
     checkpoint_parameters,
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
-from hybridrl.distributed.regions import NamedShard
-from hybridrl.distributed.torch_compat import local_part, local_tensor
+from hybridrl.distributed.regions import free_gathered_weights
+from hybridrl.distributed.torch_compat import local_part
 from hybridrl.distributed.weights import (
     FirstWeights,
     empty_model,
@@ -114,24 +113,6 @@ def _empty_scalar_model(
     return root
 
 
-def named_shards(root: TokenLogProbs) -> list[NamedShard]:
-    """Return this rank's shards of the causal LM by checkpoint name, tied duplicates included.
-
-    With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
-    lora_B.weight. The getters stay valid over optimizer steps and forwards.
-    """
-    free_gathered_weights(root)
-    factors = adapter_parameters(root.lm)
-    named = [(*item, bool(factors)) for item in checkpoint_parameters(root.lm, tied_twice=True)]
-    named += [(*item, False) for item in factors.items()]
-    return [
-        NamedShard(
-            name, tuple(param.shape), partial(local_tensor, param), param.placements[-1].dim, frozen
-        )
-        for name, param, frozen in named
-    ]
-
-
 def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of the checkpoint by name; tied tensors once."""
     if isinstance(root, TokenLogProbs):
@@ -177,13 +158,6 @@ def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
     if changes:
         root.set_reshard_after_forward(True)
         root.set_reshard_after_forward(False, recurse=False)  # backward begins with the root
-
-
-def free_gathered_weights(root: nn.Module) -> None:
-    """Free all gathered weights of an FSDP2 root."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:

@@ -1,14 +1,19 @@
-"""Shards of weights, regions of tensors, and traces of a rollout engine's loader: plain data.
+"""Shards of weights, regions of tensors, and traces of a rollout engine's loader.
 
-Shared by distributed/fsdp.py, which has the shards, rollout/, which records traces, and reshard/.
+Shared by workers/, which have the shards, rollout/, which records traces, and reshard/.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from hybridrl.distributed.lora import adapter_parameters, checkpoint_parameters
+from hybridrl.distributed.torch_compat import local_tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,32 @@ class NamedShard:
     local: Callable[[], Tensor]
     dim: int = 0
     frozen: bool = False
+
+
+def named_shards(root: nn.Module) -> list[NamedShard]:
+    """Return this rank's shards of a TokenLogProbs by checkpoint name, tied duplicates included.
+
+    With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
+    lora_B.weight. The getters stay valid over optimizer steps and forwards.
+    """
+    free_gathered_weights(root)
+    lm = root.get_submodule("lm")
+    factors = adapter_parameters(lm)
+    named = [(*item, bool(factors)) for item in checkpoint_parameters(lm, tied_twice=True)]
+    named += [(*item, False) for item in factors.items()]
+    return [
+        NamedShard(
+            name, tuple(param.shape), partial(local_tensor, param), param.placements[-1].dim, frozen
+        )
+        for name, param, frozen in named
+    ]
+
+
+def free_gathered_weights(root: nn.Module) -> None:
+    """Free all gathered weights of an FSDP2 root."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class Region(NamedTuple):

@@ -19,14 +19,12 @@ from hybridrl.distributed import position
 from hybridrl.distributed.forward.packing import Packed, States, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import (
-    free_gathered_weights,
     gathered_once,
-    named_shards,
     parameters_in_checkpoint,
 )
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable, offloadable_weights
-from hybridrl.distributed.regions import NamedShard
+from hybridrl.distributed.regions import NamedShard, free_gathered_weights, named_shards
 from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.workers.base import Worker
 from hybridrl.workers.training import Loss, Optimizer, Training

@@ -13,9 +13,9 @@ from hybridrl.distributed.forward.packing import pack
 from hybridrl.distributed.fsdp import (
     load_sharded_critic,
     load_sharded_policy,
-    named_shards,
 )
 from hybridrl.distributed.mesh import build_mesh, device_of
+from hybridrl.distributed.regions import named_shards
 from hybridrl.distributed.storage.export import write_model
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import fsdp_config, model_config

@@ -25,13 +25,13 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.forward.token_models import TokenLogProbs
-from hybridrl.distributed.fsdp import free_gathered_weights
 from hybridrl.distributed.lora import (
     adapter_parameters,
     adapters,
     add_adapters,
     checkpoint_parameters,
 )
+from hybridrl.distributed.regions import free_gathered_weights
 from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.distributed.storage.safetensors_file import header, naming, pieces, write_parts
 from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
