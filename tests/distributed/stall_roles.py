@@ -36,18 +36,17 @@ class Staller(Worker):
         self.side.take_weights(seed=0)
         self.resharder = self.side.resharder(bucket_elements=64)
         self.resharder.sync(0, verify=True)  # the first takes longest, which is no stall
-        self.start = self.resharder._executors[-1].staging.start
+        self.start = self.resharder._executors[-1]._start_bucket
         self.calls = 0
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, who):
         """Move random weights into a toy engine; rank `who` stops before it sends bucket 3."""
-        staging = self.resharder._executors[-1].staging
         store = dist.distributed_c10d._get_default_store()
         self.calls += 1
         further = f"another rank is in bucket 3 of call {self.calls}"
 
-        def start_or_stop(number):
+        def start_or_stop(number, *arguments, **options):
             if (dist.get_rank(), number) == (who, 2):
                 store.wait([further], timedelta(seconds=20))
                 # Sent to the process, it could reach another thread first; this one would go on.
@@ -55,9 +54,9 @@ class Staller(Worker):
                 time.sleep(1.0)  # told to go on and to write its stack, it is still here
             if dist.get_rank() != who and number == 3:
                 store.set(further, "")
-            return self.start(number)
+            return self.start(number, *arguments, **options)
 
-        staging.start = start_or_stop
+        self.resharder._executors[-1]._start_bucket = start_or_stop
         self.resharder.sync(0, verify=True)
         return self.side.wrong(self.side.take_weights(seed=0))
 
