@@ -11,7 +11,7 @@ from hybridrl.config.annotations import FREE
 from hybridrl.config.keys import leaves, raw_tree
 from hybridrl.config.links import LINKS
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.typed import annotations_of, element_class, optional_class
+from hybridrl.config.typed import annotations_of, element_class, optional_class, type_hints
 from hybridrl.config.user_code.classes import BUILT_IN
 
 
@@ -32,7 +32,7 @@ def fields_along(key: str) -> Iterator[Field | None]:
     for name in names:
         if not dataclasses.is_dataclass(cls):
             return
-        hints = typing.get_type_hints(cls)
+        hints = type_hints(cls)
         if name not in hints:
             yield None
             return
@@ -61,7 +61,7 @@ def known_keys(cfg: DictConfig, roles: Mapping[str, type]) -> list[str]:
     own = {
         f"{role}.{name}"
         for role, cls in roles.items()
-        for name, hint in typing.get_type_hints(cls).items()
+        for name, hint in type_hints(cls).items()
         if name not in LINKS.get(role, ()) and not dataclasses.is_dataclass(hint)
     }
     return sorted(composed | own)

@@ -1,9 +1,10 @@
 """Conversion of composed YAML to the dataclasses of schema.py, collecting all problems."""
 
 import dataclasses
+import functools
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from enum import Enum
 from types import UnionType
@@ -18,6 +19,8 @@ from hybridrl.config.command.report import Report, shown
 from hybridrl.config.keys import nothing_reads, raw_tree
 
 T = TypeVar("T")
+# Computed once for each class: it took a third of the time of all checks.
+type_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
 LINK = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -71,7 +74,7 @@ class Builder:
         Raises:
             Unusable: it has none; the problem is in the report.
         """
-        name, hint = field.name, typing.get_type_hints(cls)[field.name]
+        name, hint = field.name, type_hints(cls)[field.name]
         if OmegaConf.is_missing(node, name):
             self._refuse(key, f"{key} is missing.\nSet {key}=<{type_name(hint)}>.")
         if name not in node:
@@ -93,7 +96,7 @@ class Builder:
 
     def _element(self, cls: type[T], value: Any, path: str) -> T:
         """Build an entry of a mapping; absent optional fields are None, as YAML has no defaults."""
-        hints = typing.get_type_hints(cls)
+        hints = type_hints(cls)
         given = value if isinstance(value, DictConfig) else {}
         absent = [name for name in hints if name not in given and _may_be_null(hints[name])]
         return self.section(cls, value, path, dict.fromkeys(absent))
@@ -153,7 +156,7 @@ def partial_section(cls: type[T], values: Mapping[str, Any]) -> T:
 
 def annotations_of(cls: Any, name: str) -> tuple[Any, ...]:
     """Return the annotations of a dataclass's field."""
-    hint = typing.get_type_hints(cls, include_extras=True)[name]
+    hint = type_hints(cls, include_extras=True)[name]
     return typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
 
 
