@@ -28,7 +28,7 @@ OF_INTEREST = re.compile(
     re.IGNORECASE,
 )
 PROXY = re.compile("(http|https|all)_proxy", re.IGNORECASE)
-DRIVER = Path("/proc/driver/nvidia")
+DRIVER = Path("/proc/driver/nvidia/version")
 INFINIBAND = Path("/sys/class/infiniband")
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
 # cgroup v1 shows "no limit" as a number near 2^63.
@@ -91,7 +91,6 @@ class HostFacts(NamedTuple):
         cores: usable by this process.
         environment: the variables `OF_INTEREST`.
         infiniband: device names.
-        gpus: UUIDs from /proc/driver/nvidia, in bus order; None without that driver.
         address: of the own host name; empty if it has none.
     """
 
@@ -103,7 +102,6 @@ class HostFacts(NamedTuple):
     versions: dict[str, str]
     temporary: tuple[Temporary, ...]
     infiniband: tuple[str, ...]
-    gpus: tuple[str, ...] | None
     address: str
 
 
@@ -118,7 +116,6 @@ def host_facts() -> HostFacts:
         versions=versions(),
         temporary=temporary(),
         infiniband=tuple(sorted(path.name for path in INFINIBAND.glob("*"))),
-        gpus=_gpus() if DRIVER.is_dir() else None,
         address=_address(),
     )
 
@@ -241,15 +238,9 @@ def versions() -> dict[str, str]:
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
     found["hybridrl sources"] = digest.hexdigest()[:8]
-    if match := re.search(r"\s(\d+\.[\d.]+)\s", _text(DRIVER / "version")):
+    if match := re.search(r"\s(\d+\.[\d.]+)\s", _text(DRIVER)):
         found["driver"] = match[1]
     return found
-
-
-def _gpus() -> tuple[str, ...]:
-    folders = sorted((DRIVER / "gpus").glob("*"))
-    found = [re.search(r"GPU UUID:\s*(\S+)", _text(one / "information")) for one in folders]
-    return tuple(m[1] if m else one.name for m, one in zip(found, folders, strict=True))
 
 
 def _address() -> str:

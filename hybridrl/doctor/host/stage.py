@@ -49,7 +49,7 @@ def check(context: CheckContext) -> list[Finding]:
         found += judge_ulimits(node, fact.limits, slots[node], infiniband)
         found += judge_cgroup(node, fact.cgroup, fact.cores, slots[node])
         found += judge_temporary(node, fact.temporary)
-        found.append(judge_visible(node, fact.environment, fact.gpus, config))
+        found.append(judge_visible(node, fact.environment, config))
         found.append(judge_allocator(node, fact.environment, config))
     found += judge_variables(facts, environment(), config)
     found += judge_versions(facts)

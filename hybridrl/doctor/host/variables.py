@@ -14,11 +14,11 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
-    Verdict,
     apply,
     fail,
     first,
     ok,
+    severity,
     skipped,
     warn,
     warns_if,
@@ -145,51 +145,27 @@ def bypasses(address: str, no_proxy: str) -> bool:
     return False
 
 
-def judge_visible(
-    node: str, environment: Environment, gpus: tuple[str, ...] | None, config: RunConfig
-) -> Finding:
-    """Judge host.visible_devices; `gpus` are the UUIDs of the node, None if unknown."""
+def judge_visible(node: str, environment: Environment, config: RunConfig) -> Finding:
+    """Judge host.visible_devices: contradictions; host.gpus finds the GPUs that a value hides."""
     given = {name: environment[name] for name in VISIBLE if name in environment}
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     on_gpu = config.hardware.accelerator is Accelerator.gpu
     unused = "" if on_gpu else " (hardware = cpu: not used)"
-    verdict = Verdict.fail if on_gpu else Verdict.warn
-    hidden = _hidden_by(next(iter(given.values())), gpus) if given else ""
-    problems = (
+    differ = len(set(given.values())) > 1
+    alone = VISIBLE[2] in given and VISIBLE[1] not in given
+    rules: list[Rule] = [
         (
-            len(set(given.values())) > 1,
-            "values differ, and trainer and vLLM read different variables",
+            severity(on_gpu and differ, differ),
+            f"{text}: values differ, and trainer and vLLM read different variables{unused}",
             "set only CUDA_VISIBLE_DEVICES on NVIDIA, only HIP_VISIBLE_DEVICES on AMD",
         ),
         (
-            VISIBLE[2] in given and VISIBLE[1] not in given,
-            f"Ray refuses to start with {VISIBLE[2]}",
+            severity(on_gpu and alone, alone),
+            f"{text}: Ray refuses to start with {VISIBLE[2]}{unused}",
             f"unset {VISIBLE[2]}, and set {VISIBLE[1]}",
         ),
-        (hidden, hidden, f"unset {' '.join(given)}, or name GPUs of the node"),
-    )
-    rules = [
-        (verdict if applies else None, f"{text}: {problem}{unused}", advice)
-        for applies, problem, advice in problems
     ]
     return first("host.visible_devices", node, rules, text or "none is set: every GPU is visible")
-
-
-def _hidden_by(value: str, gpus: tuple[str, ...] | None) -> str:
-    """Explain why a value hides GPUs: an invalid entry hides those after it."""
-    entries = [entry.strip() for entry in value.split(",")]
-    if value.strip() in ("", "-1", "NoDevFiles"):
-        return "it hides every GPU"
-    if len(set(entries)) < len(entries):
-        return "a GPU is listed twice, and CUDA then shows none"
-    for entry in entries:
-        if gpus is None or entry.startswith("MIG-"):
-            continue
-        by_uuid = bool(entry) and any(uuid.startswith(entry) for uuid in gpus)
-        if not (int(entry) < len(gpus) if entry.isdigit() else by_uuid):
-            what = entry or "an empty entry"
-            return f"{what} is none of the node's {len(gpus)} GPUs, and hides those after it"
-    return ""
 
 
 def judge_allocator(node: str, environment: Environment, config: RunConfig) -> Finding:

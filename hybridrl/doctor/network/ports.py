@@ -3,11 +3,12 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.context import gather_each
 from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.network.nodes import Choice
 from hybridrl.doctor.network.server import Opened, Target, reach, running_services
 
 CHECK, RENDEZVOUS = "network.ports", "network.rendezvous"
@@ -16,59 +17,46 @@ IN_A_FILE = "ranks of one node meet in a file of their user, without a port"
 WITHIN_S, PER_SECOND = 4.0, 500
 MAX_SHOWN, MAX_HOLDERS = 20, 4
 
-T = TypeVar("T")
 
-
-class Attempt(NamedTuple, Generic[T]):
+class Attempt(NamedTuple):
     """A connection from a node to a target on another; `problem` is empty if it succeeded."""
 
     source: str
-    target: T
+    target: Target
     problem: str
 
 
-def check(
+def connect(
     agents: NodeProbes,
     opened: Mapping[str, Opened],
     addresses: Mapping[str, str],
     meeting: Mapping[str, str],
-) -> list[Finding]:
-    """Connect every node to every other at the same time; `meeting` is for the rendezvous port."""
+    choices: Mapping[str, Sequence[Choice]],
+) -> tuple[list[Attempt], list[Finding]]:
+    """Connect every node to every other at the same time.
+
+    `meeting` has the addresses of rendezvous ports, `choices` the interfaces of their own that
+    NCCL and gloo will use.
+    """
     running = running_services({node: addresses[node] for node in opened})
     targets = []
     for node, ports in opened.items():
-        own, services = addresses[node], running[node]
+        own, token = addresses[node], ports.token
         listening = [(meeting[node], ports.rendezvous)]
         listening += [(own, port) for port in (ports.worker, ports.chosen, *ports.services)]
-        targets += [Target(node, a, port, ports.token) for a, port in listening if port is not None]
-        targets += [Target(node, own, port, "", name) for name, port in services]
+        targets += [Target(node, a, port, token) for a, port in listening if port is not None]
+        targets += [Target(node, own, port, "", name) for name, port in running[node]]
+        for choice, port in zip(choices[node], ports.of_choices, strict=True):
+            targets.append(Target(node, choice.address, port, token, choice=choice))
     alone = len(opened) == 1
-    tried = {
-        node: [(target, target) for target in targets if alone or target.node != node]
-        for node in opened
-    }
-    attempts, found = reach_all(agents, CHECK, tried)
-    found += judge(attempts, opened, addresses)
-    for node, ports in opened.items():
-        if ports.taken:
-            evidence = f"{', '.join(ports.taken)}, which deploy/ would give to Ray"
-            advice = "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all "
-            advice += f"nodes, or end their holder (`ss -ltnp` on {node}). If Ray is up: set "
-            found.append(warn(CHECK, node, evidence, f"{advice}RAY_ADDRESS."))
-    return found
-
-
-def reach_all(
-    agents: NodeProbes, check: str, tried: Mapping[str, Sequence[tuple[T, Target]]]
-) -> tuple[list[Attempt[T]], list[Finding]]:
-    """Connect each node to its targets, by the addresses to connect to; return the attempts."""
+    tried = {node: [one for one in targets if alone or one.node != node] for node in opened}
     within_s = WITHIN_S + max(map(len, tried.values())) / PER_SECOND
-    arguments = {node: ([target for _, target in those], within_s) for node, those in tried.items()}
-    problems, found = gather_each(agents, check, reach, arguments, within_s + 10.0)
+    arguments = {node: (those, within_s) for node, those in tried.items()}
+    problems, found = gather_each(agents, CHECK, reach, arguments, within_s + 10.0)
     attempts = [
         Attempt(node, target, problem)
         for node, texts in problems.items()
-        for (target, _), problem in zip(tried[node], texts, strict=True)
+        for target, problem in zip(tried[node], texts, strict=True)
     ]
     return attempts, found
 
@@ -84,12 +72,31 @@ def shortened(found: Sequence[Finding]) -> list[Finding]:
 
 
 def judge(
-    attempts: Sequence[Attempt[Target]],
+    attempts: Sequence[Attempt],
     opened: Mapping[str, Opened],
     addresses: Mapping[str, str],
 ) -> list[Finding]:
-    """Judge all attempts: a failure for each pair of nodes, or one ok."""
-    broken: dict[tuple[str, str], list[Attempt[Target]]] = defaultdict(list)
+    """Judge connections to nodes' own addresses, and who holds the ports of Ray's services."""
+    return _judge_attempts(attempts, opened, addresses) + [
+        warn(
+            CHECK,
+            node,
+            f"{', '.join(ports.taken)}, which deploy/ would give to Ray",
+            "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all nodes, or end "
+            f"their holder (`ss -ltnp` on {node}). If Ray is up: set RAY_ADDRESS.",
+        )
+        for node, ports in opened.items()
+        if ports.taken
+    ]
+
+
+def _judge_attempts(
+    attempts: Sequence[Attempt],
+    opened: Mapping[str, Opened],
+    addresses: Mapping[str, str],
+) -> list[Finding]:
+    """Return a failure for each pair of nodes, or one ok."""
+    broken: dict[tuple[str, str], list[Attempt]] = defaultdict(list)
     for attempt in attempts:
         if attempt.problem:
             broken[attempt.source, attempt.target.node].append(attempt)

@@ -24,6 +24,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.ray.cluster_view import joined_view
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.rendezvous import EPHEMERAL_PORTS, listen
+from hybridrl.doctor.network.nodes import Choice
 
 GREETING, TOKEN_BYTES = b"hybridrl", 8
 PING, RATE = b"p", b"r"
@@ -58,6 +59,7 @@ class Opened(NamedTuple):
         chosen: a port that the kernel chose, as for NCCL and gloo.
         holders, taken: processes on ports for the rendezvous and for Ray's services.
         ephemeral, worker_ports: first and last of ip_local_port_range and for Ray's workers.
+        of_choices: a port for each of the addresses of interfaces that NCCL or gloo will use.
     """
 
     token: str
@@ -70,16 +72,21 @@ class Opened(NamedTuple):
     worker_ports: tuple[int, int] = WORKER_PORTS
     services: Sequence[int] = ()
     taken: Sequence[str] = ()
+    of_choices: Sequence[int] = ()
 
 
 class Target(NamedTuple):
-    """A port of another node with the token of its greeting; a `service` of Ray has none."""
+    """A port of another node with the token of its greeting; a `service` of Ray has none.
+
+    `choice`: the interface with this address, if NCCL or gloo will use another than Ray.
+    """
 
     node: str
     address: str
     port: int
     token: str
     service: str = ""
+    choice: Choice | None = None
 
 
 class Speed(NamedTuple):
@@ -90,9 +97,13 @@ class Speed(NamedTuple):
 
 
 def open_ports(
-    address: str, meeting: str, band: Sequence[int], services: Sequence[int] = ()
+    address: str,
+    meeting: str,
+    band: Sequence[int],
+    services: Sequence[int] = (),
+    chosen_addresses: Sequence[str] = (),
 ) -> Opened:
-    """Listen like the rendezvous and Ray, and on a port that the kernel chooses.
+    """Listen like the rendezvous and Ray, and on ports that the kernel chooses.
 
     `address` is this node's, as the others use it; `meeting` that of the rendezvous: MASTER_ADDR
     on rank 0's node. `band` has ports for the rendezvous, `services` all of Ray's services.
@@ -112,9 +123,10 @@ def open_ports(
     chosen, _ = first_free(address, [0])
     assert chosen is not None
     free = [port for port in services if first_free(address, [port])[0]]
+    of_choices = [first_free(own, [0])[0] or 0 for own in chosen_addresses]
     rendezvous, problem = first_free(meeting, band)
     return Opened(
-        answer_on(listeners),
+        _answer_on(listeners),
         rendezvous,
         worker,
         chosen,
@@ -124,10 +136,11 @@ def open_ports(
         (min(workers), max(workers)) if workers else (low, high),
         free,
         holders_of({*services} - {*free}),
+        of_choices,
     )
 
 
-def answer_on(listeners: list[socket.socket]) -> str:
+def _answer_on(listeners: list[socket.socket]) -> str:
     """Answer on these sockets until `close_ports`; return the token of the greetings."""
     token = secrets.token_hex(TOKEN_BYTES)
     _OPEN[token] = listeners

@@ -54,11 +54,11 @@ def examine(
         return found
     addresses = {node: agents.addresses[node] for node in views}
     judged = nodes.judge(views, addresses, master)
-    found += judged + interfaces.check(agents, views) + infiniband.check(agents)
+    found += judged + infiniband.check(agents)
     if any(finding.verdict is Verdict.fail for finding in judged):
         master = ""  # has a finding already; the ports are checked without it
     needed = None if quick else dispensable
-    found += _on_sockets(agents, rendezvous_ports, addresses, master, needed)
+    found += _on_sockets(agents, rendezvous_ports, views, addresses, master, needed)
     if quick:
         return found
     rest, failures = _without(dispensable(found), addresses, found)
@@ -80,6 +80,7 @@ def _without(
 def _on_sockets(
     agents: NodeProbes,
     rendezvous_ports: Sequence[int],
+    views: Mapping[str, nodes.NodeView],
     addresses: Mapping[str, str],
     master: str,
     dispensable: Dispensable | None,
@@ -90,13 +91,14 @@ def _on_sockets(
         given = given_port()
     except ConfigError as error:
         advice = "Unset MASTER_PORT, or set it to a free port."
-        return [fail(ports.RENDEZVOUS, "all", error.problems[0], advice)]
+        return [*interfaces.judge(views), fail(ports.RENDEZVOUS, "all", error.problems[0], advice)]
     band = port_band(low, high) if given is None else range(given, given + 1)
     zero = nodes.rank_zero_node(addresses)
     meeting = {**addresses, **({zero: master} if master else {})}
-    services = service_ports(addresses)
+    services, choices = service_ports(addresses), interfaces.choices(views, addresses)
     arguments = {
-        node: (own, meeting[node], band, services[node]) for node, own in addresses.items()
+        node: (own, meeting[node], band, services[node], [c.address for c in choices[node]])
+        for node, own in addresses.items()
     }
     opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
     try:
@@ -104,8 +106,13 @@ def _on_sockets(
             found.append(ok(ports.RENDEZVOUS, zero, ports.IN_A_FILE))
         elif zero in opened:
             found.append(ports.judge_rendezvous(zero, opened[zero], (low, high), band, given))
+        attempts: list[ports.Attempt] = []
         if opened:
-            found += ports.check(agents, opened, addresses, meeting)
+            attempts, silent = ports.connect(agents, opened, addresses, meeting, choices)
+            own = [attempt for attempt in attempts if attempt.target.choice is None]
+            found += silent + ports.judge(own, opened, addresses)
+        of_choices = [attempt for attempt in attempts if attempt.target.choice is not None]
+        found += interfaces.judge(views, of_choices, addresses)
         if dispensable is None or not opened:
             return found
         rest, failures = _without(dispensable(found), addresses, found)

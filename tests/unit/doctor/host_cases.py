@@ -52,7 +52,6 @@ def facts(**changes: Any) -> HostFacts:
         versions={"python": "3.11.7", "torch": "2.11.0", "driver": "570.1"},
         temporary=(Temporary(DiskSpace("/tmp", 99 * GIB, 99 * GIB), ""),),
         infiniband=(),
-        gpus=None,
         address="10.0.0.1",
     )
     return healthy._replace(**changes)

@@ -51,7 +51,7 @@ class Nodes:
             cards = tuple(GPU(gpu.name, gpu.total_mib * 2**20) for gpu in gpus)
             return Machine((Node(socket.gethostname(), 64, 1024 * GIB, cards),))
         return {
-            host_facts: facts(gpus=uuids, environment=self._environment.get(node, {})),
+            host_facts: facts(environment=self._environment.get(node, {})),
             gpu_facts: GPUFacts(gpus, seen=uuids),
             host_memory: HostMemory(self._left[node], None),
             time.time: time.time(),

@@ -29,8 +29,6 @@ from hybridrl.doctor.host.variables import (
 )
 from tests.run_configs import run_config
 
-GPUS = ("GPU-aaaa", "GPU-bbbb")
-
 
 @pytest.fixture(scope="module")
 def cpu():
@@ -196,14 +194,10 @@ def test_what_no_proxy_covers(no_proxy, covered):
             "HIP_VISIBLE_DEVICES=1: values differ",
         ),
         ({"ROCR_VISIBLE_DEVICES": "0"}, "Ray refuses"),
-        ({"CUDA_VISIBLE_DEVICES": "0,7"}, "7 is none of the node's 2 GPUs"),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-cccc"}, "GPU-cccc is none of"),
-        ({"CUDA_VISIBLE_DEVICES": "1,1"}, "listed twice"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "hides every GPU"),
     ],
 )
-def test_visible_devices_that_hide_gpus_fail(gpu, environment, evidence):
-    finding = judge_visible("a", environment, GPUS, gpu)
+def test_visible_devices_that_contradict_each_other_fail(gpu, environment, evidence):
+    finding = judge_visible("a", environment, gpu)
     assert_finds(finding, "host.visible_devices", Verdict.fail, evidence, "_VISIBLE_DEVICES")
 
 
@@ -212,12 +206,11 @@ def test_visible_devices_that_hide_gpus_fail(gpu, environment, evidence):
     [
         {},
         {"CUDA_VISIBLE_DEVICES": "1,0"},
-        {"CUDA_VISIBLE_DEVICES": "GPU-bb"},
         {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"},
     ],
 )
 def test_visible_devices_that_agree_pass(gpu, environment):
-    assert judge_visible("a", environment, GPUS, gpu).verdict is Verdict.ok
+    assert judge_visible("a", environment, gpu).verdict is Verdict.ok
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
@@ -405,6 +398,7 @@ def test_nvidia_smi_lines_are_read():
         (GPUFacts([H200], seen=(), visible=None), "a process sees not GPU-aaaa", "--gpus all"),
         (GPUFacts([H200], look_error="cuInit returned 100"), "CUDA none: cuInit", "--gpus all"),
         (GPUFacts([H200], seen=(), visible="-1"), "a process sees 0 GPUs", "CUDA_VISIBLE_DEVICES"),
+        (GPUFacts([H200], seen=(), visible=""), "(CUDA_VISIBLE_DEVICES=)", "CUDA_VISIBLE_DEVICES"),
         (GPUFacts(None, "nvidia-smi: Driver/library version mismatch"), "mismatch", "dmesg"),
     ],
 )
@@ -423,11 +417,6 @@ def test_gpus_that_are_seen_pass_and_sick_ones_warn(gpu):
 
 
 def test_visible_devices_do_not_stop_a_run_on_cpus(cpu):
-    finding = judge_visible("a", {"CUDA_VISIBLE_DEVICES": ""}, (), cpu)
-    assert_finds(
-        finding,
-        "host.visible_devices",
-        Verdict.warn,
-        "hides every GPU (hardware = cpu",
-        "unset CUDA_VISIBLE",
-    )
+    finding = judge_visible("a", {"ROCR_VISIBLE_DEVICES": "0"}, cpu)
+    evidence = "Ray refuses to start with ROCR_VISIBLE_DEVICES (hardware = cpu"
+    assert_finds(finding, "host.visible_devices", Verdict.warn, evidence, "unset ROCR_VISIBLE")
