@@ -73,11 +73,12 @@ def test_a_sound_network_has_no_failure(head, hosts):
     findings = stage(head, quick=False)
     assert failures(findings) == []
     assert "3 nodes: 66 connections" in only(findings, "network.ports").evidence
-    assert "6 pairs: median" in only(findings, "network.bandwidth").evidence
+    bandwidth = only(findings, "network.bandwidth")
+    assert "6 pairs: median" in bandwidth.evidence
     collective = only(findings, "network.collective")
     assert "3 ranks, 3 node(s): gloo" in collective.evidence
     names = {host.name for host in hosts}
-    assert {a: set(row) for a, row in collective.tables["gloo"].items()} == {
+    assert {a: set(row) for a, row in bandwidth.tables["one TCP stream"].items()} == {
         name: names - {name} for name in names
     }
     address = only(findings, "network.address", hosts[2].name)

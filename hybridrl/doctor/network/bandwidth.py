@@ -7,6 +7,7 @@ are measured in rounds, with one partner for each node.
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from hybridrl.controller.ray.node_probes import NodeProbes
@@ -78,6 +79,14 @@ def tournament(players: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
         rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return rounds
+
+
+def rounds_of(nodes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Pair all ranks of a node, on all nodes at a time, then the nodes' first ranks; both ways."""
+    within = zip_longest(*map(tournament, nodes), fillvalue=[])
+    rounds = [[pair for pairs in side_by_side for pair in pairs] for side_by_side in within]
+    rounds += tournament([ranks[0] for ranks in nodes])
+    return [way for one in rounds if one for way in (one, [(b, a) for a, b in one])]
 
 
 def suspects(speeds: Mapping[Pair, Speed]) -> dict[Pair, Speed]:

@@ -1,4 +1,4 @@
-"""Check network.collective: an all-reduce over all nodes with gloo, and with NCCL on GPUs.
+"""Check network.collective: an all-reduce over all nodes with gloo; on GPUs, NCCL also in pairs.
 
 Each rank is a process of its own, because a hanging collective cannot be cancelled.
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, NamedTuple
 
 from hybridrl.config.planner.machine import local_machine
@@ -26,8 +26,8 @@ from hybridrl.doctor.network.bandwidth import (
     extremes,
     is_broken,
     matrix,
+    rounds_of,
     suspects,
-    tournament,
     typical_of,
 )
 from hybridrl.doctor.network.nodes import NodeView, is_loopback, rank_zero_node
@@ -43,17 +43,11 @@ GRACE_S = 5.0
 RANKS_OF_ONE_NODE = 2
 ERROR_CHARACTERS = 300
 
-# Keys of a rank's measurements over all ranks, and their names in the report.
 OF_NODE = " GPU "
+# Keys of a rank's measurements over all ranks, and their names in the report.
 NAMES = {"gloo": "gloo", "nccl": "NCCL", "nccl_in_node": "NCCL within a node"}
-ADVICE = {
-    "gloo": "gloo uses TCP: see network.bandwidth and network.interfaces.",
-    "NCCL": "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO prints the adapters, or "
-    "NET/Socket if it uses TCP.",
-}
-ADVICE_WITHIN = (
-    "See `nvidia-smi topo -m`, `nvidia-smi nvlink -s`, and P2P or SHM in NCCL_DEBUG=INFO."
-)
+BETWEEN = "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO prints the adapter or TCP."
+WITHIN = "See `nvidia-smi topo -m`, `nvidia-smi nvlink -s`, and P2P or SHM in NCCL_DEBUG=INFO."
 NCCL_FAILED = (
     "Start again with NCCL_DEBUG=INFO, which prints interface and adapter; NCCL_SOCKET_IFNAME "
     "sets the interface. If NCCL_IB_DISABLE=1 helps, InfiniBand or RoCE fails (network.infiniband)."
@@ -82,7 +76,6 @@ class RankOrder:
     Attributes:
         address, port: of the store on rank 0's node; rank 0 inherits its socket, `listen_fd`.
         nodes: ranks of each node.
-        rounds: pairs of ranks that measure NCCL (or gloo between nodes), round by round.
         interface: for gloo, unless the environment sets one.
         device: index of its GPU; None: gloo only.
         meet_s, limit_s: seconds for the meeting, and for everything after it.
@@ -93,7 +86,6 @@ class RankOrder:
     address: str
     port: int
     nodes: tuple[tuple[int, ...], ...]
-    rounds: tuple[tuple[tuple[int, int], ...], ...]
     interface: str | None
     device: int | None
     limit_s: float = RANKS_S
@@ -144,7 +136,7 @@ def plan(
     """Return the orders of each node's ranks, rank 0 on the first node."""
     numbers = iter(range(sum(counts[node] for node in nodes)))
     ranks = {node: tuple(islice(numbers, counts[node])) for node in nodes}
-    rounds = _rounds([*ranks.values()]) if on_gpu or len(nodes) > 1 else ()
+    rounds = rounds_of([*ranks.values()]) if on_gpu else []
 
     def order(node: str, local: int, rank: int) -> RankOrder:
         own = addresses[node]
@@ -154,7 +146,6 @@ def plan(
             address=addresses[nodes[0]],
             port=port,
             nodes=tuple(ranks.values()),
-            rounds=rounds,
             interface="lo" if is_loopback(own) else views[node].interface_of(own),
             device=local if on_gpu else None,
             limit_s=RANKS_S + ROUND_S * len(rounds),
@@ -163,15 +154,6 @@ def plan(
     return {
         node: [order(node, *each) for each in enumerate(group)] for node, group in ranks.items()
     }
-
-
-def _rounds(ranks: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Pair all ranks of a node, on all nodes at a time, then the first ranks of all nodes."""
-    within = zip_longest(*map(tournament, ranks), fillvalue=[])
-    rounds = [[pair for pairs in side_by_side for pair in pairs] for side_by_side in within]
-    rounds += tournament([group[0] for group in ranks])
-    both = ((tuple(pairs), tuple((b, a) for a, b in pairs)) for pairs in rounds if pairs)
-    return tuple(way for ways in both for way in ways)
 
 
 def open_meeting(address: str) -> int:
@@ -263,21 +245,20 @@ def _judge_speeds(
                 f"{name} {worst['bytes_per_s'] / 1e9:.3g} GB/s per rank, "
                 f"{1e3 * worst['latency_s']:.2f} ms for one number"
             )
-    over = "NCCL" if any("nccl_from" in one for one in measured) else "gloo"
+    between, within = _pairs(results)
     slow: list[Finding] = []
     tables: dict[str, Matrix] = {}
-    between, within = _pairs(results, f"{over.lower()}_from")
     for what, title, pairs, advice in (
-        ("nodes", over, between, ADVICE[over]),
-        ("GPUs of a node", f"{over} within nodes", within, ADVICE_WITHIN),
+        ("nodes", "NCCL", between, BETWEEN),
+        ("GPUs of a node", "NCCL within nodes", within, WITHIN),
     ):
         if pairs:
             slowest, farthest = extremes(pairs)
             texts.append(
-                f"{over} between {what} at least {_rate(pairs[slowest])} ({' -> '.join(slowest)}), "
+                f"NCCL between {what} at least {_rate(pairs[slowest])} ({' -> '.join(slowest)}), "
                 f"round trip at most {_trip(pairs[farthest])} ({' -> '.join(farthest)})"
             )
-            slow += _slow_pairs(over, pairs, advice)
+            slow += _slow_pairs(pairs, advice)
             tables[title] = matrix(pairs)
     summary = f"{len(measured)} ranks, {len(results)} node(s): {'; '.join(texts)}"
     first, *others = slow or [ok(CHECK, "all", summary)]
@@ -285,9 +266,9 @@ def _judge_speeds(
 
 
 def _pairs(
-    results: Mapping[str, Sequence[RankResult]], received: str
+    results: Mapping[str, Sequence[RankResult]],
 ) -> tuple[dict[Pair, Speed], dict[Pair, Speed]]:
-    """Return speeds between nodes, and between GPUs of a node."""
+    """Return speeds over NCCL between nodes, and between GPUs of a node."""
     places = {
         rank.rank: (node, f"{node}{OF_NODE}{index}")
         for node, ranks in results.items()
@@ -297,7 +278,7 @@ def _pairs(
         (int(sender), rank.rank, Speed(measured["round_trip_s"], measured["bytes_per_s"]))
         for ranks in results.values()
         for rank in ranks
-        for sender, measured in rank.measured.get(received, {}).items()
+        for sender, measured in rank.measured.get("nccl_from", {}).items()
     )
     between, within = {}, {}
     for sender, receiver, speed in speeds:
@@ -309,21 +290,17 @@ def _pairs(
     return between, within
 
 
-def _slow_pairs(over: str, pairs: Mapping[Pair, Speed], advice: str) -> list[Finding]:
-    """Judge pairs by the rule of network.bandwidth.
-
-    Over gloo only broken pairs count: its rates depend on the load of the hosts, and
-    network.bandwidth measures slow pairs twice.
-    """
+def _slow_pairs(pairs: Mapping[Pair, Speed], advice: str) -> list[Finding]:
+    """Judge pairs by the rule of network.bandwidth."""
     typical, found = typical_of(pairs), []
     for pair, speed in suspects(pairs).items():
-        if (broken := is_broken(speed, typical)) or over == "NCCL":
-            evidence = (
-                f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {' -> '.join(pair)}; the "
-                f"median of all pairs is {_rate(typical)}, round trip {_trip(typical)}"
-            )
-            nodes = dict.fromkeys(place.partition(OF_NODE)[0] for place in pair)
-            found.append((fail if broken else warn)(CHECK, " -> ".join(nodes), evidence, advice))
+        evidence = (
+            f"NCCL moves {_rate(speed)}, round trip {_trip(speed)}, {' -> '.join(pair)}; the "
+            f"median of all pairs is {_rate(typical)}, round trip {_trip(typical)}"
+        )
+        nodes = " -> ".join(dict.fromkeys(place.partition(OF_NODE)[0] for place in pair))
+        verdict = fail if is_broken(speed, typical) else warn
+        found.append(verdict(CHECK, nodes, evidence, advice))
     return found
 
 

@@ -8,20 +8,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from threading import Timer
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from hybridrl.doctor.network.bandwidth import rounds_of
+
 SMALL = 1
 # float32 numbers: 16 MiB over gloo, 256 MiB over NCCL.
 LARGE = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 REPEATS = {"cpu": 3, "cuda": 10}
-# float32 numbers between two ranks: 4 MiB over gloo, 64 MiB over NCCL.
-SENT = {"cpu": 2**20, "cuda": 16 * 2**20}
+# float32 numbers between two GPUs: 64 MiB.
+SENT = 16 * 2**20
 # Of pairs: enough repeats to exclude other load, because pairs are compared.
 PAIR_REPEATS, TRIP_REPEATS = 10, 50
 
@@ -54,9 +57,7 @@ def main() -> None:
         timeout=timeout,
     )
     measured: dict[str, Any] = {"gloo": _all_reduce("gloo", "cpu", dist.group.WORLD)}
-    if order["device"] is None:
-        measured["gloo_from"] = _pairs(order, "gloo", "cpu", dist.group.WORLD)
-    else:
+    if order["device"] is not None:
         measured |= _over_nccl(order, timeout)
     _report("waiting until all are done")  # some ranks measure no pairs
     dist.monitored_barrier(timeout=timedelta(seconds=order["limit_s"]))
@@ -89,13 +90,13 @@ def _over_nccl(order: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
         group = dist.new_group(ranks, backend="nccl", timeout=timeout, device_id=device)
         if order["rank"] in ranks and len(ranks) > 1:
             measured["nccl_in_node"] = _all_reduce("NCCL within the node", "cuda", group)
-    return measured | {"nccl_from": _pairs(order, "NCCL", "cuda", world)}
+    return measured | {"nccl_from": pairs(order["rank"], order["nodes"], "cuda", world)}
 
 
-def _pairs(order: dict[str, Any], name: str, device: str, group: Any) -> dict[str, Any]:
+def pairs(rank: int, nodes: Sequence[Sequence[int]], device: str, group: Any) -> dict[str, Any]:
     """Measure the speeds of all senders to this rank, by their number."""
-    rank, received = order["rank"], {}
-    small, large = torch.ones(SMALL, device=device), torch.ones(SENT[device], device=device)
+    received = {}
+    small, large = torch.ones(SMALL, device=device), torch.ones(SENT, device=device)
 
     def measured(other: int, first: Callable[..., Any], second: Callable[..., Any]) -> list[float]:
         """Return seconds of a round trip, and of a large message by the second way."""
@@ -109,12 +110,12 @@ def _pairs(order: dict[str, Any], name: str, device: str, group: Any) -> dict[st
 
         return [_seconds(trip, device, TRIP_REPEATS), _seconds(message, device, PAIR_REPEATS)]
 
-    for sender, receiver in (pair for pairs in order["rounds"] for pair in pairs):
+    for sender, receiver in chain.from_iterable(rounds_of(nodes)):
         if rank == sender:
-            _report(f"{name}: send to rank {receiver}")
+            _report(f"NCCL: send to rank {receiver}")
             measured(receiver, dist.recv, dist.send)
         elif rank == receiver:
-            _report(f"{name}: receive from rank {sender}")
+            _report(f"NCCL: receive from rank {sender}")
             trip_s, sent_s = measured(sender, dist.send, dist.recv)
             speed = {"round_trip_s": trip_s, "bytes_per_s": large.nbytes / sent_s}
             received[str(sender)] = speed

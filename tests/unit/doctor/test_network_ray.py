@@ -119,8 +119,9 @@ def test_a_first_port_that_leaves_no_room_is_refused(text, monkeypatch):
 def test_the_ports_of_services_are_connected_to_and_a_taken_one_is_named():
     first, *rest = ports = free_ports(8)
     with socket.create_server((ADDRESS, first)), opened_here(services=ports) as opened:
-        here = {"a": ADDRESS}
-        reached, taken = network_ports.check(LocalProbes("a"), {"a": opened}, here, here)
+        here, those = {"a": ADDRESS}, {"a": opened}
+        tried, _ = network_ports.connect(LocalProbes("a"), those, here, here, {"a": []})
+        reached, taken = network_ports.judge(tried, those, here)
     assert reached.verdict is Verdict.ok
     assert all(str(port) in reached.evidence for port in rest)
     assert (taken.node, taken.verdict) == ("a", Verdict.warn)
