@@ -8,7 +8,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from contextlib import suppress
@@ -39,11 +38,12 @@ THREADS = (("pids.max", "pids.current"),)
 
 
 class DiskSpace(NamedTuple):
-    """A folder, and the total and free bytes of its file system."""
+    """A folder, total and free bytes of its file system, and the error of writing there, if any."""
 
     folder: str
     total: int
     free: int
+    error: str = ""
 
 
 class Limit(NamedTuple):
@@ -76,13 +76,6 @@ class Ulimits(NamedTuple):
     threads: int | None
 
 
-class Temporary(NamedTuple):
-    """A folder for temporary files, and the error of writing there, if any."""
-
-    space: DiskSpace
-    error: str
-
-
 class HostFacts(NamedTuple):
     """Measurements of one node.
 
@@ -91,7 +84,6 @@ class HostFacts(NamedTuple):
         cores: usable by this process.
         environment: the variables `OF_INTEREST`.
         infiniband: device names.
-        address: of the own host name; empty if it has none.
     """
 
     shared_memory: DiskSpace | None
@@ -100,9 +92,8 @@ class HostFacts(NamedTuple):
     cores: int
     environment: dict[str, str]
     versions: dict[str, str]
-    temporary: tuple[Temporary, ...]
+    temporary: tuple[DiskSpace, ...]
     infiniband: tuple[str, ...]
-    address: str
 
 
 def host_facts() -> HostFacts:
@@ -116,7 +107,6 @@ def host_facts() -> HostFacts:
         versions=versions(),
         temporary=temporary(),
         infiniband=tuple(sorted(path.name for path in INFINIBAND.glob("*"))),
-        address=_address(),
     )
 
 
@@ -198,13 +188,12 @@ def limits() -> Ulimits:
     )
 
 
-def temporary() -> tuple[Temporary, ...]:
+def temporary() -> tuple[DiskSpace, ...]:
     """Write to TMPDIR and to /tmp, once if they are the same."""
     found = []
     for folder in dict.fromkeys((os.environ.get("TMPDIR") or tempfile.gettempdir(), "/tmp")):
         error = write_error(Path(folder)) if Path(folder).is_dir() else "no such folder"
-        space = disk_space(existing(Path(folder)))._replace(folder=folder)
-        found.append(Temporary(space, error))
+        found.append(disk_space(existing(Path(folder)))._replace(folder=folder, error=error))
     return tuple(found)
 
 
@@ -241,10 +230,3 @@ def versions() -> dict[str, str]:
     if match := re.search(r"\s(\d+\.[\d.]+)\s", _text(DRIVER)):
         found["driver"] = match[1]
     return found
-
-
-def _address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""

@@ -15,7 +15,7 @@ from hybridrl.doctor.findings import (
     severity,
     warns_if,
 )
-from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, Temporary, Ulimits
+from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, Ulimits
 
 # Ray's smallest object store, plus the shared memory of NCCL and vLLM.
 SHM_NEEDED = 200 * MIB
@@ -128,10 +128,10 @@ def judge_cgroup(node: str, facts: CgroupFacts, cores: int, slots: int) -> list[
     return apply("host.cgroup", node, rules, f"{used}, {quota}, {cores} cores")
 
 
-def judge_temporary(node: str, folders: tuple[Temporary, ...]) -> list[Finding]:
+def judge_temporary(node: str, folders: tuple[DiskSpace, ...]) -> list[Finding]:
     """Judge host.temporary."""
     rules: list[Rule] = []
-    for (path, _, free), error in folders:
+    for path, _, free, error in folders:
         length = len(path.encode())
         unwritable = f"no file can be written in {path}: {error}"
         small = f"{path} has {gib(free)} free; logs, spilled objects and kernels need "
@@ -148,5 +148,5 @@ def judge_temporary(node: str, folders: tuple[Temporary, ...]) -> list[Finding]:
                 "Set a shorter one: export TMPDIR=/tmp",
             ),
         ]
-    free_in = ", ".join(f"{gib(f.space.free)} free in {f.space.folder}" for f in folders)
+    free_in = ", ".join(f"{gib(f.free)} free in {f.folder}" for f in folders)
     return apply("host.temporary", node, rules, free_in)

@@ -51,7 +51,7 @@ def check(context: CheckContext) -> list[Finding]:
         found += judge_temporary(node, fact.temporary)
         found.append(judge_visible(node, fact.environment, config))
         found.append(judge_allocator(node, fact.environment, config))
-    found += judge_variables(facts, environment(), config)
+    found += judge_variables(facts, agents.addresses, environment(), config)
     found += judge_versions(facts)
     found += judge_communication({n: f for n, f in facts.items() if slots[n]} or facts)
     if not context.quick or context.on_gpu:

@@ -70,12 +70,15 @@ OPPOSITES = {
 
 
 def judge_variables(
-    facts: Mapping[str, HostFacts], driver: Environment, config: RunConfig
+    facts: Mapping[str, HostFacts],
+    addresses: Mapping[str, str],
+    driver: Environment,
+    config: RunConfig,
 ) -> list[Finding]:
     """Judge host.variables of each node, the first with the environment of the driver."""
     found: list[Finding] = []
     for node, fact in facts.items():
-        others = [other.address for name, other in facts.items() if name != node]
+        others = [address for name, address in addresses.items() if name != node]
         rules = [*_bad_values(fact.environment, config), _proxy(fact.environment, others)]
         if not found:
             rules += _of_driver(driver, fact.cores, config)
@@ -123,7 +126,7 @@ def _proxy(environment: Environment, others: list[str]) -> Rule:
     lower = {name.lower(): value for name, value in environment.items()}
     proxies = [name for name in PROXIES if lower.get(name)]
     direct = lower.get("no_proxy", "")
-    reachable = [address for address in others if address and not address.startswith("127.")]
+    reachable = [address for address in others if not address.startswith("127.")]
     uncovered = [address for address in reachable if not bypasses(address, direct)]
     more = f" and {len(uncovered) - 3} more" if len(uncovered) > 3 else ""
     return (

@@ -2,10 +2,11 @@
 
 import os
 import pwd
-import tempfile
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from os.path import exists
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 from huggingface_hub import constants
@@ -49,19 +50,16 @@ class CacheFacts(NamedTuple):
 
     Attributes:
         variable: the one that sets its path.
-        space: path, and free bytes of its file system.
+        space: with the error of writing there by `user`.
         owner: of the folder or its nearest existing parent.
-        error: of writing there by `user`, if any.
         lacking: models and datasets to be downloaded.
     """
 
     variable: str
     name: str
     space: DiskSpace
-    exists: bool
     owner: str
     user: str
-    error: str
     lacking: tuple[str, ...] = ()
 
 
@@ -153,11 +151,9 @@ def _facts(variable: str, name: str, folder: Path) -> CacheFacts:
     return CacheFacts(
         variable,
         name,
-        disk_space(there)._replace(folder=str(folder)),
-        folder.is_dir(),
+        disk_space(there)._replace(folder=str(folder), error="; ".join(errors)),
         _user(there.stat().st_uid),
         _user(os.geteuid()),
-        "; ".join(errors),
     )
 
 
@@ -174,18 +170,17 @@ def judge_cache(
     """Judge inputs.cache of each node; `drivers`, if given, must have the same path."""
     found = []
     for node, cache in facts.items():
-        path, _, free = cache.space
+        path, _, free, error = cache.space
         drivers_path = path if drivers is None else drivers.space.folder
-        made = "" if cache.exists else ", does not exist yet"
-        evidence = f"{cache.name} ({cache.variable}): {path} (owner {cache.owner}{made}), "
+        evidence = f"{cache.name} ({cache.variable}): {path} (owner {cache.owner}), "
         evidence += f"{gib(free)} free"
         use = "compiled kernels go there" if drivers is None else "all files that it needs exist"
         use = f"{', '.join(cache.lacking)} must be downloaded" if cache.lacking else use
         unwritable = Verdict.fail if cache.lacking else Verdict.warn
         rules: list[Rule] = [
             (
-                unwritable if cache.error else None,
-                f"{evidence}; {cache.user} cannot write: {cache.error}; {use}",
+                unwritable if error else None,
+                f"{evidence}; {cache.user} cannot write: {error}; {use}",
                 f"chown -R {cache.user} {path}, or set {cache.variable} to a writable folder",
             ),
             (
@@ -209,7 +204,7 @@ def check_run_directory(agents: NodeProbes, folder: str) -> list[Finding]:
             found.append(fail(check, node, f"{path}: {error}", advice))
     first, *others = agents.nodes
     if others and first in written:
-        seen, silent = gather(agents, check, sees, *written[first])
+        seen, silent = gather(agents, check, exists, *written[first])
         found += silent
         for node in (node for node, is_seen in seen.items() if not is_seen):
             evidence = f"this node does not see files that {first} writes into {folder}: "
@@ -224,22 +219,11 @@ def plant(folder: str) -> tuple[str, str]:
     """Write a file into a folder or its nearest existing parent; return its path and the error."""
     there = existing(Path(folder))
     try:
-        descriptor, path = tempfile.mkstemp(dir=there, prefix=".hybridrl-doctor-")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(path)
-            file.flush()
-            os.fsync(descriptor)
+        with NamedTemporaryFile(dir=there, prefix=".hybridrl-doctor-", delete=False) as file:
+            file.write(b"doctor")
     except OSError as error:
         return str(there), error.strerror or str(error)
-    return path, ""
-
-
-def sees(path: str) -> bool:
-    """Return True if a planted file exists with its contents."""
-    try:
-        return Path(path).read_text() == path
-    except OSError:
-        return False
+    return file.name, ""
 
 
 def remove(path: str) -> None:

@@ -106,7 +106,8 @@ def check(
     findings: list[Finding] = []
     counts = dict.fromkeys(views, RANKS_OF_ONE_NODE if len(views) == 1 else 1)
     if on_gpu:
-        counts, findings = gather(agents, CHECK, count_gpus)
+        machines, findings = gather(agents, CHECK, local_machine)
+        counts = {node: len(machine.gpus) for node, machine in machines.items()}
         advice = "See host.gpus; on a node without GPUs set hardware=cpu."
         without = [node for node, count in counts.items() if not count]
         findings += [fail(CHECK, node, "no GPU for NCCL", advice) for node in without]
@@ -162,11 +163,6 @@ def open_meeting(address: str) -> int:
     port = listener.getsockname()[1]
     _MEETING[port] = listener
     return port
-
-
-def count_gpus() -> int:
-    """Count the GPUs that processes of this node may use."""
-    return len(local_machine().gpus)
 
 
 def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:

@@ -21,11 +21,10 @@ CHECK = "network.interfaces"
 
 def choices(views: Mapping[str, NodeView], addresses: Mapping[str, str]) -> dict[str, list[Choice]]:
     """Return the interfaces to connect to: network.ports covers the nodes' own addresses."""
-    several = _hosts(views) > 1
     return {
         node: [
             choice
-            for choice in choices_of(node, view, between_hosts=several)
+            for choice in choices_of(node, view)
             if len(views) > 1 and choice.address != addresses[node]
         ]
         for node, view in views.items()
@@ -40,9 +39,9 @@ def judge(
     """Judge the interfaces of all nodes, and the attempts to connect to `choices`."""
     found = []
     for node, view in views.items():
-        for name in unusable_variables(view, between_hosts=_hosts(views) > 1):
-            evidence = f"{name}={view.variables[name]} names no interface of this node that leads "
-            evidence += f"to the others; it has {view.describe()}"
+        for name in unusable_variables(view):
+            evidence = f"{name}={view.variables[name]} names no interface of this node; it has "
+            evidence += view.describe()
             outward = next(iter(view.outward), "eth0")
             advice = f"Unset {name}, or export {name}={outward} on this node before `ray start`."
             found.append(fail(CHECK, node, evidence, advice))
@@ -56,10 +55,6 @@ def judge(
         used.append(f"{len(attempts)} connections to interfaces of their own")
     used += [f"{node}: {view.describe()}" for node, view in views.items()]
     return [ok(CHECK, "all", "; ".join(used))]
-
-
-def _hosts(views: Mapping[str, NodeView]) -> int:
-    return len({view.host_name for view in views.values()})
 
 
 def _judge_attempts(

@@ -125,10 +125,10 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def choices_of(node: str, view: NodeView, *, between_hosts: bool) -> list[Choice]:
+def choices_of(node: str, view: NodeView) -> list[Choice]:
     """Return the interfaces of NCCL and gloo, without those of unusable variables."""
     nccl, gloo = view.variables.get(NCCL), view.variables.get(GLOO)
-    unusable = unusable_variables(view, between_hosts=between_hosts)
+    unusable = unusable_variables(view)
     used = [(NCCL, nccl, nccl_choice(view)), *((GLOO, gloo, name) for name in view.gloo_names)]
     return [
         Choice(node, variable, value, name, view.interfaces[name][0].split("/")[0])
@@ -164,11 +164,10 @@ def matching(spec: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if hit(name) != exclude]
 
 
-def unusable_variables(view: NodeView, *, between_hosts: bool) -> list[str]:
-    """Return the variables that name no interface, or one that leads to no other node."""
-    usable = view.outward if between_hosts else view.interfaces
-    nccl = NCCL in view.variables and not matching(view.variables[NCCL], usable)
-    return [NCCL] * nccl + [GLOO] * (not set(view.gloo_names) <= set(usable))
+def unusable_variables(view: NodeView) -> list[str]:
+    """Return the variables that name no interface."""
+    nccl = NCCL in view.variables and nccl_choice(view) is None
+    return [NCCL] * nccl + [GLOO] * (not set(view.gloo_names) <= set(view.interfaces))
 
 
 def judge(

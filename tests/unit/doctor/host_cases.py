@@ -15,7 +15,7 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict
-from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, HostFacts, Temporary, Ulimits
+from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, HostFacts, Ulimits
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from tests.model_shapes import TINY
 from tests.run_configs import MACHINE, run_config
@@ -50,9 +50,8 @@ def facts(**changes: Any) -> HostFacts:
         cores=8,
         environment={},
         versions={"python": "3.11.7", "torch": "2.11.0", "driver": "570.1"},
-        temporary=(Temporary(DiskSpace("/tmp", 99 * GIB, 99 * GIB), ""),),
+        temporary=(DiskSpace("/tmp", 99 * GIB, 99 * GIB),),
         infiniband=(),
-        address="10.0.0.1",
     )
     return healthy._replace(**changes)
 

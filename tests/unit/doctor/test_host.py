@@ -83,6 +83,7 @@ class Silent:
     """Two nodes, of which one answers."""
 
     nodes = ("a", "b")
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}
 
     def call_each(self, function, arguments, timeout_s):
         del arguments, timeout_s
@@ -127,14 +128,16 @@ def test_a_troublesome_variable_is_named(cpu, monkeypatch, name, value, why):
 )
 def test_variables_of_gpus_matter_there_alone(cpu, gpu, name, value):
     node = {"a": facts(environment={name: value})}
-    finding = the(judge_variables(node, {}, gpu), "host.variables")
+    finding = the(judge_variables(node, {}, {}, gpu), "host.variables")
     assert_finds(finding, "host.variables", Verdict.warn, name, name)
-    assert the(judge_variables(node, {}, cpu), "host.variables").verdict is Verdict.ok
+    assert the(judge_variables(node, {}, {}, cpu), "host.variables").verdict is Verdict.ok
 
 
 def test_values_that_do_no_harm_pass(gpu):
     harmless = {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN", "RAY_DEBUG": "1"}
-    finding = the(judge_variables({"a": facts(environment=harmless)}, {}, gpu), "host.variables")
+    finding = the(
+        judge_variables({"a": facts(environment=harmless)}, {}, {}, gpu), "host.variables"
+    )
     assert finding.verdict is Verdict.ok
 
 
@@ -152,18 +155,15 @@ def test_values_that_do_no_harm_pass(gpu):
     ],
 )
 def test_contradictions_are_named(gpu, environment, evidence):
-    findings = judge_variables({"a": facts(environment=environment)}, {}, gpu)
+    findings = judge_variables({"a": facts(environment=environment)}, {}, {}, gpu)
     assert any(evidence in f.evidence and f.verdict is Verdict.warn for f in findings)
 
 
 def test_a_proxy_between_nodes_warns_unless_no_proxy_covers_them(cpu):
     def judged(**environment):
-        nodes = {
-            "a": facts(environment=environment),
-            "b": facts(address="10.0.0.2"),
-            "c": facts(address="10.0.1.3"),
-        }
-        return of(judge_variables(nodes, {}, cpu), "host.variables")[0]
+        nodes = {"a": facts(environment=environment), "b": facts(), "c": facts()}
+        addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.1.3"}
+        return of(judge_variables(nodes, addresses, {}, cpu), "host.variables")[0]
 
     finding = judged(https_proxy="set", no_proxy="localhost,10.0.0.0/24")
     assert_finds(

@@ -118,7 +118,7 @@ def judge_attempts(variables, problems):
     """The findings where a and c try b's ib0, which NCCL uses there."""
     views = {node: view(node, eth0=f"10.0.1.{k}/24") for k, node in enumerate("abc", 2)}
     views["b"] = view("b", eth0="10.0.1.3/24", ib0="10.9.0.3/24", variables=variables)
-    (choice,) = network_nodes.choices_of("b", views["b"], between_hosts=True)
+    (choice,) = network_nodes.choices_of("b", views["b"])
     assert (choice.interface, choice.address) == ("ib0", "10.9.0.3")
     target = Target("b", choice.address, 40000, "token", choice=choice)
     tried = [network_ports.Attempt(node, target, problems[node]) for node in problems]
