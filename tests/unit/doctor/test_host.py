@@ -83,7 +83,10 @@ class Silent:
     """Two nodes, of which one answers."""
 
     nodes = ("a", "b")
-    addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}
+
+    @property
+    def addresses(self):
+        return {"a": "10.0.0.1", "b": "10.0.0.2"}
 
     def call_each(self, function, arguments, timeout_s):
         del arguments, timeout_s
