@@ -10,9 +10,8 @@ from huggingface_hub.errors import HFValidationError
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.doctor.findings import Finding, Rule, Verdict, fails_if, first
-from hybridrl.models import smollm2
 from hybridrl.models.file_hashes import fingerprint
-from hybridrl.models.resolve import EMBEDDED, absolute_path, plain_folder
+from hybridrl.models.resolve import is_on_hub, plain_folder
 from hybridrl.models.weight_files import INDEX, read_header, weight_files
 
 CONFIG = "config.json"
@@ -38,12 +37,6 @@ class FolderFacts(NamedTuple):
     faults: tuple[str, ...] = ()
     error: str = ""
     is_offline: bool = False
-
-
-def is_on_hub(path: str) -> bool:
-    """Return True if model.path names a model on the hub."""
-    made_here = path in (EMBEDDED, smollm2.NAME)
-    return not made_here and absolute_path(path) == path and not Path(path).is_absolute()
 
 
 def model_facts(path: str, needs_weights: bool) -> FolderFacts:

@@ -2,7 +2,7 @@
 
 import os
 import pwd
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from os.path import exists
 from pathlib import Path
@@ -29,7 +29,6 @@ from hybridrl.doctor.findings import (
 from hybridrl.doctor.host.facts import DiskSpace, disk_space, existing, write_error
 from hybridrl.doctor.inputs.models import (
     hub_facts,
-    is_on_hub,
     judge_cached,
     judge_model,
     lacks,
@@ -37,7 +36,7 @@ from hybridrl.doctor.inputs.models import (
 )
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer, sources
 from hybridrl.models.cache import cache_folder
-from hybridrl.models.resolve import EMBEDDED, absolute_path
+from hybridrl.models.resolve import EMBEDDED, absolute_path, is_on_hub
 
 # A node may have to convert a model first.
 MODEL_TIMEOUT_S = 120.0
@@ -60,7 +59,7 @@ class CacheFacts(NamedTuple):
     space: DiskSpace
     owner: str
     user: str
-    lacking: tuple[str, ...] = ()
+    lacking: tuple[str, ...]
 
 
 def check(context: CheckContext) -> list[Finding]:
@@ -89,10 +88,8 @@ def _caches(context: CheckContext) -> list[Finding]:
     own, found = gather(context.agents, "inputs.cache", own_cache_facts)
     found += judge_cache(own)
     if wanted := _hub_names(context):
-        weightless = {path for path, weights in _model_paths(context).items() if not weights}
-        probe = (hub_cache_facts, wanted, weightless)
-        caches, silent = gather(context.agents, "inputs.cache", *probe)
-        found += [*silent, *judge_cache(caches, hub_cache_facts(wanted, weightless))]
+        caches, silent = gather(context.agents, "inputs.cache", hub_cache_facts, wanted)
+        found += [*silent, *judge_cache(caches, hub_cache_facts(wanted))]
     return found
 
 
@@ -103,12 +100,13 @@ def _model_paths(context: CheckContext) -> dict[str, bool]:
     return paths | ({config.reward_model.model.path: True} if config.reward_model else {})
 
 
-def _hub_names(context: CheckContext) -> dict[str, str]:
-    """Return names on the hub, each with "model" or "dataset"."""
-    names = {path: "model" for path in _model_paths(context) if is_on_hub(path)}
+def _hub_names(context: CheckContext) -> dict[str, tuple[str, bool]]:
+    """Return names on the hub, each with "model" or "dataset", and True if it needs weights."""
+    paths = _model_paths(context).items()
+    names = {path: ("model", weights) for path, weights in paths if is_on_hub(path)}
     for part in sources(context.config.data):
         if part.train_files is None and part.name and part.name.partition("/")[0] != EMBEDDED:
-            names["/".join(part.name.split("/")[:2])] = "dataset"
+            names["/".join(part.name.split("/")[:2])] = ("dataset", False)
     return names
 
 
@@ -122,7 +120,7 @@ def _models(context: CheckContext) -> list[Finding]:
         found += silent
         if facts:
             found += (judge_cached if path in on_hub else judge_model)(path, facts)
-    for name in (name for name, kind in on_hub.items() if kind == "dataset"):
+    for name in (name for name, (kind, _) in on_hub.items() if kind == "dataset"):
         # Only the driver reads data.
         found += judge_cached(name, {agents.nodes[0]: hub_facts(name, "dataset")})
     if not on_hub:
@@ -130,13 +128,10 @@ def _models(context: CheckContext) -> list[Finding]:
     return found
 
 
-def hub_cache_facts(
-    wanted: Mapping[str, str], weightless: Collection[str] = frozenset()
-) -> CacheFacts:
-    """Examine the Hugging Face cache for `wanted` names with their kind, model or dataset."""
-    lacking = [name for name, kind in wanted.items() if lacks(name, kind, name not in weightless)]
-    facts = _facts("HF_HOME", "Hugging Face cache", Path(constants.HF_HUB_CACHE))
-    return facts._replace(lacking=tuple(lacking))
+def hub_cache_facts(wanted: Mapping[str, tuple[str, bool]]) -> CacheFacts:
+    """Examine the Hugging Face cache for names as of `_hub_names`."""
+    lacking = tuple(name for name, needed in wanted.items() if lacks(name, *needed))
+    return _facts("HF_HOME", "Hugging Face cache", Path(constants.HF_HUB_CACHE), lacking)
 
 
 def own_cache_facts() -> CacheFacts:
@@ -144,7 +139,7 @@ def own_cache_facts() -> CacheFacts:
     return _facts("HYBRIDRL_CACHE", "hybridrl's cache", cache_folder())
 
 
-def _facts(variable: str, name: str, folder: Path) -> CacheFacts:
+def _facts(variable: str, name: str, folder: Path, lacking: tuple[str, ...] = ()) -> CacheFacts:
     there, locks = existing(folder), folder / ".locks"
     places = [there, locks] if locks.is_dir() else [there]
     errors = [f"{place}: {error}" for place in places if (error := write_error(place))]
@@ -154,6 +149,7 @@ def _facts(variable: str, name: str, folder: Path) -> CacheFacts:
         disk_space(there)._replace(folder=str(folder), error="; ".join(errors)),
         _user(there.stat().st_uid),
         _user(os.geteuid()),
+        lacking,
     )
 
 

@@ -5,9 +5,9 @@ are measured in rounds, with one partner for each node.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from hybridrl.controller.ray.node_probes import NodeProbes
@@ -30,6 +30,10 @@ LEAST_ROUND_TRIP_S, LONG_ROUND_TRIP_S = 1e-3, 10e-3
 # Half of Gigabit Ethernet, which carries 118 MB/s: less is a fault even if all pairs are equal.
 LEAST_BYTES_PER_S = 50e6
 MAX_SHOWN = 20
+ADVICE = (
+    "On both, see link (`ethtool <interface>`, `ip -s link`), route (`ip route get`) and limits "
+    "(`tc qdisc`); NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose a faster network."
+)
 
 Pair = tuple[str, str]
 
@@ -111,10 +115,16 @@ def typical_of(speeds: Mapping[Pair, Speed]) -> Speed:
     )
 
 
-def is_broken(speed: Speed, typical: Speed) -> bool:
-    """Return True for a pair that must use another route than the rest."""
-    is_far = speed.round_trip_s > max(typical.round_trip_s / BROKEN, LONG_ROUND_TRIP_S)
-    return is_far or speed.bytes_per_s < BROKEN * typical.bytes_per_s
+def slow_pairs(
+    speeds: Mapping[Pair, Speed], text: Callable[[Speed], str]
+) -> Iterator[tuple[Pair, Callable[..., Finding], str, str]]:
+    """Yield the slow pairs with the severity, and the texts of their speed and of the median."""
+    typical = typical_of(speeds)
+    longest = max(typical.round_trip_s / BROKEN, LONG_ROUND_TRIP_S)
+    for pair, speed in suspects(speeds).items():
+        another_route = speed.bytes_per_s < BROKEN * typical.bytes_per_s
+        judged = fail if another_route or speed.round_trip_s > longest else warn
+        yield pair, judged, text(speed), f"the median of all pairs is {text(typical)}"
 
 
 def extremes(speeds: Mapping[Pair, Speed]) -> tuple[Pair, Pair]:
@@ -127,20 +137,13 @@ def extremes(speeds: Mapping[Pair, Speed]) -> tuple[Pair, Pair]:
 
 def judge(speeds: Mapping[Pair, Speed]) -> list[Finding]:
     """Judge the speeds of ordered pairs of nodes."""
-    typical = typical_of(speeds)
-    found = []
-    for (source, target), speed in list(suspects(speeds).items())[:MAX_SHOWN]:
-        evidence = f"{_text(speed)}; the median of all pairs is {_text(typical)}"
-        advice = (
-            "On both, see speed and errors of the link (`ethtool <interface>`, `ip -s link`), the "
-            "route (`ip route get`) and rate limits (`tc qdisc`); NCCL_SOCKET_IFNAME and "
-            f"GLOO_SOCKET_IFNAME choose a faster network. Or leave {target} out."
-        )
-        verdict = fail if is_broken(speed, typical) else warn
-        found.append(verdict(CHECK, f"{source} -> {target}", evidence, advice))
+    found = [
+        judged(CHECK, " -> ".join(pair), f"{speed}; {median}", ADVICE)
+        for pair, judged, speed, median in islice(slow_pairs(speeds, _text), MAX_SHOWN)
+    ]
     slowest, farthest = extremes(speeds)
     summary = (
-        f"{len(speeds)} pairs: median {_text(typical)}; least "
+        f"{len(speeds)} pairs: median {_text(typical_of(speeds))}; least "
         f"{_rate(speeds[slowest].bytes_per_s)} ({' -> '.join(slowest)}), round trip at most "
         f"{1e3 * speeds[farthest].round_trip_s:.2f} ms ({' -> '.join(farthest)})"
     )

@@ -20,24 +20,16 @@ from hybridrl.config.planner.machine import local_machine
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import listen
 from hybridrl.doctor.context import gather, gather_each
-from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
-from hybridrl.doctor.network.bandwidth import (
-    Pair,
-    extremes,
-    is_broken,
-    matrix,
-    rounds_of,
-    suspects,
-    typical_of,
-)
+from hybridrl.doctor.findings import Finding, Matrix, fail, ok
+from hybridrl.doctor.network.bandwidth import Pair, extremes, matrix, rounds_of, slow_pairs
 from hybridrl.doctor.network.nodes import NodeView, is_loopback, rank_zero_node
 from hybridrl.doctor.network.server import Speed
 
 CHECK = "network.collective"
 # Seconds for all ranks to import torch, maybe from shared storage, and to meet.
 MEET_S = 60.0
-# Seconds for one collective; for all collectives of a rank; for a round of pairs.
-TIMEOUT_S, RANKS_S, ROUND_S = 15.0, 45.0, 2.0
+# Seconds for all collectives of a rank; for a round of pairs.
+RANKS_S, ROUND_S = 45.0, 2.0
 # Seconds between the limit of a rank, at which it exits, and its kill.
 GRACE_S = 5.0
 RANKS_OF_ONE_NODE = 2
@@ -45,17 +37,14 @@ ERROR_CHARACTERS = 300
 
 OF_NODE = " GPU "
 # Keys of a rank's measurements over all ranks, and their names in the report.
-NAMES = {"gloo": "gloo", "nccl": "NCCL", "nccl_in_node": "NCCL within a node"}
+NAMES = {"gloo": "gloo", "nccl": "NCCL"}
 BETWEEN = "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO prints the adapter or TCP."
 WITHIN = "See `nvidia-smi topo -m`, `nvidia-smi nvlink -s`, and P2P or SHM in NCCL_DEBUG=INFO."
 NCCL_FAILED = (
-    "Start again with NCCL_DEBUG=INFO, which prints interface and adapter; NCCL_SOCKET_IFNAME "
-    "sets the interface. If NCCL_IB_DISABLE=1 helps, InfiniBand or RoCE fails (network.infiniband)."
+    "NCCL_DEBUG=INFO prints interface (NCCL_SOCKET_IFNAME) and adapter; if NCCL_IB_DISABLE=1 "
+    "helps, see network.infiniband."
 )
-GLOO_FAILED = (
-    "export GLOO_SOCKET_IFNAME=<interface to the other nodes> (`ip -br addr`); see network.ports "
-    "and the errors of the other nodes' ranks."
-)
+GLOO_FAILED = "export GLOO_SOCKET_IFNAME=<interface to the other nodes> (`ip -br addr`)"
 
 _MEETING: dict[int, socket.socket] = {}
 
@@ -89,7 +78,6 @@ class RankOrder:
     interface: str | None
     device: int | None
     limit_s: float = RANKS_S
-    timeout_s: float = TIMEOUT_S
     meet_s: float = MEET_S
     listen_fd: int | None = None
 
@@ -225,7 +213,7 @@ def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
     if found or not measured:
         return found
     if len(measured) == 1:
-        started = " and ".join(NAMES[name] for name in ("gloo", "nccl") if name in measured[0])
+        started = " and ".join(name for key, name in NAMES.items() if key in measured[0])
         return [ok(CHECK, "all", f"{started} start; one rank has nothing to exchange")]
     return _judge_speeds(results, measured)
 
@@ -288,16 +276,16 @@ def _pairs(
 
 def _slow_pairs(pairs: Mapping[Pair, Speed], advice: str) -> list[Finding]:
     """Judge pairs by the rule of network.bandwidth."""
-    typical, found = typical_of(pairs), []
-    for pair, speed in suspects(pairs).items():
-        evidence = (
-            f"NCCL moves {_rate(speed)}, round trip {_trip(speed)}, {' -> '.join(pair)}; the "
-            f"median of all pairs is {_rate(typical)}, round trip {_trip(typical)}"
-        )
+    found = []
+    for pair, judged, speed, median in slow_pairs(pairs, _text):
         nodes = " -> ".join(dict.fromkeys(place.partition(OF_NODE)[0] for place in pair))
-        verdict = fail if is_broken(speed, typical) else warn
-        found.append(verdict(CHECK, nodes, evidence, advice))
+        evidence = f"NCCL moves {speed}, {' -> '.join(pair)}; {median}"
+        found.append(judged(CHECK, nodes, evidence, advice))
     return found
+
+
+def _text(speed: Speed) -> str:
+    return f"{_rate(speed)}, round trip {_trip(speed)}"
 
 
 def _rate(speed: Speed) -> str:

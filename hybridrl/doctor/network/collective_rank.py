@@ -19,6 +19,8 @@ from torch import distributed as dist
 
 from hybridrl.doctor.network.bandwidth import rounds_of
 
+# Seconds for one collective.
+TIMEOUT_S = 15.0
 SMALL = 1
 # float32 numbers: 16 MiB over gloo, 256 MiB over NCCL.
 LARGE = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -32,7 +34,7 @@ PAIR_REPEATS, TRIP_REPEATS = 10, 50
 def main() -> None:
     """Run one order, a `RankOrder` as JSON."""
     order = json.loads(sys.argv[1])
-    meet, timeout = (timedelta(seconds=order[key]) for key in ("meet_s", "timeout_s"))
+    meet, timeout = timedelta(seconds=order["meet_s"]), timedelta(seconds=TIMEOUT_S)
     _report("connecting to the store")
     store = dist.TCPStore(
         order["address"],
@@ -79,17 +81,13 @@ def _end_after(seconds: float) -> None:
 
 
 def _over_nccl(order: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
-    """Measure an all-reduce over all GPUs, over those of the node, and pairs of GPUs."""
+    """Measure an all-reduce over all GPUs, and pairs of GPUs."""
     device = torch.device("cuda", order["device"])
     _report(f"starting NCCL on GPU {device.index}")
     torch.cuda.set_device(device)
     # With device_id the group connects now.
     world = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
     measured = {"nccl": _all_reduce("NCCL over all GPUs", "cuda", world)}
-    for ranks in order["nodes"]:
-        group = dist.new_group(ranks, backend="nccl", timeout=timeout, device_id=device)
-        if order["rank"] in ranks and len(ranks) > 1:
-            measured["nccl_in_node"] = _all_reduce("NCCL within the node", "cuda", group)
     return measured | {"nccl_from": pairs(order["rank"], order["nodes"], "cuda", world)}
 
 

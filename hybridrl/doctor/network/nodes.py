@@ -15,23 +15,20 @@ CHECK = "network.address"
 NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 # NCCL uses the former only if there is no other, and prefers the latter.
 LAST_CHOICES, FIRST_CHOICE = ("docker", "lo", "virbr"), "ib"
-# Seconds for a name server; the node's own name is for a remark only.
-OWN_NAME_S, MASTER_S = 0.5, 8.0
+# Seconds for a name server.
+RESOLVE_S = 8.0
 
 
 class NodeView(NamedTuple):
     """Names and addresses as seen on a node.
 
     Attributes:
-        host_name: of the node.
-        host_addresses: of the host name.
         interfaces: addresses of each interface that is up, as in 10.0.1.2/24.
         master: addresses of MASTER_ADDR; empty if unset or unknown.
         variables: those of NCCL and GLOO that are set.
     """
 
     host_name: str
-    host_addresses: list[str]
     interfaces: dict[str, list[str]]
     master: list[str]
     variables: dict[str, str]
@@ -93,12 +90,10 @@ def look(master: str) -> NodeView:
         for name, entries in psutil.net_if_addrs().items()
         if name in up
     }
-    host_name = socket.gethostname()
     return NodeView(
-        host_name,
-        _resolve(host_name, OWN_NAME_S),
+        socket.gethostname(),
         {name: texts for name, texts in interfaces.items() if texts},
-        _resolve(master, MASTER_S) if master else [],
+        _resolve(master) if master else [],
         {name: os.environ[name] for name in (NCCL, GLOO) if name in os.environ},
     )
 
@@ -107,10 +102,10 @@ def _prefix(netmask: str | None) -> int:
     return 32 if netmask is None else bin(int(ipaddress.ip_address(netmask))).count("1")
 
 
-def _resolve(name: str, within_s: float) -> list[str]:
+def _resolve(name: str) -> list[str]:
     """Return the addresses of a name; none if it is unknown or no name server answers in time."""
     asked = {name: in_thread(socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)}
-    entries = collect(asked, within_s)[name].value or []
+    entries = collect(asked, RESOLVE_S)[name].value or []
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
@@ -184,25 +179,19 @@ def judge(
 def _judge_node(node: str, view: NodeView, address: str, on_one_machine: bool) -> Finding:
     outward = [text.split("/")[0] for texts in view.outward.values() for text in texts]
     own = outward[0] if outward else "<an address that the others reach>"
-    misleading = [text for text in view.host_addresses if is_loopback(text)]
     if is_loopback(address) and not on_one_machine:
         evidence = f"the others know {view.host_name} by {address}, which leads each of them to "
         evidence += f"itself; its interfaces: {view.describe()}"
-        hosts = f" and set {view.host_name} to {own} in its /etc/hosts" if misleading else ""
-        return fail(CHECK, node, evidence, f"Start Ray there with --node-ip-address={own}{hosts}.")
+        advice = f"Start Ray there with --node-ip-address={own}, or correct its /etc/hosts."
+        return fail(CHECK, node, evidence, advice)
     if view.interface_of(address) is None and not is_loopback(address):
         evidence = f"the others know it by {address}, which none of its interfaces has: "
         advice = (
-            "NCCL and gloo announce an address behind NAT, which the others cannot reach: use the "
-            "host's network (docker run --network=host; Kubernetes: hostNetwork: true), or ray "
-            f"start --node-ip-address={own}."
+            "Others cannot reach an address behind NAT: docker run --network=host; Kubernetes: "
         )
+        advice += f"hostNetwork: true; or ray start --node-ip-address={own}."
         return warn(CHECK, node, evidence + view.describe(), advice)
-    remark = f" on {view.host_name}"
-    if misleading and not on_one_machine:
-        remark = f"; its /etc/hosts maps {view.host_name} to {misleading[0]}, so the run names "
-        remark += "gloo's interface by the address"
-    return ok(CHECK, node, f"{address}{remark}")
+    return ok(CHECK, node, f"{address} on {view.host_name}")
 
 
 def _judge_master(

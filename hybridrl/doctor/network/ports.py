@@ -133,13 +133,13 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
     table = (
         (
             ports == of_ray,
-            f"A run hangs if Ray's nodes do not reach these ports: {other} start Ray with "
-            "--node-manager-port and --object-manager-port on open ones.",
+            f"Ray needs these ports: {other} start it with --node-manager-port and "
+            "--object-manager-port on open ones.",
         ),
         (
             ports == {opened.rendezvous},
-            f"Open cluster.rendezvous_ports in the firewall or security group of {to} (`iptables "
-            f"-I INPUT -p tcp --dport {opened.rendezvous} -j ACCEPT`), or set others.",
+            f"Open cluster.rendezvous_ports in the firewall of {to} (`iptables -I INPUT -p tcp "
+            f"--dport {opened.rendezvous} -j ACCEPT`), or set others.",
         ),
         (
             ports == {opened.worker},
@@ -154,13 +154,13 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
         (
             only_kernel,
             f"NCCL, gloo and Ray listen on ports {low} to {high} (ip_local_port_range): open all "
-            f"TCP ports of {to} for the other nodes, in its firewall and security group.",
+            f"TCP ports of {to} for the other nodes.",
         ),
     )
     route = (
         f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
-        f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes, or start "
-        "Ray with --node-ip-address in a network of all nodes."
+        f"{max(ports)}` tries it. Open all TCP ports, or start Ray with --node-ip-address in a "
+        "network of all nodes."
     )
     return next((advice for applies, advice in table if applies), route)
 

@@ -23,7 +23,7 @@ from tests.tokenizer_folders import model_folder
 
 FACTS = "hybridrl.doctor.inputs.models"
 FOLDERS = "hybridrl.doctor.inputs.stage"
-HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: 'model'}})"
+HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: ('model', True)}})"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_what_a_cached_config_alone_lacks_are_the_weights(tmp_path):
     """As `hf download NAME config.json` leaves it, which makes refs/ as well."""
     snapshot = hub_cache(tmp_path)
     (snapshot / "model.safetensors").unlink()
-    weightless = HUB_CACHE.replace(")", f", {{{HUB_MODEL!r}}})")
+    weightless = HUB_CACHE.replace("True", "False")
     assert probe(FOLDERS, HUB_CACHE, HF_HOME=str(tmp_path)).lacking == (HUB_MODEL,)
     assert probe(FOLDERS, weightless, HF_HOME=str(tmp_path)).lacking == ()
 

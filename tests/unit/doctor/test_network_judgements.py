@@ -31,7 +31,7 @@ def test_rank_zero_is_on_the_lowest_address_as_numbers():
 
 
 def test_a_node_known_by_a_loopback_address_fails():
-    views = {"a": view(), "b": view("b", eth0="10.0.1.3/24", hosts=["127.0.1.1"])}
+    views = {"a": view(), "b": view("b", eth0="10.0.1.3/24")}
     _, found = network_nodes.judge(views, {"a": "10.0.1.2", "b": "127.0.1.1"}, "")
     assert (found.node, found.verdict) == ("b", Verdict.fail)
     assert "know b by 127.0.1.1" in found.evidence and "eth0 10.0.1.3/24" in found.evidence
@@ -49,12 +49,6 @@ def test_an_address_that_no_interface_has_is_nat():
     _, found = network_nodes.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
     assert found.verdict is Verdict.warn and "172.17.0.2/16" in found.evidence
     assert "--network=host" in found.advice
-
-
-def test_a_host_name_for_loopback_is_told_where_the_address_is_right():
-    views = {"a": view(hosts=["127.0.1.1"]), "b": view("b", eth0="10.0.1.3/24")}
-    found, _ = network_nodes.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
-    assert found.verdict is Verdict.ok and "maps a to 127.0.1.1" in found.evidence
 
 
 def test_a_master_address_that_nodes_take_for_different_ones_fails():
