@@ -52,7 +52,7 @@ def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[NodePr
     if nodes > 1 and own != host != "localhost" and ipaddress.ip_address(own).is_loopback:
         raise ConfigError(
             f"--join {address}: on this node the name resolves to {own}, unreachable for others.\n"
-            "Give an IP address of the node in place of its name."
+            "Give an IP address of the node."
         )
     others = _join(address, own, nodes, timeout_s) if nodes > 1 else []
     connection, end = Pipe()
@@ -102,10 +102,7 @@ def serve(address: str, timeout_s: float) -> None:
         try:
             _run_calls(connection)
         except (EOFError, OSError) as error:
-            raise ConfigError(
-                f"the head at {address} hung up before its end. Read its output for the "
-                "reason; more nodes may have joined than its --nodes."
-            ) from error
+            raise ConfigError(f"the head at {address} hung up: read its output.") from error
 
 
 def _run_calls(connection: Connection) -> None:
@@ -136,8 +133,8 @@ def _join(
         listener = socket.create_server((own, port), family=_family(own), backlog=nodes)
     except OSError as error:
         raise ConfigError(
-            f"--join {address}: cannot listen there: {error.strerror}.\n"
-            f"`ss -ltnp sport = :{port}` shows who does; give all nodes another port."
+            f"--join {address}: cannot listen there: {error.strerror} "
+            f"(`ss -ltnp sport = :{port}`).\nGive all nodes another port."
         ) from error
     deadline = time.monotonic() + timeout_s
     joined: list[tuple[NodeIdentity, Connection]] = []
@@ -161,8 +158,8 @@ def _join(
         known += [f"{node.address} ({node.host})" for node, _ in joined]
         raise ConfigError(
             f"{len(known)} of {nodes} nodes called in within {timeout_s:g} s: {', '.join(known)}."
-            f"{''.join(sorted(refused))}\nOn each of the others, start the same command with "
-            f"--join {address} --nodes {nodes}, and read its errors."
+            f"{''.join(sorted(refused))}\nStart the same command on each of the others, with "
+            f"--join {address} --nodes {nodes}."
         )
     return sorted(joined, key=lambda caller: caller[0])
 
@@ -183,14 +180,12 @@ def _connect(address: str, timeout_s: float) -> Connection:
                 try:
                     return _authenticated(stream, key, (answer_challenge, deliver_challenge))
                 except AuthenticationError as error:
-                    raise ConfigError(
-                        f"the head at {address} has another key: {SAME_KEY}."
-                    ) from error
+                    other_key = f"the head at {address} has another key: {SAME_KEY}."
+                    raise ConfigError(other_key) from error
         time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
     raise ConfigError(
         f"this node cannot reach the head at {address} within {timeout_s:g} s: {why}.\n"
-        "Start the same command on the head. Refused: it does not listen yet, or on another port; "
-        f"timed out or no route: a firewall or a wrong address (`ip route get {place[0]}`)."
+        f"Start the same command on the head, or see firewall and `ip route get {place[0]}`."
     )
 
 

@@ -22,13 +22,9 @@ OF_HEAD = ("ray.reachable", "ray.loopback", "ray.port", "ray.nodes")
 START = "`ray start --head --node-ip-address=<its address> --port={port}`"
 TOKEN_ADVICE = (
     "On all nodes, before `ray start` and the run: export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=<one "
-    "token of 64 characters; `cat ~/.ray/auth_token` prints one that Ray made>, or RAY_AUTH_MODE="
-    "disabled. Then `ray stop` and restart the nodes."
+    "token of 64 characters>, or RAY_AUTH_MODE=disabled"
 )
-LOOPBACK_ADVICE = (
-    f"ray stop there, and {START}, on other nodes --address in place of --head and --port. The "
-    "loopback address often comes from a line with 127.0.1.1 in /etc/hosts."
-)
+LOOPBACK_ADVICE = f"ray stop there, and {START}; see a line with 127.0.1.1 in /etc/hosts"
 
 
 class RayFacts(NamedTuple):
@@ -106,8 +102,8 @@ def _without_address(seen: int, wanted: int) -> list[Finding]:
         starts = "the run starts a Ray of its own, for this machine only"
         return _skip(OF_HEAD, f"RAY_ADDRESS is not set: {starts if seen == 1 else 'no Ray yet'}")
     evidence = f"{seen} of cluster.nodes={wanted} examined: RAY_ADDRESS is not set"
-    advice = "Start Ray on all nodes and set RAY_ADDRESS=<address of the head>:6379, start the "
-    advice += f"doctor on each node with --join, or set cluster.nodes={seen}."
+    advice = "Start Ray on all nodes and set RAY_ADDRESS=<address of the head>:6379, or start the "
+    advice += "doctor on each node with --join"
     failed = fail("ray.nodes", "all", evidence, advice)
     return [*_skip(OF_HEAD[:3], "RAY_ADDRESS is not set"), failed]
 
@@ -140,14 +136,13 @@ def _token_hash() -> str:
 
 def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     """Judge ray.version: the installed Ray of each node against the required one."""
-    found = []
-    for node, fact in facts.items():
-        advice = f"{RAY_ADVICE} on {node}, then restart Ray there (ray stop)."
-        if problem := ray_problem(fact.version):
-            found.append(fail("ray.version", node, problem, advice))
-        else:
-            found.append(ok("ray.version", node, f"Ray {fact.version}"))
-    return found
+    advice = f"{RAY_ADVICE}, then restart Ray there (ray stop)"
+    return [
+        fail("ray.version", node, problem, advice)
+        if (problem := ray_problem(fact.version))
+        else ok("ray.version", node, f"Ray {fact.version}")
+        for node, fact in facts.items()
+    ]
 
 
 def judge_tokens(facts: Mapping[str, RayFacts], *, joined: bool) -> list[Finding]:
@@ -188,13 +183,12 @@ def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: boo
         found = [_judge_loopback(host, port, facts)]
     errors = {node: fact.connection.error for node, fact in facts.items() if fact.connection.error}
     for node, error in errors.items():
-        advice = (
-            f"On the head, `ss -ltn sport = :{port}` shows who listens. Nothing, or 127.0.0.1: ray "
-            f"stop, and {START.format(port=port)}. Otherwise RAY_ADDRESS names another machine."
-            if "refused" in error
-            else f"Open TCP port {port} of the head, and Ray's other ports, for this node in "
-            "firewalls and security groups, or correct the route (`ip route get <head>`)."
-        )
+        advice = f"Open TCP port {port} of the head for this node, or see `ip route get <head>`"
+        if "refused" in error:
+            advice = (
+                f"If `ss -ltn sport = :{port}` on the head shows nothing or 127.0.0.1: ray stop, "
+            )
+            advice += f"and {START.format(port=port)}"
         found.append(fail("ray.reachable", node, f"{node} -> {address}: {error}", advice))
     if facts and not errors:
         longest = max(fact.connection.seconds for fact in facts.values())
@@ -227,10 +221,8 @@ def _judge_stranger(address: str, connection: Connection, facts: Mapping[str, Ra
     reply = repr(connection.said) if connection.said else "nothing"
     evidence = f"{address} answers but is no Ray: the reply to a gRPC greeting is {reply}{who}"
     port = address.rpartition(":")[2]
-    advice = (
-        "Start Ray's head on another port (6379 is Redis's): ray start --head --port=6380, and "
-        f"set RAY_ADDRESS, or end the server (`ss -ltnp sport = :{port}` on the head)."
-    )
+    advice = f"End that server (`ss -ltnp sport = :{port}` on the head), or ray start --head "
+    advice += "--port=6380 and set RAY_ADDRESS (6379 is Redis's)"
     return fail("ray.port", "all", evidence, advice)
 
 
@@ -246,9 +238,8 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     port = address.rpartition(":")[2]
     if view.reply is HeadReply.none:
         evidence = f"{address} speaks gRPC, but not as Ray's head: {view.detail}"
-        advice = f"See `ray status --address={address}`; restart the head: "
         return [
-            fail("ray.port", "all", evidence, f"{advice}{START.format(port=port)}."),
+            fail("ray.port", "all", evidence, f"Restart the head: {START.format(port=port)}"),
             skipped("ray.nodes", "all", "no Ray answers"),
         ]
     version = f"Ray {view.ray_version}, Python {view.python_version}" if view.ray_version else "Ray"
@@ -257,9 +248,7 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     found = [ok("ray.port", "all", f"{version} at {address}")]
     for node in alive:
         if wanted > 1 and not on_one_machine and is_loopback(node.address):
-            evidence = (
-                f"{node.host} is known in the cluster by {node.address}, its loopback address"
-            )
+            evidence = f"{node.host} is known in the cluster by {node.address}, a loopback address"
             advice = LOOPBACK_ADVICE.format(port=port)
             found.append(fail("ray.loopback", node.host, evidence, advice))
     return [*found, _judge_nodes(view, address, wanted)]
@@ -274,12 +263,9 @@ def _judge_nodes(view: ClusterView, address: str, wanted: int) -> Finding:
     ]
     evidence = f"{len(alive)} of cluster.nodes={wanted} alive: {', '.join(alive) or 'none'}"
     evidence += f"; dead: {'; '.join(dead)}" if dead else ""
-    advice = (
-        f"On each missing node: ray start --address={address} --node-ip-address=<its address>, "
-        "with the head's RAY_AUTH_TOKEN; `ray status` then lists it."
-    )
+    advice = f"On each missing node: ray start --address={address} --node-ip-address=<its address>"
     rules: list[Rule] = [
-        (fails_if(len(alive) < wanted), evidence, f"{advice} Or cluster.nodes={len(alive)}."),
+        (fails_if(len(alive) < wanted), evidence, f"{advice}; or cluster.nodes={len(alive)}"),
         (warns_if(dead), evidence, f"If the run needs them: {advice}"),
     ]
     return first("ray.nodes", "all", rules, evidence)

@@ -34,12 +34,10 @@ TEMPORARY_NEEDED = 1024 * MIB
 # pymp-xxxxxxxx/listener-xxxxxxxx.
 LONGEST_TEMPORARY = 107 - 33
 MORE_SHM = (
-    "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at "
-    "/dev/shm; or mount -o remount,size=16G /dev/shm. Files of dead runs: ls -l /dev/shm"
+    "docker run --shm-size=16g; Kubernetes: an emptyDir with medium: Memory at /dev/shm; or mount "
+    "-o remount,size=16G /dev/shm. Files of dead runs: ls -l /dev/shm"
 )
-MORE_MEMORY = (
-    "End other processes, or Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory"
-)
+MORE_MEMORY = "End others, or Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory"
 MORE_CORES = "Slurm: --cpus-per-task; docker run --cpus; Kubernetes: limits.cpu; or fewer ranks"
 MORE_PIDS = "docker run --pids-limit=-1; Slurm: TasksMax=infinity; Kubernetes: podPidsLimit"
 

@@ -140,7 +140,7 @@ def judge_clocks(skews: Mapping[str, float]) -> list[Finding]:
     if len(skews) <= 1:
         return [skipped("host.clock", "all", "there is one node")]
     found: list[Finding] = []
-    advice = "chronyc makestep (or systemctl restart systemd-timesyncd) on that node"
+    advice = "chronyc makestep on that node"
     for node, skew in skews.items():
         side = "ahead of" if skew > 0 else "behind"
         evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; certificates depend on it"

@@ -122,8 +122,8 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
             (
                 severity(down and (named or none_active), down),
                 f"{port}{' (named in NCCL_IB_HCA)' if named else ''}",
-                "See `ibstat` and the cable; Polling: no link; INIT: no subnet manager runs. Or "
-                f"export NCCL_IB_HCA=^={port.name}; for TCP: NCCL_IB_DISABLE=1.",
+                "See `ibstat` (Polling: no link; INIT: no subnet manager runs), or export "
+                f"NCCL_IB_HCA=^={port.name}",
             ),
             (
                 fails_if(wrong and not down),

@@ -87,15 +87,10 @@ def _unreached(
         sources[attempt.problem].append(attempt.source)
     tried = "; ".join(f"from {', '.join(nodes)}: {problem}" for problem, nodes in sources.items())
     leading = view.interface_of(known_by)
-    advice = (
-        f"Make its first address reachable (`ip route get {choice.address}` there), in a container "
-        "with docker run --network=host; see network.address."
-    )
+    advice = f"Make {choice.address} reachable (`ip route get`; docker run --network=host)"
     if leading not in (None, choice.interface):
-        advice = (
-            f"On {choice.node}, export {choice.variable}={leading} before `ray start`: the others "
-            f"know the node by its address {known_by}. Or name an interface in a network of all."
-        )
+        advice = f"On {choice.node}, export {choice.variable}={leading} before `ray start`, as the "
+        advice += f"others know the node by its address {known_by}"
     evidence = (
         f"{choice.reason}: {choice.interface} of {choice.node} is not reached at {choice.address} "
         f"{tried}; it has {view.describe()}"
