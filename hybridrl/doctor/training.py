@@ -81,11 +81,10 @@ def _outcome(command: list[str], log: Path) -> Finding:
         )
         try:
             code = process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             code = _end(process)
-        except BaseException:
-            _end(process)
-            raise
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
     seconds = time.perf_counter() - start
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     steps = [line for line in lines if line.startswith(f"step {STEPS}/{STEPS}")]

@@ -7,13 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, warn
-from hybridrl.doctor.network.nodes import (
-    Choice,
-    NodeView,
-    choices_of,
-    nccl_choice,
-    unusable_variables,
-)
+from hybridrl.doctor.network.nodes import Choice, NodeView, choices_of, nccl_choice
 from hybridrl.doctor.network.ports import Attempt, shortened
 
 CHECK = "network.interfaces"
@@ -25,7 +19,7 @@ def choices(views: Mapping[str, NodeView], addresses: Mapping[str, str]) -> dict
         node: [
             choice
             for choice in choices_of(node, view)
-            if len(views) > 1 and choice.address != addresses[node]
+            if len(views) > 1 and choice.address not in ("", addresses[node])
         ]
         for node, view in views.items()
     }
@@ -39,20 +33,24 @@ def judge(
     """Judge the interfaces of all nodes, and the attempts to connect to `choices`."""
     found = []
     for node, view in views.items():
-        for name in unusable_variables(view):
+        absent = [
+            choice for choice in choices_of(node, view) if choice.value and not choice.address
+        ]
+        for name in dict.fromkeys(choice.variable for choice in absent):
             evidence = f"{name}={view.variables[name]} names no interface of this node; it has "
             evidence += view.describe()
             outward = next(iter(view.outward), "eth0")
             advice = f"Unset {name}, or export {name}={outward} on this node before `ray start`."
             found.append(fail(CHECK, node, evidence, advice))
-    found += _judge_attempts(attempts, views, addresses or {})
+    of_choices = [attempt for attempt in attempts if attempt.target.choice is not None]
+    found += _judge_attempts(of_choices, views, addresses or {})
     if found:
         return found
     used = [f"NCCL uses {', '.join(f'{n} {nccl_choice(view)}' for n, view in views.items())}"]
     if gloo := [f"{n} {name}" for n, view in views.items() for name in view.gloo_names]:
         used.append(f"gloo uses {', '.join(gloo)}")
-    if attempts:
-        used.append(f"{len(attempts)} connections to interfaces of their own")
+    if of_choices:
+        used.append(f"{len(of_choices)} connections to interfaces of their own")
     used += [f"{node}: {view.describe()}" for node, view in views.items()]
     return [ok(CHECK, "all", "; ".join(used))]
 
@@ -91,8 +89,11 @@ def _unreached(
     if leading not in (None, choice.interface):
         advice = f"On {choice.node}, export {choice.variable}={leading} before `ray start`, as the "
         advice += f"others know the node by its address {known_by}"
+    reason = f"{choice.variable}={choice.value}"
+    if choice.value is None:
+        reason = f"NCCL uses {choice.interface} by default"
     evidence = (
-        f"{choice.reason}: {choice.interface} of {choice.node} is not reached at {choice.address} "
+        f"{reason}: {choice.interface} of {choice.node} is not reached at {choice.address} "
         f"{tried}; it has {view.describe()}"
     )
     return (warn if choice.value is None else fail)(CHECK, about, evidence, advice)

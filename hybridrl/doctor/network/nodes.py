@@ -61,20 +61,16 @@ class NodeView(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """An interface of a node for NCCL or gloo, from a variable or (value None) by default."""
+    """An interface of a node for NCCL or gloo, from a variable or (value None) by default.
+
+    `address` is empty if the variable names no interface of the node.
+    """
 
     node: str
     variable: str
     value: str | None
-    interface: str
+    interface: str | None
     address: str
-
-    @property
-    def reason(self) -> str:
-        """Reason of the choice: 'GLOO_SOCKET_IFNAME=eth1'."""
-        if self.value is None:
-            return f"NCCL uses {self.interface} by default"
-        return f"{self.variable}={self.value}"
 
 
 def look(master: str) -> NodeView:
@@ -121,14 +117,12 @@ def is_loopback(address: str) -> bool:
 
 
 def choices_of(node: str, view: NodeView) -> list[Choice]:
-    """Return the interfaces of NCCL and gloo, without those of unusable variables."""
-    nccl, gloo = view.variables.get(NCCL), view.variables.get(GLOO)
-    unusable = unusable_variables(view)
-    used = [(NCCL, nccl, nccl_choice(view)), *((GLOO, gloo, name) for name in view.gloo_names)]
+    """Return the interfaces of NCCL and gloo."""
+    used = [(NCCL, nccl_choice(view)), *((GLOO, name) for name in view.gloo_names)]
+    first = {name: texts[0].split("/")[0] for name, texts in view.interfaces.items()}
     return [
-        Choice(node, variable, value, name, view.interfaces[name][0].split("/")[0])
-        for variable, value, name in used
-        if name is not None and variable not in unusable
+        Choice(node, variable, view.variables.get(variable), name, first.get(name or "", ""))
+        for variable, name in used
     ]
 
 
@@ -157,12 +151,6 @@ def matching(spec: str, names: Iterable[str]) -> list[str]:
         return any(n == word if exact else n.startswith(word) for word, n in own.items())
 
     return [name for name in names if hit(name) != exclude]
-
-
-def unusable_variables(view: NodeView) -> list[str]:
-    """Return the variables that name no interface."""
-    nccl = NCCL in view.variables and nccl_choice(view) is None
-    return [NCCL] * nccl + [GLOO] * (not set(view.gloo_names) <= set(view.interfaces))
 
 
 def judge(

@@ -97,7 +97,8 @@ def _judge_attempts(
 ) -> list[Finding]:
     """Return a failure for each pair of nodes, or one ok."""
     broken: dict[tuple[str, str], list[Attempt]] = defaultdict(list)
-    for attempt in attempts:
+    own = [attempt for attempt in attempts if attempt.target.choice is None]
+    for attempt in own:
         if attempt.problem:
             broken[attempt.source, attempt.target.node].append(attempt)
     found = []
@@ -112,10 +113,10 @@ def _judge_attempts(
         found.append(fail(CHECK, f"{source} -> {to}", f"{each}; {way}", advice))
     if found:
         return shortened(found)
-    ports = sorted({str(one.target.port) for one in attempts if not one.target.service})
-    services = sorted({one.target.service for one in attempts if one.target.service})
+    ports = sorted({str(one.target.port) for one in own if not one.target.service})
+    services = sorted({one.target.service for one in own if one.target.service})
     what = "one node, connected to itself" if len(opened) == 1 else f"{len(opened)} nodes"
-    what += f": {len(attempts)} connections on ports {', '.join(ports)}"
+    what += f": {len(own)} connections on ports {', '.join(ports)}"
     return [ok(CHECK, "all", f"{what}; {' and '.join(services)}" if services else what)]
 
 

@@ -106,14 +106,12 @@ def _on_sockets(
             found.append(ok(ports.RENDEZVOUS, zero, ports.IN_A_FILE))
         elif zero in opened:
             found.append(ports.judge_rendezvous(zero, opened[zero], (low, high), band, given))
-        attempts: list[ports.Attempt] = []
-        if opened:
-            attempts, silent = ports.connect(agents, opened, addresses, meeting, choices)
-            own = [attempt for attempt in attempts if attempt.target.choice is None]
-            found += silent + ports.judge(own, opened, addresses)
-        of_choices = [attempt for attempt in attempts if attempt.target.choice is not None]
-        found += interfaces.judge(views, of_choices, addresses)
-        if dispensable is None or not opened:
+        if not opened:
+            return found
+        attempts, silent = ports.connect(agents, opened, addresses, meeting, choices)
+        found += silent + ports.judge(attempts, opened, addresses)
+        found += interfaces.judge(views, attempts, addresses)
+        if dispensable is None:
             return found
         rest, failures = _without(dispensable(found), addresses, found)
         if any(finding.check == ports.CHECK for finding in failures):
