@@ -1,7 +1,5 @@
 """Memory stage: the planner's prediction against free memory of each node and GPU."""
 
-from typing import NamedTuple
-
 import psutil
 
 from hybridrl.config.planner.memory import (
@@ -27,18 +25,6 @@ GPUS_TIMEOUT_S = 60.0
 MORE_RAM = "more memory (Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory)"
 
 
-class HostMemory(NamedTuple):
-    """Memory of a node in bytes: MemAvailable, and the narrowest cgroup limit."""
-
-    available: int
-    cgroup: Limit | None
-
-    @property
-    def left(self) -> int:
-        """Bytes that the run can allocate."""
-        return min(self.available, self.cgroup.left) if self.cgroup else self.available
-
-
 def check(context: CheckContext) -> list[Finding]:
     """Check memory.host and, unless `context.quick`, memory.gpu."""
     hosts, found = gather(context.agents, "memory.host", host_memory)
@@ -55,18 +41,18 @@ def check(context: CheckContext) -> list[Finding]:
     return found
 
 
-def host_memory() -> HostMemory:
-    """Measure this node's memory."""
-    return HostMemory(psutil.virtual_memory().available, cgroup_facts().memory)
+def host_memory() -> Limit:
+    """Return the memory of this node that is left: of its narrowest cgroup, or of the machine."""
+    ram, cgroup = psutil.virtual_memory(), cgroup_facts().memory
+    machine = Limit("the machine", ram.total, ram.total - ram.available)
+    return machine if cgroup is None or machine.left < cgroup.left else cgroup
 
 
-def judge_host_memory(node: str, memory: HostMemory, context: CheckContext, slots: int) -> Finding:
+def judge_host_memory(node: str, memory: Limit, context: CheckContext, slots: int) -> Finding:
     """Judge memory.host of a node with this number of ranks."""
     config = context.config
     needed, parts = _needed(context, slots)
-    left = f"{gib(memory.left)} are left"
-    if memory.cgroup is not None and memory.left == memory.cgroup.left:
-        left += f" of the {gib(memory.cgroup.limit)} that {memory.cgroup.group} allows"
+    left = f"{gib(memory.left)} are left of the {gib(memory.limit)} that {memory.group} allows"
     evidence = f"the run needs {gib(needed)} of RAM here ({parts}); {left}"
     remedy = "Choose a smaller model"
     if pinned_bytes(config, context.shape, context.reward_shape):

@@ -30,11 +30,8 @@ LOOPBACK_ADVICE = f"ray stop there, and {START}; see a line with 127.0.1.1 in /e
 class RayFacts(NamedTuple):
     """Ray as seen by one node.
 
-    Attributes:
-        version: of the installed Ray; empty without one.
-        auth_mode: RAY_AUTH_MODE in lower case, as Ray reads it; None: not set.
-        token: first characters of the token's SHA-256; empty without one.
-        listeners, holders: addresses and processes of this node on the head's port.
+    `auth_mode` is RAY_AUTH_MODE in lower case, as Ray reads it, `token` the first characters of the
+    token's SHA-256; `listeners` and `holders` are addresses and processes on the head's port.
     """
 
     version: str

@@ -77,13 +77,9 @@ class Ulimits(NamedTuple):
 
 
 class HostFacts(NamedTuple):
-    """Measurements of one node.
+    """Measurements of one node: usable cores, variables `OF_INTEREST`, InfiniBand devices, ...
 
-    Attributes:
-        shared_memory: /dev/shm; None if it does not exist.
-        cores: usable by this process.
-        environment: the variables `OF_INTEREST`.
-        infiniband: device names.
+    `shared_memory` is None if there is no /dev/shm.
     """
 
     shared_memory: DiskSpace | None

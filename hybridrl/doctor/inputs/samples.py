@@ -11,7 +11,17 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
-from hybridrl.doctor.findings import Finding, Rule, apply, fail, ok, skipped, warn, warns_if
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    apply,
+    fail,
+    fails_if,
+    ok,
+    skipped,
+    warn,
+    warns_if,
+)
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.process import RewardProcessError
@@ -49,15 +59,14 @@ def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
     ids = tokenizer.get_vocab().values()
     facts = f"{len(ids):,} tokens for a vocabulary of {shape.vocab:,}; {QUESTION!r} becomes "
     facts += f"{len(renderer.encode([text])[0])} tokens"
-    if max(ids) >= shape.vocab:
-        evidence = f"token {max(ids):,} is none of the model's {shape.vocab:,}"
-        return [fail(TOKENIZER, node, evidence, f"It belongs to another model. {copy}")]
+    alien = f"token {max(ids):,} is none of the model's {shape.vocab:,}"
     endless = tokenizer.eos_token_id is None and not stop_token_ids(plain_folder(path))
     plain = f"there is no chat template: plain prompts; {facts}"
     template = "Choose an instruct model, or add chat_template.jinja to the model's folder"
     long = "no token ends a response: all have rollout.max_response_tokens"
     end = "Set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json"
     rules: list[Rule] = [
+        (fails_if(max(ids) >= shape.vocab), alien, copy),
         (warns_if(not renderer.has_template), plain, template),
         (warns_if(endless), long, end),
     ]

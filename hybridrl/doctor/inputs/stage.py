@@ -47,11 +47,8 @@ REMOVE_S = 30.0
 class CacheFacts(NamedTuple):
     """A cache folder as seen by processes of a node.
 
-    Attributes:
-        variable: the one that sets its path.
-        space: with the error of writing there by `user`.
-        owner: of the folder or its nearest existing parent.
-        lacking: models and datasets to be downloaded.
+    `variable` sets its path; `space` has the error of writing there by `user`; `owner` is that of
+    the nearest existing parent; `lacking` are models and datasets to be downloaded.
     """
 
     variable: str

@@ -126,22 +126,21 @@ def plan(
     numbers = iter(range(sum(counts[node] for node in nodes)))
     ranks = {node: tuple(islice(numbers, counts[node])) for node in nodes}
     rounds = rounds_of([*ranks.values()]) if on_gpu else []
-
-    def order(node: str, local: int, rank: int) -> RankOrder:
-        own = addresses[node]
-        return RankOrder(
-            rank=rank,
-            world_size=sum(map(len, ranks.values())),
-            address=addresses[nodes[0]],
-            port=port,
-            nodes=tuple(ranks.values()),
-            interface="lo" if is_loopback(own) else views[node].interface_of(own),
-            device=local if on_gpu else None,
-            limit_s=RANKS_S + ROUND_S * len(rounds),
-        )
-
     return {
-        node: [order(node, *each) for each in enumerate(group)] for node, group in ranks.items()
+        node: [
+            RankOrder(
+                rank=rank,
+                world_size=sum(counts.values()),
+                address=addresses[nodes[0]],
+                port=port,
+                nodes=tuple(ranks.values()),
+                interface="lo" if is_loopback(own) else views[node].interface_of(own),
+                device=index if on_gpu else None,
+                limit_s=RANKS_S + ROUND_S * len(rounds),
+            )
+            for index, rank in enumerate(ranks[node])
+        ]
+        for node, own in addresses.items()
     }
 
 

@@ -20,12 +20,9 @@ RESOLVE_S = 8.0
 
 
 class NodeView(NamedTuple):
-    """Names and addresses as seen on a node.
+    """Names and addresses as seen on a node, of interfaces that are up as in 10.0.1.2/24.
 
-    Attributes:
-        interfaces: addresses of each interface that is up, as in 10.0.1.2/24.
-        master: addresses of MASTER_ADDR; empty if unset or unknown.
-        variables: those of NCCL and GLOO that are set.
+    `master` are the addresses of MASTER_ADDR, `variables` those of NCCL and gloo that are set.
     """
 
     host_name: str

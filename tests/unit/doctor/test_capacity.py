@@ -16,9 +16,9 @@ from hybridrl.doctor import memory
 from hybridrl.doctor.context import max_ranks
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
-from hybridrl.doctor.host.facts import host_facts
+from hybridrl.doctor.host.facts import Limit, host_facts
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, gpu_facts
-from hybridrl.doctor.memory import HostMemory, host_memory
+from hybridrl.doctor.memory import host_memory
 from tests.run_configs import run_config
 
 H200 = Smi("", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
@@ -53,7 +53,7 @@ class Nodes:
         return {
             host_facts: facts(environment=self._environment.get(node, {})),
             gpu_facts: GPUFacts(gpus, seen=uuids),
-            host_memory: HostMemory(self._left[node], None),
+            host_memory: Limit("the machine", self._left[node], 0),
             time.time: time.time(),
         }[function]
 

@@ -8,9 +8,9 @@ from hybridrl.config.planner.memory import node_ram
 from hybridrl.doctor import memory
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.host.facts import Limit
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, parse_processes
 from hybridrl.doctor.memory import (
-    HostMemory,
     judge_gpu_memory,
     judge_host_memory,
 )
@@ -67,7 +67,7 @@ def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
 )
 def test_each_node_is_judged_by_what_it_has_left(gpu, share, verdict):
     left = int(share * node_ram(gpu.config, gpu.shape))
-    assert judge_host_memory("a", HostMemory(left, None), gpu, 8).verdict is verdict
+    assert judge_host_memory("a", Limit("the machine", left, 0), gpu, 8).verdict is verdict
 
 
 H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
