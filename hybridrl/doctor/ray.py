@@ -46,8 +46,7 @@ class RayFacts(NamedTuple):
         """Describe mode and token."""
         if self.auth_mode == "token":
             return f"token with SHA-256 {self.token}..."
-        mode = self.auth_mode
-        return "RAY_AUTH_MODE unset" if mode is None else f"RAY_AUTH_MODE={mode}"
+        return f"RAY_AUTH_MODE{' unset' if self.auth_mode is None else f'={self.auth_mode}'}"
 
     @property
     def effective(self) -> tuple[str, str]:
@@ -175,9 +174,8 @@ def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: boo
     `several`: nodes other than the head must still connect.
     """
     host, _, port = address.rpartition(":")
-    found = [ok("ray.loopback", "all", "no other node has to reach the head")]
-    if several:
-        found = [_judge_loopback(host, port, facts)]
+    alone = ok("ray.loopback", "all", "no other node has to reach the head")
+    found = [_judge_loopback(host, port, facts) if several else alone]
     errors = {node: fact.connection.error for node, fact in facts.items() if fact.connection.error}
     for node, error in errors.items():
         advice = f"Open TCP port {port} of the head for this node, or see `ip route get <head>`"

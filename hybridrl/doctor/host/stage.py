@@ -8,15 +8,10 @@ from collections.abc import Mapping
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.doctor.context import CheckContext, gather
 from hybridrl.doctor.findings import Finding, fail, ok, severity, skipped, warn
+from hybridrl.doctor.host import variables
 from hybridrl.doctor.host.facts import HostFacts, buffers_output, environment, host_facts
 from hybridrl.doctor.host.gpus import gpu_facts, judge_gpus
 from hybridrl.doctor.host.limits import judge_cgroup, judge_shm, judge_temporary, judge_ulimits
-from hybridrl.doctor.host.variables import (
-    judge_allocator,
-    judge_terminal,
-    judge_variables,
-    judge_visible,
-)
 
 GPUS_TIMEOUT_S = 120.0
 COMMUNICATION = re.compile(r"(NCCL|RCCL|GLOO|FI|UCX)_\w+")
@@ -42,16 +37,18 @@ def check(context: CheckContext) -> list[Finding]:
     facts, found = gather(agents, "host.limits", host_facts)
     if not facts:
         return found
-    found.append(judge_terminal(agents.nodes[0], environment(), buffered=buffers_output()))
+    found.append(
+        variables.judge_terminal(agents.nodes[0], environment(), buffered=buffers_output())
+    )
     for node, fact in facts.items():
         infiniband = fact.infiniband if config.cluster.nodes > 1 and slots[node] else ()
         found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
         found += judge_ulimits(node, fact.limits, slots[node], infiniband)
         found += judge_cgroup(node, fact.cgroup, fact.cores, slots[node])
         found += judge_temporary(node, fact.temporary)
-        found.append(judge_visible(node, fact.environment, config))
-        found.append(judge_allocator(node, fact.environment, config))
-    found += judge_variables(facts, agents.addresses, environment(), config)
+        found.append(variables.judge_visible(node, fact.environment, config))
+        found.append(variables.judge_allocator(node, fact.environment, config))
+    found += variables.judge_variables(facts, environment(), config)
     found += judge_versions(facts)
     found += judge_communication({n: f for n, f in facts.items() if slots[n]} or facts)
     if not context.quick or context.on_gpu:
@@ -139,13 +136,12 @@ def judge_clocks(skews: Mapping[str, float]) -> list[Finding]:
     """Judge host.clock from the skews of `clock_skews`."""
     if len(skews) <= 1:
         return [skipped("host.clock", "all", "there is one node")]
-    found: list[Finding] = []
-    advice = "chronyc makestep on that node"
+    found = []
     for node, skew in skews.items():
         side = "ahead of" if skew > 0 else "behind"
         evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; certificates depend on it"
         if verdict := severity(abs(skew) > WRONG_CLOCK_S, abs(skew) > ODD_CLOCK_S):
-            found.append(Finding("host.clock", node, verdict, evidence, advice))
+            found.append(Finding("host.clock", node, verdict, evidence, "chronyc makestep there"))
     worst = max(map(abs, skews.values()))
     passed = f"{len(skews)} clocks, at least {worst:.3f} s apart"
     return found or [ok("host.clock", "all", passed)]

@@ -4,10 +4,8 @@ Sources: NCCL's and PyTorch's pages on their environment variables, Ray's on its
 code of Ray (util/rpdb.py, _private/ray_constants.py) and torch (ProcessGroupNCCL.cpp).
 """
 
-import ipaddress
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.schema import RunConfig
@@ -29,7 +27,6 @@ Environment = Mapping[str, str]
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 ON = ("1", "true", "yes", "on", "y")
 ANY = ()
 
@@ -70,16 +67,12 @@ OPPOSITES = {
 
 
 def judge_variables(
-    facts: Mapping[str, HostFacts],
-    addresses: Mapping[str, str],
-    driver: Environment,
-    config: RunConfig,
+    facts: Mapping[str, HostFacts], driver: Environment, config: RunConfig
 ) -> list[Finding]:
     """Judge host.variables of each node, the first with the environment of the driver."""
     found: list[Finding] = []
     for node, fact in facts.items():
-        others = [address for name, address in addresses.items() if name != node]
-        rules = [*_bad_values(fact.environment, config), _proxy(fact.environment, others)]
+        rules = [*_bad_values(fact.environment, config)]
         if not found:
             rules += _of_driver(driver, fact.cores, config)
         found += apply("host.variables", node, rules, "no harmful variable is set")
@@ -119,33 +112,6 @@ def _of_driver(driver: Environment, cores: int, config: RunConfig) -> list[Rule]
             "unset OMP_NUM_THREADS",
         ),
     ]
-
-
-def _proxy(environment: Environment, others: list[str]) -> Rule:
-    """Return the rule for an HTTP proxy between nodes."""
-    lower = {name.lower(): value for name, value in environment.items()}
-    proxies = [name for name in PROXIES if lower.get(name)]
-    direct = lower.get("no_proxy", "")
-    reachable = [address for address in others if not address.startswith("127.")]
-    uncovered = [address for address in reachable if not bypasses(address, direct)]
-    more = f" and {len(uncovered) - 3} more" if len(uncovered) > 3 else ""
-    return (
-        warns_if(proxies and uncovered),
-        f"{' and '.join(proxies)} set, and no_proxy={direct or '(unset)'} leaves out "
-        f"{', '.join(uncovered[:3])}{more}: HTTP between nodes (Ray's dashboard and jobs, a reward "
-        "server) uses the proxy",
-        f"export no_proxy=localhost,127.0.0.1,{','.join(uncovered[:8])} NO_PROXY=$no_proxy "
-        "everywhere",
-    )
-
-
-def bypasses(address: str, no_proxy: str) -> bool:
-    """Return True if no_proxy covers an IP address by itself, by * or a network (10.0.0.0/8)."""
-    for entry in (part.strip() for part in no_proxy.split(",")):
-        with suppress(ValueError):  # of a host's name
-            if entry == "*" or ipaddress.ip_address(address) in ipaddress.ip_network(entry, False):
-                return True
-    return False
 
 
 def judge_visible(node: str, environment: Environment, config: RunConfig) -> Finding:

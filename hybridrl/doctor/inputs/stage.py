@@ -27,13 +27,7 @@ from hybridrl.doctor.findings import (
     warns_if,
 )
 from hybridrl.doctor.host.facts import DiskSpace, disk_space, existing, write_error
-from hybridrl.doctor.inputs.models import (
-    hub_facts,
-    judge_cached,
-    judge_model,
-    lacks,
-    model_facts,
-)
+from hybridrl.doctor.inputs import models
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer, sources
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import EMBEDDED, absolute_path, is_on_hub
@@ -112,14 +106,14 @@ def _models(context: CheckContext) -> list[Finding]:
     agents, on_hub = context.agents, _hub_names(context)
     found: list[Finding] = []
     for path, needs_weights in _model_paths(context).items():
-        probe = (model_facts, absolute_path(path), needs_weights)
+        probe = (models.model_facts, absolute_path(path), needs_weights)
         facts, silent = gather(agents, "inputs.model", *probe, timeout_s=MODEL_TIMEOUT_S)
         found += silent
         if facts:
-            found += (judge_cached if path in on_hub else judge_model)(path, facts)
+            found += (models.judge_cached if path in on_hub else models.judge_model)(path, facts)
     for name in (name for name, (kind, _) in on_hub.items() if kind == "dataset"):
         # Only the driver reads data.
-        found += judge_cached(name, {agents.nodes[0]: hub_facts(name, "dataset")})
+        found += models.judge_cached(name, {agents.nodes[0]: models.hub_facts(name, "dataset")})
     if not on_hub:
         found.append(skipped("inputs.cache_contents", "all", "the run uses nothing from the hub"))
     return found
@@ -127,7 +121,7 @@ def _models(context: CheckContext) -> list[Finding]:
 
 def hub_cache_facts(wanted: Mapping[str, tuple[str, bool]]) -> CacheFacts:
     """Examine the Hugging Face cache for names as of `_hub_names`."""
-    lacking = tuple(name for name, needed in wanted.items() if lacks(name, *needed))
+    lacking = tuple(name for name, needed in wanted.items() if models.lacks(name, *needed))
     return _facts("HF_HOME", "Hugging Face cache", Path(constants.HF_HUB_CACHE), lacking)
 
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from host_cases import assert_finds, case, facts, of, the
+from host_cases import assert_finds, case, facts, the
 
 import hybridrl
 from hybridrl.config.choices import Accelerator, SleepMode
@@ -22,7 +22,6 @@ from hybridrl.doctor.host.stage import (
     judge_versions,
 )
 from hybridrl.doctor.host.variables import (
-    bypasses,
     judge_allocator,
     judge_variables,
     judge_visible,
@@ -84,10 +83,6 @@ class Silent:
 
     nodes = ("a", "b")
 
-    @property
-    def addresses(self):
-        return {"a": "10.0.0.1", "b": "10.0.0.2"}
-
     def call_each(self, function, arguments, timeout_s):
         del arguments, timeout_s
         return {"a": ProbeResult(function()), "b": ProbeResult(error="no answer within 30 s")}
@@ -131,16 +126,14 @@ def test_a_troublesome_variable_is_named(cpu, monkeypatch, name, value, why):
 )
 def test_variables_of_gpus_matter_there_alone(cpu, gpu, name, value):
     node = {"a": facts(environment={name: value})}
-    finding = the(judge_variables(node, {}, {}, gpu), "host.variables")
+    finding = the(judge_variables(node, {}, gpu), "host.variables")
     assert_finds(finding, "host.variables", Verdict.warn, name, name)
-    assert the(judge_variables(node, {}, {}, cpu), "host.variables").verdict is Verdict.ok
+    assert the(judge_variables(node, {}, cpu), "host.variables").verdict is Verdict.ok
 
 
 def test_values_that_do_no_harm_pass(gpu):
     harmless = {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN", "RAY_DEBUG": "1"}
-    finding = the(
-        judge_variables({"a": facts(environment=harmless)}, {}, {}, gpu), "host.variables"
-    )
+    finding = the(judge_variables({"a": facts(environment=harmless)}, {}, gpu), "host.variables")
     assert finding.verdict is Verdict.ok
 
 
@@ -158,35 +151,8 @@ def test_values_that_do_no_harm_pass(gpu):
     ],
 )
 def test_contradictions_are_named(gpu, environment, evidence):
-    findings = judge_variables({"a": facts(environment=environment)}, {}, {}, gpu)
+    findings = judge_variables({"a": facts(environment=environment)}, {}, gpu)
     assert any(evidence in f.evidence and f.verdict is Verdict.warn for f in findings)
-
-
-def test_a_proxy_between_nodes_warns_unless_no_proxy_covers_them(cpu):
-    def judged(**environment):
-        nodes = {"a": facts(environment=environment), "b": facts(), "c": facts()}
-        addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.1.3"}
-        return of(judge_variables(nodes, addresses, {}, cpu), "host.variables")[0]
-
-    finding = judged(https_proxy="set", no_proxy="localhost,10.0.0.0/24")
-    assert_finds(
-        finding, "host.variables", Verdict.warn, "leaves out 10.0.1.3:", "export no_proxy="
-    )
-    assert judged(https_proxy="set", no_proxy="localhost,10.0.0.0/16").verdict is Verdict.ok
-    assert judged(no_proxy="").verdict is Verdict.ok
-
-
-def test_the_address_of_a_proxy_stays_on_its_node(monkeypatch):
-    monkeypatch.setenv("https_proxy", "http://name:password@proxy:3128")
-    assert host.environment()["https_proxy"] == "set"
-
-
-@pytest.mark.parametrize(
-    ("no_proxy", "covered"),
-    [("*", True), ("10.1.2.3", True), ("10.0.0.0/8", True), ("10.1.2.4,host", False), ("", False)],
-)
-def test_what_no_proxy_covers(no_proxy, covered):
-    assert bypasses("10.1.2.3", no_proxy) is covered
 
 
 @pytest.mark.parametrize(
