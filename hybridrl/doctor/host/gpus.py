@@ -22,14 +22,7 @@ from hybridrl.doctor.findings import (
 )
 
 LOOK_S = 60.0
-FIELDS = (
-    "uuid",
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.free",
-    "ecc.errors.uncorrected.volatile.total",
-)
+FIELDS = "uuid,name,driver_version,memory.total,memory.free,ecc.errors.uncorrected.volatile.total"
 OF_PROCESS = "gpu_uuid,pid,process_name,used_memory"
 # A separate query: drivers have two names for it.
 THROTTLE = ("clocks_event_reasons", "clocks_throttle_reasons")
@@ -85,7 +78,7 @@ class GPUFacts(NamedTuple):
 
 def gpu_facts(speed: bool = True, processes: bool = False) -> GPUFacts:
     """Query the GPUs of this node; `speed` and `processes` add a query each."""
-    text, error = nvidia_smi.ask(",".join(FIELDS))
+    text, error = nvidia_smi.ask(FIELDS)
     if error:
         return GPUFacts(None, error)
     running = nvidia_smi.ask(OF_PROCESS, "compute-apps")[0] if processes else ""
@@ -115,7 +108,7 @@ def parse(text: str, slowed: list[bool]) -> list[Smi]:
     found = []
     for index, line in enumerate(text.splitlines()):
         parts = [part.strip() for part in line.split(",")]
-        if len(parts) == len(FIELDS) and parts[3].isdigit() and parts[4].isdigit():
+        if len(parts) == FIELDS.count(",") + 1 and parts[3].isdigit() and parts[4].isdigit():
             uuid, name, driver, total, free, ecc = parts
             is_slowed = slowed[index : index + 1] == [True]
             errors = int(ecc) if ecc.isdigit() else 0

@@ -30,33 +30,33 @@ ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLO
 ON = ("1", "true", "yes", "on", "y")
 ANY = ()
 
-# Variable, bad values in lower case (ANY: all but empty), effect, remedy (empty: unset it).
-BadVariable = tuple[str, tuple[str, ...], str, str]
+# Variable, bad values in lower case (ANY: all but empty), effect.
+BadVariable = tuple[str, tuple[str, ...], str]
 THROUGH_HOST = "slow: GPUs of a node exchange data through host memory"
 NO_WATCHDOG = "torch starts no watchdog: no error handling, and no flight recorder if a rank hangs"
 OF_GPUS: tuple[BadVariable, ...] = (
-    ("NCCL_P2P_DISABLE", ON, THROUGH_HOST, ""),
-    ("NCCL_P2P_LEVEL", ("loc", "0"), THROUGH_HOST, ""),
-    ("NCCL_SHM_DISABLE", ON, "slow: GPUs without NVLink exchange data over the network", ""),
-    ("NCCL_IB_DISABLE", ON, "NCCL uses TCP even with InfiniBand or RoCE", ""),
-    ("NCCL_NET", ("socket",), "NCCL uses TCP even with InfiniBand or RoCE", ""),
-    ("NCCL_DEBUG", ("trace",), "every NCCL call prints a line", "Set NCCL_DEBUG=WARN or INFO"),
-    ("CUDA_LAUNCH_BLOCKING", ON, "slow: the host waits for each kernel", ""),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING", ANY, "slow: a cudaMalloc for each tensor", ""),
-    ("TORCH_NCCL_BLOCKING_WAIT", ON, NO_WATCHDOG, ""),
-    ("NCCL_BLOCKING_WAIT", ON, f"old name of TORCH_NCCL_BLOCKING_WAIT: {NO_WATCHDOG}", ""),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank waits forever for a dead peer", ""),
+    ("NCCL_P2P_DISABLE", ON, THROUGH_HOST),
+    ("NCCL_P2P_LEVEL", ("loc", "0"), THROUGH_HOST),
+    ("NCCL_SHM_DISABLE", ON, "slow: GPUs without NVLink exchange data over the network"),
+    ("NCCL_IB_DISABLE", ON, "NCCL uses TCP even with InfiniBand or RoCE"),
+    ("NCCL_NET", ("socket",), "NCCL uses TCP even with InfiniBand or RoCE"),
+    ("NCCL_DEBUG", ("trace",), "every NCCL call prints a line"),
+    ("CUDA_LAUNCH_BLOCKING", ON, "slow: the host waits for each kernel"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", ANY, "slow: a cudaMalloc for each tensor"),
+    ("TORCH_NCCL_BLOCKING_WAIT", ON, NO_WATCHDOG),
+    ("NCCL_BLOCKING_WAIT", ON, f"old name of TORCH_NCCL_BLOCKING_WAIT: {NO_WATCHDOG}"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank waits forever for a dead peer"),
 )
 ALWAYS: tuple[BadVariable, ...] = (
-    ("TORCH_DISTRIBUTED_DEBUG", ("detail",), "slow: ranks compare every collective", ""),
-    ("RAY_DEBUG_POST_MORTEM", ("1",), "a failed task waits for a debugger, so the run hangs", ""),
-    ("RAY_DEBUG", ("legacy",), "Ray's old debugger: VS Code cannot attach", ""),
-    ("RAY_PDB", ANY, "this Ray ignores it: use RAY_DEBUG", ""),
+    ("TORCH_DISTRIBUTED_DEBUG", ("detail",), "slow: ranks compare every collective"),
+    ("RAY_DEBUG_POST_MORTEM", ("1",), "a failed task waits for a debugger, so the run hangs"),
+    ("RAY_DEBUG", ("legacy",), "Ray's old debugger: VS Code cannot attach"),
+    ("RAY_PDB", ANY, "this Ray ignores it: use RAY_DEBUG"),
 )
 NO_COMPILE = "fsdp.compile = true has no effect; or set fsdp.compile=false"
 OF_COMPILE: tuple[BadVariable, ...] = (
-    ("TORCH_COMPILE_DISABLE", ON, NO_COMPILE, ""),
-    ("TORCHDYNAMO_DISABLE", ON, NO_COMPILE, ""),
+    ("TORCH_COMPILE_DISABLE", ON, NO_COMPILE),
+    ("TORCHDYNAMO_DISABLE", ON, NO_COMPILE),
 )
 OPPOSITES = {
     "TORCH_NCCL_BLOCKING_WAIT": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -82,12 +82,12 @@ def judge_variables(
 def _bad_values(environment: Environment, config: RunConfig) -> Iterator[Rule]:
     of_gpus = OF_GPUS if config.hardware.accelerator is Accelerator.gpu else ()
     of_compile = OF_COMPILE if config.fsdp.compile else ()
-    for name, bad, effect, advice in (*ALWAYS, *of_gpus, *of_compile):
+    for name, bad, effect in (*ALWAYS, *of_gpus, *of_compile):
         value, other = environment.get(name, ""), OPPOSITES.get(name, "")
         opposite = environment.get(other, "0")
         beside = "" if opposite in ("", "0") else f"; it contradicts {other}={opposite}"
         verdict = warns_if(value and (not bad or value.strip().lower() in bad))
-        yield verdict, f"{name}={value}: {effect}{beside}", advice or f"unset {name}"
+        yield verdict, f"{name}={value}: {effect}{beside}", f"unset {name}"
 
 
 def _of_driver(driver: Environment, cores: int, config: RunConfig) -> list[Rule]:

@@ -22,14 +22,10 @@ MAX_SHOWN = 3
 
 
 class FolderFacts(NamedTuple):
-    """Model or data set on a node.
+    """Model or data set on a node: its folder (of a hub's, the snapshot), or why there is none.
 
-    Attributes:
-        folder: of a hub's, the snapshot.
-        files: bytes and fingerprints of the files of a complete model, by name.
-        faults: damaged or missing files.
-        error: why there is no folder.
-        is_offline: HF_HUB_OFFLINE forbids downloads.
+    `files` has bytes and fingerprints of a complete model, `faults` what is damaged or missing;
+    `is_offline`: HF_HUB_OFFLINE forbids downloads.
     """
 
     folder: str

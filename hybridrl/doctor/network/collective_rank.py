@@ -136,20 +136,16 @@ def _all_reduce(what: str, device: str, group: Any) -> dict[str, float]:
 
 def _seconds(collective: Callable[[], Any], device: str, repeats: int) -> float:
     """Return the shortest of several calls, after one that makes connections."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else torch.cpu.synchronize
     collective()
     times = []
     for _ in range(repeats):
-        _synchronize(device)
+        synchronize()
         start = time.perf_counter()
         collective()
-        _synchronize(device)
+        synchronize()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _report(step: str, **measured: Any) -> None:

@@ -56,11 +56,6 @@ class Fabric(NamedTuple):
     variables: dict[str, str]
     closed: str
 
-    @property
-    def is_off(self) -> bool:
-        """NCCL_IB_DISABLE=1."""
-        return self.variables.get("NCCL_IB_DISABLE") == "1"
-
 
 def check(agents: NodeProbes, root: Path = ROOT, devices: Path = DEVICES) -> list[Finding]:
     """Examine the ports of every node."""
@@ -93,9 +88,10 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
         advice = f"Load the driver (`lsmod | grep ib_core`, `ibstat`), or {GIVE_DEVICES}."
         return [(Verdict.warn, evidence, advice)]
     used, variables = used_ports(fabric), fabric.variables
+    is_off = variables.get("NCCL_IB_DISABLE") == "1"
     names = ", ".join(port.name for port in fabric.ports)
     spec = variables.get("NCCL_IB_HCA", "")
-    if not used and not fabric.is_off:
+    if not used and not is_off:
         # Excluding all adapters may be intended.
         verdict = Verdict.warn if spec.startswith("^") else Verdict.fail
         evidence = f"NCCL_IB_HCA={spec} leaves none of the node's adapters ({names}): NCCL uses "
@@ -104,7 +100,7 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
         return [(verdict, f"{evidence}TCP, or fails with NCCL_NET=IB", advice)]
     rules: list[Rule] = [
         (
-            severity(fabric.closed and not (alone or fabric.is_off), fabric.closed),
+            severity(fabric.closed and not (alone or is_off), fabric.closed),
             f"the kernel shows {names}, but {fabric.closed}: between nodes NCCL silently uses TCP",
             f"{GIVE_DEVICES}; without a container: modprobe ib_uverbs. For TCP: NCCL_IB_DISABLE=1.",
         )
@@ -136,9 +132,10 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
 
 
 def used_ports(fabric: Fabric) -> list[HCAPort]:
-    """Return the ports that NCCL_IB_HCA allows."""
+    """Return the ports that NCCL_IB_HCA allows; none with NCCL_IB_DISABLE=1."""
     names = matching(fabric.variables.get("NCCL_IB_HCA", ""), (port.name for port in fabric.ports))
-    return [port for port in fabric.ports if port.name in names and not fabric.is_off]
+    allowed = [port for port in fabric.ports if port.name in names]
+    return [] if fabric.variables.get("NCCL_IB_DISABLE") == "1" else allowed
 
 
 def _port(folder: Path) -> HCAPort:

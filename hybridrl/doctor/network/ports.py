@@ -77,17 +77,13 @@ def judge(
     addresses: Mapping[str, str],
 ) -> list[Finding]:
     """Judge connections to nodes' own addresses, and who holds the ports of Ray's services."""
-    return _judge_attempts(attempts, opened, addresses) + [
-        warn(
-            CHECK,
-            node,
-            f"{', '.join(ports.taken)}, which deploy/ would give to Ray",
-            "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all nodes, or end "
-            f"their holder (`ss -ltnp` on {node}). If Ray is up: set RAY_ADDRESS.",
-        )
-        for node, ports in opened.items()
-        if ports.taken
-    ]
+    found = _judge_attempts(attempts, opened, addresses)
+    for node, ports in opened.items():
+        if ports.taken:
+            evidence = f"{', '.join(ports.taken)}, which deploy/ would give to Ray"
+            advice = "Set HYBRIDRL_RAY_PORT to the first of eight free ports, or end their holder"
+            found.append(warn(CHECK, node, evidence, f"{advice}; if Ray is up, set RAY_ADDRESS"))
+    return found
 
 
 def _judge_attempts(
