@@ -33,10 +33,8 @@ def judge(
     """Judge the interfaces of all nodes, and the attempts to connect to `choices`."""
     found = []
     for node, view in views.items():
-        absent = [
-            choice for choice in choices_of(node, view) if choice.value and not choice.address
-        ]
-        for name in dict.fromkeys(choice.variable for choice in absent):
+        absent = [choice for choice in choices_of(node, view) if not choice.address]
+        for name in dict.fromkeys(one.variable for one in absent if one.value is not None):
             evidence = f"{name}={view.variables[name]} names no interface of this node; it has "
             evidence += view.describe()
             outward = next(iter(view.outward), "eth0")
