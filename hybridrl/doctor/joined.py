@@ -1,13 +1,13 @@
 """Nodes of `doctor --join`, before there is a Ray.
 
 The same command runs on every node. The node with the address HEAD listens, the others connect
-and run the probes that it sends. Probes are pickled, so both ends prove the same key first, by the
-challenges of `multiprocessing.connection`.
+and run the probes that it names, with JSON both ways. A probe may do what its process may, so both
+ends prove the same key first, by the challenges of `multiprocessing.connection`.
 """
 
 import ipaddress
+import json
 import os
-import pickle
 import socket
 import struct
 import time
@@ -25,9 +25,10 @@ from hybridrl.controller.ray.node_probes import (
     NodeIdentity,
     NodeProbes,
     ProbeResult,
+    call_text,
     node_names,
-    packed,
-    run_packed,
+    read_result,
+    run_call,
     timed_out,
 )
 from hybridrl.doctor.context import ProbeGroup
@@ -72,11 +73,11 @@ def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[NodePr
         def ask(node: str) -> ProbeResult:
             one = connections[node]
             try:
-                one.send((number, packed(function, arguments[node])))
+                _send(one, [number, call_text(function, arguments[node])])
                 while one.poll(max(0.0, deadline - time.monotonic())):
-                    answered, reply = one.recv()
+                    answered, reply = _receive(one)
                     if answered == number:  # else late, for a call that has timed out
-                        return pickle.loads(reply)
+                        return read_result(reply)
             except (EOFError, OSError):
                 return HUNG_UP
             return timed_out(timeout_s)
@@ -98,7 +99,7 @@ def serve(address: str, timeout_s: float) -> None:
             is no key.
     """
     with _connect(address, timeout_s) as connection:
-        connection.send((socket.gethostname(), os.getpid()))
+        _send(connection, [socket.gethostname(), os.getpid()])
         try:
             _run_calls(connection)
         except (EOFError, OSError) as error:
@@ -109,19 +110,27 @@ def _run_calls(connection: Connection) -> None:
     """Run the numbered calls of the head until its end (None), each in a thread."""
     lock = Lock()
 
-    def run(number: int, call: bytes) -> None:
-        reply = run_packed(call)
+    def run(number: int, call: str) -> None:
+        reply = run_call(call)
         with lock, suppress(OSError):  # the head may have ended
-            connection.send((number, reply))
+            _send(connection, [number, reply])
 
-    while (message := connection.recv()) is not None:
+    while (message := _receive(connection)) is not None:
         Thread(target=run, args=message, daemon=True).start()
 
 
 def _end(connections: Iterable[Connection]) -> None:
     for one in connections:
         with suppress(OSError):
-            one.send(None)
+            _send(one, None)
+
+
+def _send(connection: Connection, message: list[Any] | None) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def _receive(connection: Connection) -> Any:
+    return json.loads(connection.recv_bytes())
 
 
 def _join(
@@ -146,11 +155,11 @@ def _join(
             try:
                 # First: the head answers none who has not proved the key.
                 connection = _authenticated(stream, key, (deliver_challenge, answer_challenge))
-                name, pid = connection.recv()
+                name, pid = _receive(connection)
                 joined.append((NodeIdentity(name, host, f"pid {pid}"), connection))
             except AuthenticationError:
                 refused.add(f"\nRefused: {host} has another key ({SAME_KEY}).")
-            except (EOFError, OSError, AssertionError):
+            except (EOFError, OSError, AssertionError, ValueError):
                 refused.add(f"\nRefused: {host} connected, but is no node of the doctor.")
     if len(joined) < nodes - 1:
         _end(connection for _, connection in joined)

@@ -82,7 +82,7 @@ def test_sigterm_while_ray_starts(tmp_path):
     [
         pytest.param("succeed", None, 0, id="success", marks=pytest.mark.slow),  # as every run does
         pytest.param("raise", None, 1, id="failure"),
-        pytest.param("hang", os.kill, 143, id="SIGTERM to the driver"),
+        pytest.param("hang", os.kill, 143, id="SIGTERM to the driver", marks=pytest.mark.slow),
         # as test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves does to a whole run
         pytest.param("hang", os.killpg, 143, id="SIGTERM to its group", marks=pytest.mark.slow),
     ],

@@ -1,8 +1,8 @@
 """Processes of every kind killed and stopped in every phase: the run names them, goes on or ends.
 
-Forty faults and five more. A run that restarts meets several, one after the other; seven of
-them in `make test`, all in `make test_slow`. That a run goes on without a worker's process,
-test_resume.py shows in `make test`, too.
+Forty faults and five more. A run that restarts meets several, one after the other; three of
+them in `make test`, all in `make test_slow`. That a run goes on without a worker's process, and
+that a killed driver leaves nothing, test_resume.py shows in `make test`, too.
 """
 
 import os
@@ -146,10 +146,17 @@ def test_a_run_whose_restarts_are_used_up_ends_with_the_last_error(tmp_path, fau
         run.run.assert_nothing_left()
 
 
-def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path):
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param([HARMLESS[0], HARMLESS[3], HARMLESS[4]], id="three"),
+        pytest.param(HARMLESS, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path, faults):
     """Reward processes are replaced, a stopped driver goes on; then the run is preempted."""
     with faulty(tmp_path / "run", "trainer.total_steps=500") as run:
-        for fault in HARMLESS:
+        for fault in faults:
             pid = run.hit(fault, set())
             if fault.victim is driver:
                 time.sleep(STOPPED_S)
@@ -159,7 +166,7 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path)
                 await_replacement(run, pid)
         failed = [row["reward/failed"] for row in run.run.metrics()[1:]]
         # A process has one response at a time, and none outside the scoring.
-        assert 1 <= sum(failed) <= sum(fault.victim is reward for fault in HARMLESS), failed
+        assert 1 <= sum(failed) <= sum(fault.victim is reward for fault in faults), failed
         os.killpg(run.run.process.pid, signal.SIGTERM)
         run.reader.join(40.0)
         assert run.run.process.wait() == 75, run.text
@@ -168,15 +175,8 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path)
         run.run.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(
-            fault, id=fault.phase.name, marks=[] if fault.phase is update else pytest.mark.slow
-        )
-        for fault in DRIVER_KILLED
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [pytest.param(f, id=f.phase.name) for f in DRIVER_KILLED])
 def test_a_killed_driver_leaves_nothing(tmp_path, fault):
     """One engine on both ranks, which has files in shared memory."""
     overrides = ["trainer.total_steps=500", "rollout.tensor_parallel_size=2"]

@@ -1,24 +1,32 @@
 """Node probes: plain functions run on all nodes, over any kind of connection.
 
 A check has two parts: a *probe*, which runs on each node and returns plain data, and a
-*judgement*, which compares the results. Probes are module-level functions, sent by reference, and
-import slow modules themselves. They may keep state in their module: each node has one process
-for the whole time.
+*judgement*, which compares the results. Probes are module-level functions, sent by name, with
+arguments and results as JSON. They import slow modules themselves, and may keep state in their
+module: each node has one process for the whole time.
 
     LocalProbes      this machine, in this process
     RayProbes        the nodes of the Ray cluster that RAY_ADDRESS names
     JoinedProbes     nodes that have connected to the driver, without Ray
 """
 
-import pickle
+import json
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.controller.background import run_in_background
+
+# Containers that keep their type on the way.
+CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset)
+}
 
 
 @dataclass(frozen=True)
@@ -81,18 +89,71 @@ def node_names(identities: Sequence[NodeIdentity]) -> list[str]:
     return names
 
 
-def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Pickle a call, with the function by reference."""
-    return pickle.dumps((function, arguments))
+def call_text(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """Encode a call as JSON, with the function by name."""
+    return json.dumps([f"{function.__module__}:{function.__qualname__}", to_json(arguments)])
 
 
-def run_packed(call: bytes) -> bytes:
-    """Run a pickled call; return a pickled `ProbeResult`. Raises nothing."""
+def run_call(text: str) -> str:
+    """Run a call; return its `ProbeResult` as JSON. Raises nothing."""
     try:
-        function, arguments = pickle.loads(call)
-        return pickle.dumps(ProbeResult(function(*arguments)))
+        name, arguments = json.loads(text)
+        result = ProbeResult(pkgutil.resolve_name(name)(*from_json(arguments)))
+        return json.dumps(to_json(result))
     except Exception as error:  # a failed probe is a finding
-        return pickle.dumps(failed(error))
+        return json.dumps(to_json(failed(error)))
+
+
+def read_result(text: str) -> ProbeResult:
+    """Decode what `run_call` returned."""
+    result = from_json(json.loads(text))
+    assert isinstance(result, ProbeResult)
+    return result
+
+
+def to_json(value: Any) -> Any:
+    """Return plain data in a form that JSON keeps: what it lacks is [type, contents].
+
+    Plain data are numbers, texts, paths, containers, enums, named tuples and dataclasses.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is dict:
+        return ["dict", [[to_json(key), to_json(item)] for key, item in value.items()]]
+    if kind in CONTAINERS.values():
+        return [kind.__name__, [to_json(item) for item in value]]
+    if isinstance(value, Path):
+        return ["Path", str(value)]
+    if is_dataclass(value):
+        contents: Any = [to_json(getattr(value, field.name)) for field in fields(value)]
+    elif isinstance(value, Enum):
+        contents = [to_json(value.value)]
+    elif isinstance(value, tuple) and kind.__module__.startswith("hybridrl."):
+        contents = [to_json(item) for item in value]
+    else:
+        raise TypeError(f"a value of type {kind.__name__} cannot be sent between nodes")
+    return [f"{kind.__module__}:{kind.__qualname__}", contents]
+
+
+def from_json(data: Any) -> Any:
+    """Return the value that `to_json` was given."""
+    if not isinstance(data, list):
+        return data
+    name, contents = data
+    if name == "dict":
+        return {from_json(key): from_json(item) for key, item in contents}
+    if name == "Path":
+        return Path(contents)
+    values = [from_json(item) for item in contents]
+    if name in CONTAINERS:
+        return CONTAINERS[name](values)
+    if not name.startswith("hybridrl."):
+        raise ValueError(f"{name} is no class of hybridrl")
+    return pkgutil.resolve_name(name)(*values)
 
 
 def failed(error: BaseException) -> ProbeResult:
@@ -106,7 +167,7 @@ def in_thread(function: Callable[..., Any], *arguments: Any) -> "Future[ProbeRes
     def run() -> ProbeResult:
         try:
             return ProbeResult(function(*arguments))
-        except Exception as error:  # as in run_packed
+        except Exception as error:  # as in run_call
             return failed(error)
 
     return run_in_background(run, name="doctor")

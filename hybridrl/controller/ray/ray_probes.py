@@ -1,7 +1,6 @@
 """Nodes of the cluster that this process has joined: hardware, resources, functions run on them."""
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,10 +21,11 @@ from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.node_probes import (
     NodeIdentity,
     ProbeResult,
+    call_text,
     failed,
     node_names,
-    packed,
-    run_packed,
+    read_result,
+    run_call,
     timed_out,
 )
 from hybridrl.controller.ray.runtime import ALL_GPUS_VISIBLE, joined_cluster, worker_environment
@@ -210,7 +210,7 @@ class RayProbes:
         """Implement `NodeProbes.call_each`; after a timeout, a function continues in its actor."""
         deadline = time.monotonic() + timeout_s
         references = {
-            node: self._actors[node].run.remote(packed(function, values))
+            node: self._actors[node].run.remote(call_text(function, values))
             for node, values in arguments.items()
         }
         return {node: _answer(ref, deadline, timeout_s) for node, ref in references.items()}
@@ -219,9 +219,9 @@ class RayProbes:
 class _NodeActor:
     """Runs functions on its node."""
 
-    def run(self, call: bytes) -> bytes:
-        """Run a packed call."""
-        return run_packed(call)
+    def run(self, call: str) -> str:
+        """Run a call."""
+        return run_call(call)
 
 
 def _actor_on(node: RayNode) -> ActorHandle:
@@ -232,7 +232,7 @@ def _actor_on(node: RayNode) -> ActorHandle:
 
 def _answer(reference: ObjectRef, deadline: float, timeout_s: float) -> ProbeResult:
     try:
-        return pickle.loads(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
+        return read_result(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
     except GetTimeoutError:
         return timed_out(timeout_s)
     except RayError as error:
