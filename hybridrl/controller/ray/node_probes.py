@@ -126,6 +126,8 @@ def to_json(value: Any) -> Any:
         return ["dict", [[to_json(key), to_json(item)] for key, item in value.items()]]
     if kind in CONTAINERS.values():
         return [kind.__name__, [to_json(item) for item in value]]
+    if kind is range:
+        return ["range", [value.start, value.stop, value.step]]
     if isinstance(value, Path):
         return ["Path", str(value)]
     if is_dataclass(value):
@@ -146,6 +148,8 @@ def from_json(data: Any) -> Any:
     name, contents = data
     if name == "dict":
         return {from_json(key): from_json(item) for key, item in contents}
+    if name == "range":
+        return range(*contents)
     if name == "Path":
         return Path(contents)
     values = [from_json(item) for item in contents]
