@@ -1,5 +1,6 @@
 """Nodes that call in: the doctor's processes on this machine, each a node."""
 
+import json
 import os
 import signal
 import socket
@@ -8,11 +9,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
+from hybridrl.config.choices import DType
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.ray.node_probes import call_all
+from hybridrl.controller.ray.node_probes import call_all, from_json, to_json
+from hybridrl.doctor.host.gpus import GPUProcess
 from hybridrl.doctor.joined import joined_probes, listens_here, parse_place, serve
 
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 20)"
@@ -100,6 +104,15 @@ def test_a_function_runs_where_it_has_arguments_alone(cluster):
 def test_a_failure_is_an_answer(cluster, function, arguments, says):
     answers = call_all(cluster, function, *arguments, timeout_s=0.3)
     assert all(says in answer.error for answer in answers.values()), answers
+
+
+def test_plain_data_keep_their_types_on_the_way():
+    named = GPUProcess("GPU-1", "7", "python", "12")
+    value = {("a", 1): [Path("/x"), range(3, 9, 2), frozenset({2}), {None}, DType.bfloat16, named]}
+    found = from_json(json.loads(json.dumps(to_json(value))))
+    assert found == value and type(found["a", 1][-1]) is GPUProcess
+    with pytest.raises(ValueError, match="os:system is no class of hybridrl"):
+        from_json(["os:system", ["true"]])
 
 
 def test_what_cannot_travel_is_an_answer(cluster):
