@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
@@ -61,11 +61,6 @@ def local_part(tensor: Tensor) -> tuple[Tensor, torch.Size]:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Return the identity of a storage; storages of meta tensors have one, too."""
     return storage._cdata
-
-
-def own_tensor(module: nn.Module, name: str) -> Tensor | None:
-    """Return a module's own parameter or buffer, or None."""
-    return (module._parameters | module._buffers).get(name)
 
 
 def operator_schema(operator: Any) -> Any:
