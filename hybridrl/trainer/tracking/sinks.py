@@ -34,8 +34,10 @@ MAX_WAITING = 200
 MAX_REASON = 200
 # Holds the ids of the run.
 TRACKERS_FILE = "trackers.json"
-# Bytes that must be free before TensorBoard's next file after a failed write.
-ROOM = 2**16
+# Bytes of a metric in TensorBoard's file beside its name.
+METRIC_BYTES = 48
+# Bytes that other files of the run may take meanwhile.
+OTHERS_BYTES = 2**13
 _REMEMBERING = Lock()
 # W&B supports one run per id and process at a time, also while it finishes.
 _ONE_WANDB_RUN = Lock()
@@ -131,8 +133,9 @@ def close_all(sinks: Sequence[BackgroundSink], timeout_s: float) -> None:
 class TensorBoardSink:
     """TensorBoard event files, written by torch's SummaryWriter.
 
-    Its thread ends with the first failed write. The next step with room on the disk opens another
-    file and writes what is missing.
+    Its thread prints a traceback and ends at a failed write, so nothing is written without room on
+    the disk. After another failure the next step opens another file. Each step writes what is
+    missing.
 
     Args:
         folder: of the files.
@@ -157,17 +160,21 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Write what is missing, and close the file."""
-        if self._missing:
-            self._write()
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._missing:
+                self._write()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
 
     def _write(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        names = [name for _, metrics in self._missing for name in metrics]
+        needed = OTHERS_BYTES + sum(map(len, names)) + METRIC_BYTES * len(names)
+        if shutil.disk_usage(self._folder).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._writer is None:
-            if shutil.disk_usage(self._folder).free < ROOM:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._writer = SummaryWriter(str(self._folder), purge_step=self._missing[0][0])
         try:
             for step, metrics in self._missing:
