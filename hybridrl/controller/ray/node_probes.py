@@ -7,7 +7,7 @@ module: each node has one process for the whole time.
 
     LocalProbes      this machine, in this process
     RayProbes        the nodes of the Ray cluster that RAY_ADDRESS names
-    JoinedProbes     nodes that have connected to the driver, without Ray
+    joined_probes    nodes that have connected to the driver, without Ray (doctor/joined.py)
 """
 
 import json
