@@ -43,11 +43,11 @@ def test_kernel_agrees_with_the_padded_path(heads, kv_heads, window):
     """Output and all three gradients; the padded path runs in float32."""
     (query, key, value), ends = attention_case(heads, kv_heads, 64)
     assert attention.has_kernel(query.device, query.dtype, 64)
-    weights = torch.randn_like(query)
-    fast = attention._varlen(query, key, value, ends, max(LENGTHS), None, window)
+    weights, bounds = torch.randn_like(query), (ends, max(LENGTHS))
+    fast = attention._varlen((query, key, value), bounds, None, window)
     fast_grads = torch.autograd.grad((fast * weights).float().sum(), (query, key, value))
     exact = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    slow = attention._padded(*exact, ends, max(LENGTHS), None, window)
+    slow = attention._padded(exact, bounds, None, window)
     slow_grads = torch.autograd.grad((slow * weights.float()).sum(), exact)
     for found, wanted in zip((fast, *fast_grads), (slow, *slow_grads), strict=True):
         scale = float(wanted.abs().max())
