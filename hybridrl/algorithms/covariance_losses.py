@@ -117,18 +117,18 @@ def kl_cov(
 ) -> TokenLoss:
     """Compute KL-Cov: the policy gradient with a KL penalty on the selected tokens.
 
-    l_t = -r_t A_t + [t selected] coef * KL_t,   KL_t = r_t - 1 - log r_t
+    l_t = -r_t A_t + [t selected] coef * |log r_t|
 
-    KL_t is the k3 estimate of KL(old || current); the paper's code uses |log r_t|. `selected` is
-    [N] bool, as from `largest`; coef, beta in the paper, is >= 0, 1 in the paper. The metric
-    clip_fraction counts the selected tokens.
+    |log r_t| stands for the paper's KL divergence in its authors' code, for which their coef was
+    chosen. `selected` is [N] bool, as from `largest`; coef, beta in the paper, is >= 0, 1 in the
+    paper. The metric clip_fraction counts the selected tokens.
 
     Source: Cui et al. 2025, equation 14, https://arxiv.org/abs/2505.22617
     """
     check_coef("kl_cov", coef)
     log_ratio = log_ratio_of("kl_cov", log_probs, old_log_probs, response_mask)
     advantages = advantages_of("kl_cov", advantages, response_mask)
-    penalty = coef * (torch.expm1(log_ratio) - log_ratio)
+    penalty = coef * log_ratio.abs()
     sums = policy_sums(log_ratio, selected & response_mask, response_mask)
     sums["selected_fraction"] = sums["clip_fraction"]
     values = -log_ratio.exp() * advantages + penalty.masked_fill(~selected, 0.0)

@@ -1,13 +1,40 @@
 """Dotted keys: leaves of a config, and suggestions for unknown keys."""
 
 import difflib
+import functools
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 # Groups that are not in the defaults list.
 ADDED_GROUPS = ("recipe", "sweep")
+# In place of a key of ours: what theirs chooses is always so here.
+NO_KEY = "-"
+
+
+class OtherName(NamedTuple):
+    """A key of another trainer, and what it is here.
+
+    Attributes:
+        trainer: its name.
+        key: dotted, as its users write it.
+        ours: keys or a group, separated by commas, or NO_KEY.
+        difference: in meaning; may be empty.
+    """
+
+    trainer: str
+    key: str
+    ours: str
+    difference: str
+
+
+@functools.cache
+def other_names() -> list[OtherName]:
+    """Read other_trainers.txt, which also makes the tables of docs/coming_from.md."""
+    text = Path(__file__).with_name("other_trainers.txt").read_text(encoding="ascii")
+    return [OtherName(*(part.strip() for part in line.split("|"))) for line in text.splitlines()]
 
 
 def raw_tree(cfg: DictConfig) -> dict[Any, Any]:
@@ -52,10 +79,38 @@ def unknown_sibling(key: str, value: Any, names: Collection[str]) -> str:
     return f"{key} = {value}: unknown key, nothing reads it. {meant}"
 
 
+def named_elsewhere(key: str) -> list[OtherName]:
+    """Return the keys of other trainers that `key` may be, one for each key of ours.
+
+    Those with the most last words in common count: users leave out sections or guess other ones.
+    """
+    words = key.split(".")
+    found: dict[int, list[OtherName]] = {}
+    for other in other_names():
+        theirs = other.key.split(".")
+        common = len(words) if words == theirs[-len(words) :] else 0
+        common = len(theirs) if theirs == words[-len(theirs) :] else common
+        # A last word alone must be distinctive, as `name` and `path` are not.
+        if common or (words[-1] == theirs[-1] and "_" in words[-1]):
+            found.setdefault(common, []).append(other)
+    best = found[max(found)] if found else []
+    return list({other.ours: other for other in reversed(best)}.values())[::-1]
+
+
 def did_you_mean(key: str, known: Collection[str]) -> str:
-    """Return "Did you mean ...?", or the way to list all keys."""
+    """Return what other trainers' `key` is here, "Did you mean ...?", or the way to list keys."""
+    if others := named_elsewhere(key):
+        return " ".join(_translated(other) for other in others)
     near = similar_keys(key, known)
     return f"Did you mean {' or '.join(near)}?" if near else "Add --cfg job to list every key."
+
+
+def _translated(other: OtherName) -> str:
+    what = f"{other.trainer}'s {other.key}"
+    if other.ours == NO_KEY:
+        return f"{what} has no key here: {other.difference}."
+    ours = " and ".join(other.ours.split(", "))
+    return f"{what} is {ours} here{f': {other.difference}' if other.difference else ''}."
 
 
 def nothing_reads(key: str, value: Any, known: Collection[str]) -> list[str]:

@@ -27,6 +27,7 @@ _WORDS = re.compile(r"\s*[A-Za-z][A-Za-z ]{2,}\s*")
 # Precedes a character without a backslash escape; "\\\\" is a line break, not an escape.
 _UNESCAPED = r"(?<!\\)(?:\\\\)*"
 _MATHS = re.compile(_UNESCAPED + r"(?:\$(?:\\.|[^\\$])+\$|\\\(.*\\\)|\\\[.*\\\])", flags=re.DOTALL)
+_PERCENT = re.compile(r"\\?%")
 _LONE_DOLLAR = re.compile(f"({_UNESCAPED})" + r"\$")
 
 
@@ -123,7 +124,11 @@ def _parsed_alone(text: str) -> list[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """Parse with math-verify; the result is empty if that fails."""
+    r"""Parse with math-verify; the result is empty if that fails.
+
+    As in Hendrycks et al.'s comparison, a percent sign is a unit: 50\% equals 50.
+    """
+    text = _PERCENT.sub("", text)
     # Its own time limits would replace the reward process's SIGALRM timer.
     parsed: list[Any] = _math_verify().parse(text, parsing_timeout=None)
     return parsed

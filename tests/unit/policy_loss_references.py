@@ -88,7 +88,8 @@ def of_kl_cov(token: Token) -> tuple[float, float]:
     ratio = token.ratio
     loss, slope = -ratio * token.advantage, -ratio * token.advantage
     if token.selected:
-        return loss + 0.7 * (ratio - 1 - token.log_ratio), slope + 0.7 * (ratio - 1)
+        sign = math.copysign(1, token.log_ratio)
+        return loss + 0.7 * abs(token.log_ratio), slope + 0.7 * sign
     return loss, slope
 
 

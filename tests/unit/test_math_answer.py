@@ -103,6 +103,12 @@ def test_money_is_a_number(gold):
     assert score("", r"\boxed{18.91}", {"answer": gold}, mode="strict") == 0.0
 
 
+@pytest.mark.parametrize(("gold", "found"), [("50", r"50\%"), (r"50\%", "50"), ("50%", r"50\%")])
+def test_percent_is_a_unit(gold, found):
+    assert score("", rf"\boxed{{{found}}}", {"answer": gold}, mode="strict") == 1.0
+    assert score("", r"\boxed{0.5}", {"answer": gold}, mode="strict") == 0.0
+
+
 @pytest.mark.parametrize(
     "gold", ["{", "{5", "5}", r"\frac{1}{2", r"\(5", r"\[5", "5\\\\", "5\\", "\u0661\u0662", "$5$$"]
 )
