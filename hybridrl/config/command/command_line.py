@@ -20,6 +20,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
+from hybridrl.config.command.own_functions import drop_inherited, override_leaves
 from hybridrl.config.command.report import shown
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, leaves, raw_tree
 from hybridrl.config.schema_keys import known_keys
@@ -111,7 +112,9 @@ def precompose(
         values = [_first_job(o) for o in usable if o not in groups]
         try:
             parsed = OverridesParser.create().parse_overrides(values)
+            inherited = leaves(raw_tree(cfg))
             ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
+            drop_inherited(cfg, [inherited, override_leaves(values)])
         except INPUT_ERRORS as error:
             problems.append(problem_of(error))
             cfg = None

@@ -41,12 +41,25 @@ def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Pr
 
 
 def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> list[DictConfig]:
-    """Return the YAML of the chosen recipes, from choices and config_sources of hydra.runtime."""
+    """Return the YAML of the chosen recipes, from choices and config_sources of hydra.runtime.
+
+    A recipe that a chosen one names in its defaults list comes before it.
+    """
     chosen = choices.get("recipe")
     names = [chosen] if isinstance(chosen, str) else list(chosen or [])
-    found = []
+    found: list[DictConfig] = []
     for name in names:
-        folders = [source.path for source in config_sources if source.schema == "file"]
-        texts = [Path(folder, "recipe", f"{name}.yaml") for folder in folders]
-        found += [OmegaConf.load(text) for text in texts if text.is_file()][:1]
-    return cast(list[DictConfig], found)
+        file = group_file("recipe", name, config_sources)
+        if file is not None:
+            bases = [base for base in file.get("defaults", []) if base not in (name, "_self_")]
+            own = [base for base in bases if isinstance(base, str)]
+            found += [*recipe_files({"recipe": own}, config_sources), file]
+    return found
+
+
+def group_file(group: str, choice: str, config_sources: Sequence[Any]) -> DictConfig | None:
+    """Return the YAML of a group's choice; None if no folder of the search path has it."""
+    folders = [source.path for source in config_sources if source.schema == "file"]
+    texts = [Path(folder, group, f"{choice}.yaml") for folder in folders]
+    found = [OmegaConf.load(text) for text in texts if text.is_file()]
+    return cast(DictConfig, found[0]) if found else None

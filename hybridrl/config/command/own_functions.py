@@ -1,0 +1,137 @@
+"""Own functions: they do not inherit the args of the function that they replace.
+
+Hydra merges sections, so `reward.function=my_module.my_reward` would keep the args of
+conf/reward/gsm8k.yaml. The rule: if a recipe or the command line replaces a section's function by
+another dotted path, what earlier sources set in `args` is dropped. With a reward, the rules of
+eval.rules that use the replaced function go, too; with an environment, its stop texts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import hydra._internal.hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from hybridrl.config.command.provenance import group_file, recipe_files
+from hybridrl.config.keys import leaves, raw_tree
+
+# Values by dotted key that one source sets.
+Layer = Mapping[str, Any]
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader with this rule: of runs, jobs of sweeps, `--cfg job` and compose()."""
+
+    def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
+        """Compose as Hydra does, then drop inherited args."""
+        cfg = super().load_configuration(*args, **kwargs)
+        runtime, overrides = cfg.hydra.runtime, cfg.hydra.overrides.task
+        recipes = recipe_files(runtime.choices, runtime.config_sources)
+        layers = [leaves(raw_tree(recipe)) for recipe in recipes]
+        layers.append(override_leaves(OmegaConf.to_container(overrides, resolve=False)))
+        keys = {key for layer in layers for key in layer if key.endswith(".function")}
+        groups = {key: _of_group(key, runtime) for key in keys}
+        drop_inherited(cfg, [{k: v for k, v in groups.items() if v is not None}, *layers])
+        return cfg
+
+
+# Hydra has no option for it. A sweep's other processes unpickle the loader by its class.
+hydra._internal.hydra.ConfigLoaderImpl = Loader  # type: ignore[misc]
+
+
+def override_leaves(overrides: Any) -> dict[str, Any]:
+    """Return the values that overrides of one job set; deletions and sweeps set none."""
+    found: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if not override.is_delete() and not override.is_sweep_override():
+            key = override.key_or_group.replace("[", ".").replace("]", "")
+            found |= leaves({key: override.value()})
+    return found
+
+
+def drop_inherited(cfg: DictConfig, layers: Sequence[Layer]) -> None:
+    """Drop from a composed config what own functions would inherit.
+
+    `layers` are the sources in order, the first one that of the defaults.
+    """
+    for section, replaced in _replaced(layers).items():
+        node = OmegaConf.select(cfg, section, throw_on_resolution_failure=False)
+        if not isinstance(node, DictConfig):
+            continue
+        own = {key for layer in layers[replaced:] for key in layer}
+        tree = raw_tree(node)
+        args = tree.get("args")
+        if isinstance(args, Mapping):
+            _set(cfg, f"{section}.args", _kept(args, f"{section}.args", own))
+        if section == "environment" and f"{section}.stop" not in own:
+            _set(cfg, f"{section}.stop", [])
+        if section == "reward":
+            key = f"{section}.function"
+            old = [layer[key] for layer in layers[:replaced] if key in layer]
+            inner = leaves(args) if isinstance(args, Mapping) else {}
+            old += [value for name, value in inner.items() if name.endswith(".function")]
+            _drop_rules(cfg, old, own)
+
+
+def _replaced(layers: Sequence[Layer]) -> dict[str, int]:
+    """Return each section whose function is replaced by an own one -> the last layer that does.
+
+    Sections come before those inside of them.
+    """
+    found: dict[str, int] = {}
+    for key in sorted({key for layer in layers for key in layer if key.endswith(".function")}):
+        before = None
+        for number, layer in enumerate(layers):
+            function = layer.get(key)
+            if not isinstance(function, str) or function == before:
+                continue
+            if before is not None and "." in function:
+                found[key.removesuffix(".function")] = number
+            before = function
+    return found
+
+
+def _kept(tree: Mapping[Any, Any], section: str, own: set[str]) -> dict[Any, Any]:
+    """Return the part of a tree whose leaves are among `own` keys."""
+    found: dict[Any, Any] = {}
+    for name, value in tree.items():
+        key = f"{section}.{name}"
+        if isinstance(value, Mapping) and value:
+            if inner := _kept(value, key, own):
+                found[name] = inner
+        elif key in own:
+            found[name] = value
+    return found
+
+
+def _drop_rules(cfg: DictConfig, functions: Sequence[Any], own: set[str]) -> None:
+    """Drop the inherited rules of eval.rules that use one of the `functions`."""
+    rules = OmegaConf.select(cfg, "eval.rules", throw_on_resolution_failure=False)
+    if not isinstance(rules, DictConfig):
+        return
+    kept = {
+        name: rule
+        for name, rule in raw_tree(rules).items()
+        if not isinstance(rule, Mapping)
+        or rule.get("function") not in functions
+        or any(key.startswith(f"eval.rules.{name}.") for key in own)
+    }
+    _set(cfg, "eval.rules", kept)
+
+
+def _set(cfg: DictConfig, key: str, value: Any) -> None:
+    OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+
+
+def _of_group(key: str, runtime: Any) -> Any:
+    """Return the value of a key in the file of its group's choice; None if it has none."""
+    parts = key.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        group = "/".join(parts[:count])
+        choice = runtime.choices.get(group)
+        if isinstance(choice, str):
+            file = group_file(group, choice, runtime.config_sources)
+            return None if file is None else OmegaConf.select(file, ".".join(parts[count:]))
+    return None
