@@ -1,11 +1,11 @@
-"""Derivation of config values that are null: GPUs, shards, sequences, processes."""
+"""Derivation of config values: nulls (GPUs, shards, sequences, processes) and shares."""
 
 import math
 from contextlib import suppress
 
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.resources import gpu_counts, gpus_on_each
-from hybridrl.config.checks.sizes import divisors, listed
+from hybridrl.config.checks.sizes import divisors, fitting_mini_batches, listed, step_responses
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
@@ -19,7 +19,7 @@ MAX_NUM_SEQS = 1024
 
 
 def derive(config: RunConfig, machine: Machine, report: Report) -> None:
-    """Replace nulls by numbers; report and remove those that cannot be derived."""
+    """Replace nulls and shares by numbers; report and remove nulls that cannot be derived."""
     with suppress(Unusable):
         _set_slots(config, machine)
     for section, name, rule in (
@@ -36,6 +36,8 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
                     setattr(node, name, rule(config, machine))
                 except ConfigError as error:
                     report.problems += error.problems
+    with suppress(Unusable):
+        _set_mini_batch(config)
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:
@@ -49,6 +51,18 @@ def _set_slots(config: RunConfig, machine: Machine) -> None:
             placement.slots_on_nodes = [count // tp * tp for count in counts]
     if placement.slots_on_nodes:
         cluster.gpus_per_node = max(placement.slots_on_nodes)
+
+
+def _set_mini_batch(config: RunConfig) -> None:
+    """Resolve a share of the step's responses to the nearest size that divides, by ratio.
+
+    A share that is none, or that no size fits, stays: the checks of a training report it.
+    """
+    share = config.actor.mini_batch_size
+    if isinstance(share, float) and share <= 1:
+        wanted = share * step_responses(config)
+        near = sorted(fitting_mini_batches(config), key=lambda n: (abs(math.log(n / wanted)), -n))
+        config.actor.mini_batch_size = near[0] if near else share
 
 
 def _gpus(config: RunConfig, machine: Machine) -> int:

@@ -11,6 +11,7 @@ from hybridrl.config.algorithm_schema import AlgorithmConfig, FunctionConfig
 from hybridrl.config.annotations import (
     BETWEEN_0_AND_1,
     FREE,
+    LARGEST_COUNT,
     LONGEST_S,
     SEED,
     TEMPERATURE,
@@ -153,7 +154,7 @@ class RoleConfig(Section):
 
 @dataclass(kw_only=True)
 class ActorConfig(RoleConfig):
-    """conf/actor."""
+    """conf/actor. mini_batch_size may be a share of a step's responses before `derive`."""
 
     model: ModelConfig
     fsdp: FSDPConfig
@@ -162,7 +163,10 @@ class ActorConfig(RoleConfig):
     max_response_tokens: Annotated[int, at_least_one("losses are divided by it")]
     total_steps: Annotated[int, at_least_one("it is the length of the learning-rate schedule")]
     temperature: Annotated[float, TEMPERATURE]
-    mini_batch_size: Annotated[int, at_least_one("an optimizer step needs responses")]
+    mini_batch_size: Annotated[
+        int | float,
+        Range("an optimizer step needs responses", 0, LARGEST_COUNT, low_open=True),
+    ]
     epochs: Annotated[int, at_least_one("responses must be used at least once")]
     max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE]
     entropy_coef: Annotated[float, Range("a negative bonus punishes exploration", 0)]

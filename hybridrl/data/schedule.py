@@ -199,7 +199,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
     """
     return UpdateSizes(
         num_shards=num_shards,
-        mini_batch_size=config.mini_batch_size,
+        mini_batch_size=int(config.mini_batch_size),
         epochs=config.epochs,
         max_tokens=config.max_tokens_per_gpu * config.fsdp.ulysses_size,
         cost=partial(sequence_cost, shape),

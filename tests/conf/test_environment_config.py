@@ -57,7 +57,7 @@ def test_a_mistake_gets_one_problem_that_says_what_to_do(override, names):
 def test_a_setting_of_no_environment_is_told_so():
     line = parse_argv(["hardware=cpu", "environment.max_turns=3"])
     (problem,) = precompose(line, conf_dir()).problems
-    assert "there is no environment" in problem and "Set environment=calculator" in problem
+    assert "there is no environment" in problem and "Set environment=custom" in problem
 
 
 def test_what_steps_and_failures_take_keeps_its_effect():

@@ -1,5 +1,6 @@
 """Checks of sizes against each other: ranks, shards, batches, lengths, parallelism."""
 
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -87,26 +88,55 @@ def prompt_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def step_responses(config: RunConfig) -> int:
+    """Return the responses of a step."""
+    prompts: int = config.data.prompts_per_step
+    return prompts * int(config.rollout.responses_per_prompt)
+
+
+def fitting_mini_batches(config: RunConfig) -> list[int]:
+    """Return the mini-batches that divide a step's responses, and over ranks or their groups."""
+    return [n for n in divisors(step_responses(config)) if n % data_shards(config) == 0]
+
+
 def mini_batch_problems(config: RunConfig) -> Iterator[str]:
     """Check that responses divide into mini-batches, and these over ranks or their groups."""
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
     mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
-    fitting = [n for n in divisors(prompts * each) if n % shards == 0]
-    if prompts * each % mini:
+    fitting = fitting_mini_batches(config)
+    responses = (
+        f"{prompts * each} responses of a step (data.prompts_per_step = {prompts} x "
+        f"rollout.responses_per_prompt = {each})"
+    )
+    ranks = world_text(config)
+    over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
+    if isinstance(mini, float) and mini > 1:
         yield (
-            f"actor.mini_batch_size = {mini} does not divide the {prompts * each} responses of a "
-            f"step (data.prompts_per_step = {prompts} x rollout.responses_per_prompt = {each}): "
-            f"every optimizer step needs the same number.\n"
-            f"Set actor.mini_batch_size to one of {listed(fitting or divisors(prompts * each))}."
+            f"actor.mini_batch_size = {mini}, expected a whole number of responses, or a share of "
+            f"the {responses} of at most 1.\n"
+            f"Set actor.mini_batch_size to a share such as 0.5, or to one of "
+            f"{listed(fitting or divisors(prompts * each))}."
         )
-    if mini % shards:
-        ranks = world_text(config)
-        over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
-        remedy = f"one of {listed(fitting)}" if fitting else f"a multiple of {shards}"
+    elif isinstance(mini, float):  # no size fits
         yield (
-            f"actor.mini_batch_size = {mini} does not divide over {over}, each of which computes "
-            f"the same number of responses.\nSet actor.mini_batch_size to {remedy}."
+            f"actor.mini_batch_size = {mini} is a share of the {responses}, none of whose divisors "
+            f"divides over {over}, each of which computes the same number of responses.\n"
+            f"Set data.prompts_per_step to a multiple of {shards // math.gcd(shards, each)}."
         )
+    else:
+        if prompts * each % mini:
+            yield (
+                f"actor.mini_batch_size = {mini} does not divide the {responses}: every optimizer "
+                f"step needs the same number.\n"
+                f"Set actor.mini_batch_size to one of "
+                f"{listed(fitting or divisors(prompts * each))}, or to a share such as 0.5."
+            )
+        if mini % shards:
+            remedy = f"one of {listed(fitting)}" if fitting else f"a multiple of {shards}"
+            yield (
+                f"actor.mini_batch_size = {mini} does not divide over {over}, each of which "
+                f"computes the same number of responses.\nSet actor.mini_batch_size to {remedy}."
+            )
 
 
 def sequence_problems(config: RunConfig) -> Iterator[str]:

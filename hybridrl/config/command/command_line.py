@@ -275,7 +275,7 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     known = known_keys(base, classes)
     section = key.partition(".")[0]
     if section in ("lora", "environment", *OPTIONAL) and section not in base:
-        choice = "calculator" if section == "environment" else "default"
+        choice = "custom" if section == "environment" else "default"
         return f"{text}: there is no {section}, so nothing reads it.\nSet {section}={choice}"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it.\nType +{text}"
