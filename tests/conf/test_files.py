@@ -24,6 +24,10 @@ GROUPS = {
     if group.is_dir()
 }
 WITH_REWARD_MODEL = ["reward_model=default", "reward_model.model.path=/rm"]
+OWN_ENVIRONMENT = [
+    "environment.function=hybridrl.environments.calculator.Calculator",
+    "+environment.args.mode=strict",
+]
 LEAF_LINE = re.compile(r"^(\s*)([\w.]+):\s*(\S.*)$")
 
 
@@ -42,7 +46,7 @@ def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
     [(group, choice) for group, choices in GROUPS.items() for choice in choices],
 )
 def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
-    """Alone, but for what it asks for: files, a sandbox, a reward model, its checkpoint."""
+    """Alone, but for what it asks for: files, a sandbox, a class, a checkpoint."""
     prefix = "+" if group == "recipe" else ""
     train = tmp_path / "a.parquet"
     train.touch()
@@ -51,6 +55,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
     overrides += ["reward.args.isolation=none"] if choice == "code" else []
+    overrides += OWN_ENVIRONMENT if choice == "custom" else []
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
     overrides += WITH_REWARD_MODEL if scores else []

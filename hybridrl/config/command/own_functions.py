@@ -6,7 +6,7 @@ another dotted path, what earlier sources set in `args` is dropped. With a rewar
 eval.rules that use the replaced function go, too; with an environment, its stop texts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hydra._internal.hydra
