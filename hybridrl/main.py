@@ -163,16 +163,18 @@ def run(cfg: DictConfig) -> float:
         problem = auto_problem(result.config, state.overrides.hydra, key)
         if problem is not None:
             result.report.add(problem)
-    if result.report.problems or cfg.run.dry:
-        check_data(result)
+    prompts = check_data(result) if result.report.problems or cfg.run.dry else None
     config, shape, reward_shape = result.config, result.shape, result.reward_shape
     if in_sweep:
         for text in effect_problems(config, provenance):
             log.warning("%s", text)
     assert shape is not None
-    if config.run.dry:
-        console = Console()
-        table = plan(config, shape, machine, reward_shape)
+    if prompts is not None:
+        from hybridrl.trainer.tracking.header import input_lines
+
+        console, template = Console(), prompts.template
+        inputs = input_lines(config, prompts.data_sets, template)
+        table = plan(config, shape, machine, reward_shape, inputs)
         (console if console.is_terminal else Console(width=160)).print(table)
         return math.nan
     model_folder(config.model)  # downloads once, not in every worker

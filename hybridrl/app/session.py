@@ -36,7 +36,8 @@ from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.ppo import PPOTrainer
-from hybridrl.trainer.rewarding import RewardSource
+from hybridrl.trainer.reference_answers import reference_rewards
+from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
@@ -47,6 +48,8 @@ from hybridrl.trainer.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
+# conf/reward/none.yaml: the reward model alone decides.
+NO_REWARD = "hybridrl.rewards.none.score"
 # Seconds for trackers to send remaining metrics: after success, and after a failure.
 TRACKERS_S, HURRY_S = 20.0, 3.0
 
@@ -104,6 +107,7 @@ def train(
         decode = decoder(load_tokenizer(config.model.path))
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
+        _show_references(config, prompts, rewards, console)
         evaluator = _evaluator(config, prompts, rewards, stack)
         tracker = _tracker(config, run_dir, resume, stack)
         setup.mark("driver")
@@ -191,9 +195,19 @@ def _show_header(
         data_sets=prompts.data_sets,
         notes=prompts.notes,
         reward_parameters=reward_parameters,
+        template=prompts.template,
     )
     lines = header_lines(config, facts) + ([] if resume is None else resume.lines())
     console.header(config.run.name, lines)
+
+
+def _show_references(
+    config: RunConfig, prompts: PromptSets, rewards: RewardSource, console: RunConsole
+) -> None:
+    """Print the rewards of reference answers; environments judge no finished texts."""
+    if isinstance(rewards, FunctionRewards) and config.reward.function != NO_REWARD:
+        for finding in reference_rewards(config, prompts.train, rewards):
+            (console.warn if finding.is_warning else console.note)(finding.text)
 
 
 def _route_logging(console: RunConsole, stack: ExitStack) -> None:

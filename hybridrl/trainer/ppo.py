@@ -37,6 +37,7 @@ from hybridrl.trainer.rewarding import (
     RewardSource,
     add_model_scores,
     baseline_rewards,
+    mixed_fraction,
     outcome_metrics,
     outcome_on_last_token,
     overlong_shaping,
@@ -210,6 +211,7 @@ class PPOTrainer:
         penalty = overlong_shaping(self.config, responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
+        self.metrics |= mixed_fraction(outcome, self.config.rollout.responses_per_prompt)
         self.reporter.log_responses(step, sampled.prompts, responses, rewarded)
         rewarded.stop_if_all_failed(step)
         return outcome_on_last_token(outcome, responses)

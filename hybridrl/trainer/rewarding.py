@@ -15,7 +15,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.rewards.messages import Failure
-from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.trainer.errors import RunStopped
 
 
@@ -117,6 +117,16 @@ def overlong_shaping(config: RunConfig, lengths: Tensor) -> Tensor:
     return overlong.penalty * overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer)
 
 
+def mixed_fraction(outcome: Tensor, each: int) -> dict[str, float]:
+    """Compute reward/mixed_fraction, the share of prompts whose responses differ in reward.
+
+    `outcome` [B] has `each` responses to a prompt in a row; a single one makes no group.
+    """
+    groups = outcome.view(-1, each)
+    mixed = (groups != groups[:, :1]).any(1).float().mean()
+    return {"reward/mixed_fraction": float(mixed)} if each > 1 else {}
+
+
 def outcome_metrics(
     prompts: Sequence[Prompt], outcome: Tensor, penalty: Tensor
 ) -> dict[str, float]:
@@ -159,3 +169,7 @@ class FunctionRewards:
         ]
         result = self._scorer.score(items)
         return Rewarded(texts, list(result.scores), list(result.failures), result.parts)
+
+    def score_texts(self, prompt: Prompt, texts: Sequence[str]) -> ScoreResult:
+        """Score texts as responses to one prompt."""
+        return self._scorer.score([(prompt.text, text, prompt.example) for text in texts])

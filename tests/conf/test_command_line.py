@@ -302,9 +302,10 @@ def test_main_works_when_imported_and_with_a_recipe_and_a_reward_of_the_users(dr
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
     (tmp_path / "mine" / "recipe" / "my_recipe.yaml").write_text(
         "# @package _global_\nrun:\n  name: my_run\nreward:\n  function: my_reward.score\n"
+        "  args: {depth: 2}\n"
     )
     (tmp_path / "my_reward.py").write_text(
-        "def score(prompt, response, example, mode):\n    return 1.0\n"
+        "def score(prompt, response, example, depth):\n    return 1.0\n"
     )
     script = tmp_path / "bin" / "script"
     script.parent.mkdir()
@@ -320,6 +321,7 @@ def test_main_works_when_imported_and_with_a_recipe_and_a_reward_of_the_users(dr
     )
     assert done.returncode == 0, done.stderr
     assert "my_run" in done.stdout
+    assert "my_reward.score (depth 2)" in done.stdout
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -152,7 +152,7 @@ def test_dataclasses_have_no_defaults():
 
 def test_every_number_has_a_range():
     """Shared nodes are checked where they stand, not in each role."""
-    number = {int, float, int | None, float | None}
+    number = {int, float, int | float, int | None, float | None}
     number |= {list[float], list[int], list[int] | None}
     shared = re.compile(r"^(actor|critic|ref|rollout|reward_model)\.(model|fsdp|lora|algorithm)\.")
 

@@ -133,5 +133,5 @@ def _of_group(key: str, runtime: Any) -> Any:
         choice = runtime.choices.get(group)
         if isinstance(choice, str):
             file = group_file(group, choice, runtime.config_sources)
-            return None if file is None else OmegaConf.select(file, ".".join(parts[count:]))
+            return None if file is None else leaves(raw_tree(file)).get(".".join(parts[count:]))
     return None

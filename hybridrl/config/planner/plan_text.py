@@ -33,12 +33,19 @@ MAX_RANKS_LISTED = 32
 
 
 def plan(
-    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
+    config: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    reward_shape: ModelShape | None = None,
+    inputs: Iterable[tuple[str, str]] = (),
 ) -> RenderableType:
-    """Return the output of `run.dry=true`; `reward_shape` is None without a reward model."""
+    """Return the output of `run.dry=true`; `reward_shape` is None without a reward model.
+
+    `inputs` describe what is learned from.
+    """
     roles = ("role", "worker", "holds")
     return Group(
-        _table("Run", (), _heading(config, shape, machine, reward_shape)),
+        _table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),
         *_placement(config, machine),
         _table("Every rank holds", roles, _roles(config)),
         _table("Batches", (), _batches(config)),
@@ -81,8 +88,6 @@ def _heading(
             f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
             f"weight {reward.weight:g}",
         )
-    data = config.data
-    yield "data", ", ".join(data.mixture) or str(data.train_files or data.name)
 
 
 def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:

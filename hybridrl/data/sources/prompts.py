@@ -22,6 +22,9 @@ from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
+# Share of unknown tokens that causes a warning.
+MAX_UNKNOWN_SHARE = 0.01
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -79,12 +82,14 @@ class PromptSets:
         train, held_out: prompts of all data sets.
         data_sets: summary of each data set.
         notes: remarks on splits and left-out problems, for the user.
+        template: origin of the chat template, for the user.
     """
 
     train: list[Prompt]
     held_out: list[Prompt]
     data_sets: list[DataSetSummary]
     notes: list[str] = field(default_factory=list)
+    template: str = ""
 
 
 def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) -> PromptSets:
@@ -94,13 +99,15 @@ def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) ->
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
     sets = load_problem_sets(config)
-    train, held_out = _rendered(config, sets, Renderer(load_tokenizer(model_path)))
+    renderer = Renderer(load_tokenizer(model_path))
+    train, held_out = _rendered(config, sets, renderer)
     summaries: list[DataSetSummary] = []
     faults: list[str] = []
     for one in sets.values():
         halves = [[p for p in half if p.dataset == one.name] for half in (train, held_out)]
         summaries.append(_summary(one, halves, max_prompt_tokens))
         faults += [text for half in halves for text in too_long(half, config, max_prompt_tokens)]
+        warn_of_unknown_tokens([*halves[0], *halves[1]], renderer, model_path)
     if not faults:
         faults = [
             text for one in summaries for text in _too_few(one, sets[one.name], max_prompt_tokens)
@@ -114,7 +121,7 @@ def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) ->
         [prompt for prompt in half if len(prompt.token_ids) <= max_prompt_tokens]
         for half in (train, held_out)
     )
-    return PromptSets(train, held_out, summaries, notes)
+    return PromptSets(train, held_out, summaries, notes, renderer.description)
 
 
 def examine_prompts(
@@ -262,6 +269,23 @@ def too_long(prompts: Sequence[Prompt], config: DataConfig, limit: int) -> list[
         f"Set rollout.max_prompt_tokens={longest}, or drop these prompts: "
         "data.too_long_prompts=drop"
     ]
+
+
+def warn_of_unknown_tokens(prompts: Sequence[Prompt], renderer: Renderer, model_path: str) -> None:
+    """Warn if more than MAX_UNKNOWN_SHARE of the prompts' tokens are unknown to the tokenizer."""
+    unknown = [prompt.token_ids.count(renderer.unknown_id) for prompt in prompts]
+    share = sum(unknown) / max(1, sum(len(prompt.token_ids) for prompt in prompts))
+    if share > MAX_UNKNOWN_SHARE:
+        worst = prompts[unknown.index(max(unknown))]
+        log.warning(
+            "%.1f %% of the prompts' tokens are unknown to the tokenizer of model.path = %s, for "
+            "example %s in %s: the model cannot read this text.\nUse a model whose tokenizer knows "
+            "it (most work on bytes and know all), or other data.",
+            100 * share,
+            model_path,
+            " ".join(renderer.unknown_texts(worst.text)),
+            worst.where,
+        )
 
 
 def _messages(problem: SourceProblem, system_prompt: str | None) -> list[Message]:

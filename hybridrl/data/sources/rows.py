@@ -180,6 +180,12 @@ def _lookup(values: dict[str, Any], column: str) -> Any:
     return found
 
 
+def column_text(values: dict[str, Any], column: str) -> str:
+    """Return a column's text; empty if there is none."""
+    found = _lookup(values, column)
+    return found if isinstance(found, str) and found.strip() else ""
+
+
 def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
     """Return the names of all columns, with fields of structs as paths: a, b.c, b.d."""
     names = []

@@ -93,11 +93,17 @@ class Renderer:
 
     Without a chat template, messages are separated by blank lines, an answer by a newline, and the
     tokenizer adds its special tokens.
+
+    Attributes:
+        unknown_id: token of text that the tokenizer does not know; -1 without one of its own.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self.has_template = bool(tokenizer.chat_template)
+        used = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        unknown = tokenizer.unk_token_id
+        self.unknown_id = -1 if unknown is None or unknown in used else unknown
         if not self.has_template:
             log.warning("the tokenizer has no chat template: prompts are plain text")
 
@@ -117,6 +123,18 @@ class Renderer:
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         assert isinstance(text, str)
         return text
+
+    @property
+    def description(self) -> str:
+        """Origin of the chat template, for the user."""
+        return "the tokenizer's own" if self.has_template else "none: prompts are plain text"
+
+    def unknown_texts(self, text: str, count: int = 5) -> list[str]:
+        """Return the first `count` different unknown parts of a text, quoted."""
+        encoded: Any = self._tokenizer(text, return_offsets_mapping=self._tokenizer.is_fast)
+        spans = zip(encoded["input_ids"], encoded.get("offset_mapping", ()), strict=False)
+        found = [repr(text[a:b]) for token, (a, b) in spans if token == self.unknown_id]
+        return list(dict.fromkeys(found))[:count]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts."""

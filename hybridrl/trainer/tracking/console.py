@@ -31,6 +31,8 @@ from hybridrl.trainer.tracking.summary import (
     title_row,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_SAMPLE_LINES = 8
 # Maximum width of text, also on wider terminals.
 MAX_TEXT_WIDTH = 110
@@ -71,10 +73,11 @@ class RunConsole:
 
     def logging_handler(self) -> logging.Handler:
         """Return a log handler that does not break the live display."""
-        if not self.console.is_terminal:
-            return logging.StreamHandler(self.console.file)
-        handler = RichHandler(console=self.console, show_path=False, markup=False)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler: logging.Handler = logging.StreamHandler(self.console.file)
+        if self.console.is_terminal:
+            handler = RichHandler(console=self.console, show_path=False, markup=False)
+            handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.addFilter(lambda record: "printed" not in vars(record))
         return handler
 
     def phase(self, name: str) -> None:
@@ -114,9 +117,13 @@ class RunConsole:
             self.header(title, lines)
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
-        line = Text(f"warning: {text}", style="yellow")
-        self.console.print(line, soft_wrap=not self.console.is_terminal)
+        """Print a warning, and write it to the log file."""
+        self.note(f"warning: {text}", style="yellow")
+        log.warning("%s", text, extra={"printed": True})
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print a line."""
+        self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
 
     def summary(self, rows: Sequence[Metrics], failed_checkpoints: int, run_dir: Path) -> None:
         """Print the summary of a run from its metrics."""

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.choices import Init
+from hybridrl.config.command.report import shown
 from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import DataSetSummary
@@ -23,6 +25,7 @@ class RunFacts:
     data_sets: list[DataSetSummary]
     notes: list[str] = field(default_factory=list)
     reward_parameters: int | None = None
+    template: str = ""
 
 
 def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
@@ -34,7 +37,7 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
         ("model", _model(config, facts)),
         ("reward model", _reward_model(config, facts)),
-        *_data(facts.data_sets),
+        *input_lines(config, facts.data_sets, facts.template),
         ("method", _method(config)),
         ("workers", _workers(config, facts.num_ranks)),
         ("batch", _batch(config)),
@@ -44,6 +47,29 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         *(("note", note) for note in facts.notes),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def input_lines(
+    config: RunConfig, data_sets: list[DataSetSummary], template: str
+) -> list[tuple[str, str]]:
+    """Describe what the run learns from: reward, data, chat template."""
+    return [("reward", _reward(config)), *_data(data_sets), ("chat template", template)]
+
+
+def _reward(config: RunConfig) -> str:
+    """Name the function of the rewards, its signature and its arguments."""
+    if config.environment is not None:
+        return f"{_function(config.environment)}, an environment"
+    return f"{_function(config.reward)}, called with (prompt, response, example)"
+
+
+def _function(section: FunctionConfig) -> str:
+    """Return a function with its arguments; of nested ones only the names."""
+    args = [
+        f"{name} {'/'.join(map(str, value)) if isinstance(value, dict) else value}"
+        for name, value in section.args.items()
+    ]
+    return f"{section.function} ({shown(', '.join(args))})" if args else section.function
 
 
 def _turns(config: RunConfig) -> str:

@@ -14,16 +14,10 @@ from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole
+from hybridrl.trainer.tracking.health import Health
 from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
 from hybridrl.trainer.tracking.rollout_log import pick_samples, rollout_records, write_rollouts
 from hybridrl.trainer.tracking.tracker import Row, Tracker
-
-# Counts that cause a warning.
-WORTH_A_WARNING = {
-    "actor/skipped_steps": "updates of the actor skipped: loss or gradient was not finite",
-    "critic/skipped_steps": "updates of the critic skipped: loss or gradient was not finite",
-    "eval/failed": "rewards of held-out responses failed: the accuracies count them as wrong",
-}
 
 
 class Reporter:
@@ -43,6 +37,7 @@ class Reporter:
         self._console = console
         self._tracker = tracker
         self._throughput = throughput
+        self._health = Health(config)
         self._files = BestEffortFiles()
         self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
@@ -53,9 +48,8 @@ class Reporter:
         metrics = metrics | self._throughput.metrics(metrics) | {"run/lost_writes": lost}
         row = self._tracker.log(step, metrics)
         self._console.step(row)
-        for name, what in WORTH_A_WARNING.items():
-            if count := metrics.get(name):
-                self.warn(f"step {step}: {count:.0f} {what}")
+        for warning in self._health.warnings(step, row):
+            self.warn(warning)
         return row
 
     def log_responses(

@@ -1,0 +1,82 @@
+"""Rewards of reference answers: before the first rollout, one problem of each data set."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hybridrl.config.schema import RunConfig
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.rows import column_text
+from hybridrl.trainer.rewarding import FunctionRewards
+
+# Characters of a question or an answer in a message.
+SHOWN = 50
+# Answers of at most this many characters on one line are written in the usual forms, too.
+LONGEST_BARE = 40
+FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+
+
+class Finding(NamedTuple):
+    """Line about one data set, and whether it is a warning."""
+
+    text: str
+    is_warning: bool
+
+
+def reference_rewards(
+    config: RunConfig, prompts: list[Prompt], rewards: FunctionRewards
+) -> Iterator[Finding]:
+    """Score the reference answer of the first problem of each data set.
+
+    A worked solution is scored as it stands. A bare answer is scored in the usual forms, too,
+    because the reward may ask for one of them; the best one counts.
+    """
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.dataset, prompt)
+    for prompt in first.values():
+        yield _finding(config, prompt, rewards)
+
+
+def _finding(config: RunConfig, prompt: Prompt, rewards: FunctionRewards) -> Finding:
+    answer, *forms = references(config, prompt)
+    name = f"{prompt.dataset}: " if prompt.dataset else ""
+    what = f"{name}reference answer of {_start(prompt.question)} ({prompt.where})"
+    function = f"reward.function = {config.reward.function}"
+    first = rewards.score_texts(prompt, [answer])
+    if first.failures:
+        return Finding(
+            f"{what}: the reward fails: {first.failures[0].reason}\nCheck that {function} fits "
+            f"the data; its columns are {', '.join(prompt.example)}.",
+            is_warning=True,
+        )
+    score = first.scores[0]
+    if score > 0:
+        return Finding(f"{what}: reward {score:g}", is_warning=False)
+    *others, empty = rewards.score_texts(prompt, [*forms, ""]).scores
+    best, written = max(zip(others, forms, strict=True), default=(score, answer))
+    if max(best, score) > max(0.0, empty) or score > empty:
+        as_form = f", written as {_start(written)}" if best > score else ""
+        return Finding(f"{what}: reward {max(best, score):g}{as_form}", is_warning=False)
+    tried = " and ".join(map(_start, (answer, *forms)))
+    return Finding(
+        f"{what}: reward {score:g}, not more than for an empty response ({empty:g}); tried "
+        f"{tried}.\nIf {function} judges answers, it does not fit this data. Check its arguments, "
+        f"data.answer_key = {config.data.answer_key}, and the form of answer that it expects.",
+        is_warning=True,
+    )
+
+
+def references(config: RunConfig, prompt: Prompt) -> list[str]:
+    """Return a problem's worked solution or answer, then its answer in other usual forms."""
+    data, answer = config.data, str(prompt.example["answer"])
+    part = data.mixture.get(prompt.dataset)
+    key = (part and part.solution_key) or data.solution_key
+    solution = column_text(prompt.example, key) if key else ""
+    is_bare = len(answer) <= LONGEST_BARE and "\n" not in answer and "####" not in answer
+    forms = [form.format(answer) for form in FORMS] if is_bare else [answer]
+    return list(dict.fromkeys([*filter(None, [solution]), *forms]))
+
+
+def _start(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}...")
