@@ -4,6 +4,8 @@ A terminal shows a table above a live progress line; a log or pipe gets one plai
 """
 
 import logging
+import os
+import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +19,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from hybridrl.checkpoint.files import checkpoints_folder, steps_in
+from hybridrl.trainer.tracking.plot import PLOT_FILE
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord
 from hybridrl.trainer.tracking.summary import (
     Change,
     Eta,
     Metrics,
     accuracy_changes,
+    legend,
     phases_text,
     short_name,
     step_line,
@@ -30,10 +35,13 @@ from hybridrl.trainer.tracking.summary import (
     summary_lines,
     title_row,
 )
+from hybridrl.trainer.tracking.tracker import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
 MAX_SAMPLE_LINES = 8
+# Accuracies in the summary.
+MAX_ACCURACIES = 4
 # Maximum width of text, also on wider terminals.
 MAX_TEXT_WIDTH = 110
 # Rows until the titles are repeated.
@@ -129,9 +137,18 @@ class RunConsole:
         """Print the summary of a run from its metrics."""
         self.close()
         if changes := accuracy_changes(rows):
-            self.console.print(_accuracy_table(changes))
-        files = [("directory", str(run_dir)), ("files", _files(run_dir))]
-        self.header("done", [*summary_lines(rows, failed_checkpoints), *files])
+            self.console.print(_accuracy_table(changes[:MAX_ACCURACIES]))
+            if (more := len(changes) - MAX_ACCURACIES) > 0:
+                self.note(f"{more} more accuracies (eval/...): {run_dir / METRICS_FILE}")
+        steps = max([int(row["step"] or 0) for row in rows], default=0)
+        lines = [
+            *summary_lines(rows, failed_checkpoints),
+            ("directory", str(run_dir)),
+            ("files", _files(run_dir)),
+            ("columns", legend(rows)),
+            ("next", "\n".join(_next_commands(run_dir, steps))),
+        ]
+        self.header("done", [line for line in lines if line[1]])
 
     def close(self) -> None:
         """Restore the terminal: remove the progress line, show the cursor."""
@@ -174,6 +191,21 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
         style = "green" if gain > 0 else "red" if gain < 0 else ""
         table.add_row(name, *values, Text(f"{gain:+.3f}", style=style))
     return table
+
+
+def _next_commands(run_dir: Path, steps: int) -> list[str]:
+    """Return what to do with a finished run of so many steps, as text and commands."""
+    run = shlex.quote(
+        os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
+    )
+    found = [f"curves: {run}/{PLOT_FILE}"] if (run_dir / PLOT_FILE).is_file() else []
+    if steps_in(checkpoints_folder(run_dir)):
+        found += [
+            f"hybridrl eval {run}",
+            f"hybridrl export {run} my_model",
+            f"hybridrl resume {run} trainer.total_steps={2 * steps}",
+        ]
+    return found
 
 
 def _files(run_dir: Path) -> str:

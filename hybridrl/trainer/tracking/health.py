@@ -52,9 +52,9 @@ RULES = (
         "reward/std",
         _is_constant,
         "every response got the same reward: there is nothing to learn from it.\nLook at some "
-        "(trainer.samples_every_steps=1); check that reward.function fits the data and that the model finds some "
-        "right answers: easier problems, a higher rollout.temperature, or a model trained on the "
-        "answers' form.",
+        "(trainer.samples_every_steps=1); check that reward.function fits the data. If the model "
+        "never finds a right answer, it needs easier problems, a higher rollout.temperature, or "
+        "training on the form of the answers first.",
     ),
     Rule(
         "reward/mixed_fraction",

@@ -66,9 +66,17 @@ def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -
 
 
 def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """Pick the best and the worst response of a step; one if all scores are equal."""
-    if not records:
-        return []
-    best = max(records, key=lambda record: record.score)
-    worst = min(records, key=lambda record: record.score)
+    """Pick the best and the worst response of a step, to different prompts; one if none differs."""
+    best = max(records, key=lambda record: record.score, default=None)
+    worst = min(records, key=lambda record: record.score, default=None)
+    if best is None or worst is None or best.score == worst.score:
+        return [] if best is None else [best]
+    if best.prompt_id == worst.prompt_id:
+        others = [record for record in records if record.prompt_id != best.prompt_id]
+        other_worst = min(others, key=lambda record: record.score, default=best)
+        other_best = max(others, key=lambda record: record.score, default=worst)
+        if best.score - other_worst.score >= other_best.score - worst.score:
+            worst = other_worst
+        else:
+            best = other_best
     return [best] if best.score == worst.score else [best, worst]

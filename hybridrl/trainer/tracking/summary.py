@@ -28,13 +28,15 @@ _SHORT = {
 class Column(NamedTuple):
     """Column of the table: one metric of a step, in `width` characters.
 
-    It is shown on terminals of `min_terminal` characters and more, and in each plain line.
+    It is shown on terminals of `min_terminal` characters and more, and in each plain line; its
+    `meaning` in the summary.
     """
 
     title: str
     metric: str
     show: Callable[[float], str]
     width: int
+    meaning: str = ""
     min_terminal: int = 0
 
 
@@ -44,16 +46,38 @@ def _kl(value: float) -> str:
 
 COLUMNS = (
     Column("step", "step", "{:.0f}".format, 5),
-    Column("reward", "reward/mean", "{:.3f}".format, 7),
-    Column("held-out", "eval/accuracy", "{:.3f}".format, 9),
-    Column("greedy", "eval/accuracy_greedy", "{:.3f}".format, 7, 100),
-    Column("KL", "actor/kl", _kl, 8),
-    Column("max ratio", "actor/log_ratio_max", lambda x: f"{math.exp(min(x, 50.0)):.2f}", 9),
-    Column("length", "response/length_mean", "{:.1f}".format, 7),
-    Column("cut off", "response/truncated_fraction", "{:.1%}".format, 8, 100),
-    Column("tok/s", "rollout/tokens_per_second", count_text, 7),
-    Column("idle", "idle/fraction", "{:.0%}".format, 4, 130),
-    Column("MFU", "mfu/update_actor", "{:.0%}".format, 4, 130),
+    Column("reward", "reward/mean", "{:.3f}".format, 7, "mean of the step's responses"),
+    Column(
+        "held-out",
+        "eval/accuracy",
+        "{:.3f}".format,
+        9,
+        "mean reward on problems that are not trained on, sampled as in training",
+    ),
+    Column("greedy", "eval/accuracy_greedy", "{:.3f}".format, 7, "the same, decoded greedily", 100),
+    Column("KL", "actor/kl", _kl, 8, "from the reference model, nats per token"),
+    Column(
+        "max ratio",
+        "actor/log_ratio_max",
+        lambda x: f"{math.exp(min(x, 50.0)):.2f}",
+        9,
+        "largest factor by which the updates of the step changed a sampled token's probability "
+        "(one token of many thousands; clipping ignores it)",
+    ),
+    Column("length", "response/length_mean", "{:.1f}".format, 7, "mean tokens of a response"),
+    Column(
+        "cut off",
+        "response/truncated_fraction",
+        "{:.1%}".format,
+        8,
+        "responses that reached rollout.max_response_tokens",
+        100,
+    ),
+    Column("tok/s", "rollout/tokens_per_second", count_text, 7, "sampled tokens a second"),
+    Column(
+        "idle", "idle/fraction", "{:.0%}".format, 4, "share of the step in which ranks wait", 130
+    ),
+    Column("MFU", "mfu/update_actor", "{:.0%}".format, 4, "share of the GPUs' peak, updates", 130),
     Column("seconds", "time/step_s", "{:.1f}".format, 8),
 )
 TITLES = {column.metric: column.title for column in COLUMNS}
@@ -146,6 +170,14 @@ def summary_lines(rows: Sequence[Metrics], failed_checkpoints: int) -> list[tupl
     if failed_checkpoints:
         lines.append(("checkpoints", f"{failed_checkpoints:,} lost: see the warnings"))
     return lines
+
+
+def legend(rows: Sequence[Metrics]) -> str:
+    """Explain the columns that the rows have; empty without any."""
+    shown = [column for column in COLUMNS if column.meaning and _known(rows, column.metric)]
+    meanings = [f"{column.title}: {column.meaning}" for column in shown]
+    intervals = ["+-: 95 % confidence interval"] if _known(rows, "eval/ci95") else []
+    return "; ".join(meanings + intervals)
 
 
 def accuracy_changes(rows: Sequence[Metrics]) -> list[Change]:
