@@ -57,9 +57,12 @@ def facts(**changes) -> RunFacts:
 
 def test_header_says_what_runs_where_on_what_and_how_much():
     config = run_config("cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2")
-    lines = dict(header_lines(config, facts(notes=["be warned"])))
+    lines = dict(header_lines(config, facts(notes=["be warned"], template="none")))
     assert lines["run"] == "gsm8k_ppo, seed 1"
     assert lines["hardware"] == "cpu: hardware=cpu was given"
+    reward = "hybridrl.rewards.gsm8k.score (mode strict), called with (prompt, response, example)"
+    assert lines["reward"] == reward
+    assert lines["chat template"] == "none"
     assert lines["model"] == "embedded, 674 k parameters, float32"
     assert lines["data"] == "embedded: 8,192 training, 320 held out"
     assert lines["workers"] == "2 ranks = dp_replicate 1 x dp_shard 2; 1 vLLM engine of tp 2"
@@ -192,11 +195,21 @@ def test_samples_are_clipped_and_shown_as_they_are():
         assert len(text.splitlines()) < 20
 
 
-def test_best_and_worst_responses_are_picked():
-    records = [RolloutRecord(i, "", "", str(i), "", s, 1) for i, s in enumerate([0, 1, 0, 1])]
-    assert [record.response for record in pick_samples(records)] == ["1", "0"]
-    assert [record.response for record in pick_samples(records[1:2])] == ["1"]
-    assert pick_samples([]) == []
+@pytest.mark.parametrize(
+    ("scores", "picked"),
+    [
+        # (prompt, score) of each response
+        ([(0, 0), (1, 1), (2, 0), (3, 1)], [1, 0]),
+        ([(0, 1), (0, 0), (1, 0)], [0, 2]),
+        ([(0, 1), (0, 0), (1, 1)], [2, 1]),
+        ([(0, 1), (0, 0)], [0]),
+        ([(0, 1), (1, 1)], [0]),
+        ([], []),
+    ],
+)
+def test_the_best_and_the_worst_response_to_different_prompts_are_picked(scores, picked):
+    records = [RolloutRecord(p, "", "", str(i), "", s, 1) for i, (p, s) in enumerate(scores)]
+    assert [record.response for record in pick_samples(records)] == [*map(str, picked)]
 
 
 def test_warnings_and_log_lines_are_whole():
@@ -233,6 +246,30 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
         assert "rollout 60%, eval 30%, other 10%" in text
         assert "2 failed" in text
         assert "final/  metrics.jsonl" in text
+
+
+def test_summary_explains_its_numbers_and_names_the_next_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs" / "my run"
+    (run / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (run / "metrics.png").touch()
+    suffixes = ("", "_flexible", "_greedy", "_seen", "_unseen", "_steps")
+    accuracies = {f"eval/accuracy{suffix}": 0.5 for suffix in suffixes}
+    rows = [STEP | {"step": step} | accuracies for step in (0, 2)]
+    console, file = screen(terminal=False)
+    console.summary(rows, 0, run)
+    text = file.getvalue()
+    assert f"2 more accuracies (eval/...): {run}/metrics.jsonl" in text
+    for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):
+        assert column in text
+    assert "MFU: " not in text  # not among these numbers
+    next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-4:]]
+    assert next_lines == [
+        "curves: 'outputs/my run'/metrics.png",
+        "hybridrl eval 'outputs/my run'",
+        "hybridrl export 'outputs/my run' my_model",
+        "hybridrl resume 'outputs/my run' trainer.total_steps=4",
+    ]
 
 
 def test_summary_says_how_well_the_devices_were_used(tmp_path):
