@@ -60,6 +60,20 @@ def finished(tmp_path_factory) -> tuple[Run, str]:
         yield run, output
 
 
+def test_the_output_names_what_is_learned_from_and_what_comes_next(finished):
+    run, output = finished
+    for line in (
+        r"reward +hybridrl\.rewards\.gsm8k\.score \(mode strict\)",
+        r"data +embedded: [\d,]+ training, [\d,]+ held out",
+        r"chat template +the tokenizer's own",
+        r"reference answer of '.*' \(.*\): reward 1",
+        r"columns +reward: mean of the step's responses; .*KL: .*95 % confidence interval",
+        rf"hybridrl eval .*{run.directory.name}",
+        rf"hybridrl resume .*{run.directory.name} trainer\.total_steps=4",
+    ):
+        assert re.search(line, output), line
+
+
 def test_metrics_hold_what_is_promised(finished):
     rows = finished[0].metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]

@@ -265,7 +265,7 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(tmp_path, monk
     assert "MFU: " not in text  # not among these numbers
     next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-4:]]
     assert next_lines == [
-        "curves: 'outputs/my run'/metrics.png",
+        "curves: outputs/my run/metrics.png",
         "hybridrl eval 'outputs/my run'",
         "hybridrl export 'outputs/my run' my_model",
         "hybridrl resume 'outputs/my run' trainer.total_steps=4",

@@ -195,10 +195,9 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
 
 def _next_commands(run_dir: Path, steps: int) -> list[str]:
     """Return what to do with a finished run of so many steps, as text and commands."""
-    run = shlex.quote(
-        os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
-    )
-    found = [f"curves: {run}/{PLOT_FILE}"] if (run_dir / PLOT_FILE).is_file() else []
+    path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
+    found = [f"curves: {path}/{PLOT_FILE}"] if (run_dir / PLOT_FILE).is_file() else []
+    run = shlex.quote(path)
     if steps_in(checkpoints_folder(run_dir)):
         found += [
             f"hybridrl eval {run}",
