@@ -68,8 +68,8 @@ def test_the_output_names_what_is_learned_from_and_what_comes_next(finished):
         r"chat template +the tokenizer's own",
         r"reference answer of '.*' \(.*\): reward 1",
         r"columns +reward: mean of the step's responses; .*KL: .*95 % confidence interval",
-        rf"hybridrl eval .*{run.directory.name}",
-        rf"hybridrl resume .*{run.directory.name} trainer\.total_steps=4",
+        rf"hybridrl eval .*{run.run_dir.name}",
+        rf"hybridrl resume .*{run.run_dir.name} trainer\.total_steps=4",
     ):
         assert re.search(line, output), line
 
