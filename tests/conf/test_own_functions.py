@@ -166,7 +166,7 @@ def test_hardware_gpu_keeps_mini_batches_of_256():
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
-        (["actor.mini_batch_size=2.5"], ["actor.mini_batch_size = 2.5", "share", "of at most 1"]),
+        (["actor.mini_batch_size=2.0"], ["actor.mini_batch_size = 2.0", "a share", "of at most 1"]),
         (["actor.mini_batch_size=0.0"], ["actor.mini_batch_size = 0.0", "above 0"]),
         (["actor.mini_batch_size=0"], ["actor.mini_batch_size = 0", "above 0"]),
         (["actor.mini_batch_size=half"], ["actor.mini_batch_size = half", "a number"]),

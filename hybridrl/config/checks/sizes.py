@@ -103,40 +103,32 @@ def mini_batch_problems(config: RunConfig) -> Iterator[str]:
     """Check that responses divide into mini-batches, and these over ranks or their groups."""
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
     mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
-    fitting = fitting_mini_batches(config)
+    fitting, ranks = fitting_mini_batches(config), world_text(config)
+    over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
     responses = (
         f"{prompts * each} responses of a step (data.prompts_per_step = {prompts} x "
         f"rollout.responses_per_prompt = {each})"
     )
-    ranks = world_text(config)
-    over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
-    if isinstance(mini, float) and mini > 1:
-        yield (
-            f"actor.mini_batch_size = {mini}, expected a whole number of responses, or a share of "
-            f"the {responses} of at most 1.\n"
-            f"Set actor.mini_batch_size to a share such as 0.5, or to one of "
-            f"{listed(fitting or divisors(prompts * each))}."
-        )
-    elif isinstance(mini, float):  # no size fits
+    sizes = f"one of {listed(fitting or divisors(prompts * each))}, or to a share such as 0.5"
+    if isinstance(mini, float) and mini <= 1:  # a share that no size fits
         yield (
             f"actor.mini_batch_size = {mini} is a share of the {responses}, none of whose divisors "
             f"divides over {over}, each of which computes the same number of responses.\n"
             f"Set data.prompts_per_step to a multiple of {shards // math.gcd(shards, each)}."
         )
-    else:
-        if prompts * each % mini:
-            yield (
-                f"actor.mini_batch_size = {mini} does not divide the {responses}: every optimizer "
-                f"step needs the same number.\n"
-                f"Set actor.mini_batch_size to one of "
-                f"{listed(fitting or divisors(prompts * each))}, or to a share such as 0.5."
-            )
-        if mini % shards:
-            remedy = f"one of {listed(fitting)}" if fitting else f"a multiple of {shards}"
-            yield (
-                f"actor.mini_batch_size = {mini} does not divide over {over}, each of which "
-                f"computes the same number of responses.\nSet actor.mini_batch_size to {remedy}."
-            )
+        return
+    if prompts * each % mini or isinstance(mini, float):
+        yield (
+            f"actor.mini_batch_size = {mini} does not divide the {responses}: every optimizer step "
+            f"needs the same whole number, or a share of at most 1.0.\n"
+            f"Set actor.mini_batch_size to {sizes}."
+        )
+    if mini % shards:
+        remedy = f"one of {listed(fitting)}" if fitting else f"a multiple of {shards}"
+        yield (
+            f"actor.mini_batch_size = {mini} does not divide over {over}, each of which computes "
+            f"the same number of responses.\nSet actor.mini_batch_size to {remedy}."
+        )
 
 
 def sequence_problems(config: RunConfig) -> Iterator[str]:

@@ -47,6 +47,8 @@ def _some(value: float, *_: object) -> bool:
     return value > 0
 
 
+_SKIPPED = "{value:.0f} updates of the %s skipped: loss or gradient was not finite"
+
 RULES = (
     Rule(
         "reward/std",
@@ -59,30 +61,19 @@ RULES = (
     Rule(
         "reward/mixed_fraction",
         _is_unmixed,
-        "in no group do the responses to a prompt differ in reward, so their advantages are 0 and "
-        "the reward gives no gradient.\nRaise rollout.responses_per_prompt or "
-        "rollout.temperature, use problems that the model solves sometimes, or set algorithm=dapo, "
-        "which replaces such prompts.",
+        "in no group do the responses to a prompt differ in reward: their advantages are 0, and "
+        "the reward gives no gradient.\nRaise rollout.responses_per_prompt, use problems that the "
+        "model solves sometimes, or set algorithm=dapo, which replaces such prompts.",
     ),
     Rule(
         "response/truncated_fraction",
         lambda share, *_: share > TRUNCATED_SHARE,
         "{value:.0%} of the responses were cut off at rollout.max_response_tokens.\nRaise it, or "
-        "ask for short answers (data.system_prompt). A model that never ends its answers needs a "
-        "chat template and an end token that it was trained with.",
+        "ask for short answers (data.system_prompt). A model that never ends its answers lacks a "
+        "chat template and end token that it was trained with.",
     ),
-    Rule(
-        "actor/skipped_steps",
-        _some,
-        "{value:.0f} updates of the actor skipped: loss or gradient was not finite",
-        always=True,
-    ),
-    Rule(
-        "critic/skipped_steps",
-        _some,
-        "{value:.0f} updates of the critic skipped: loss or gradient was not finite",
-        always=True,
-    ),
+    Rule("actor/skipped_steps", _some, _SKIPPED % "actor", always=True),
+    Rule("critic/skipped_steps", _some, _SKIPPED % "critic", always=True),
     Rule(
         "eval/failed",
         _some,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from hybridrl.config.command.secrets import without_secrets
@@ -67,16 +68,14 @@ def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -
 
 def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     """Pick the best and the worst response of a step, to different prompts; one if none differs."""
-    best = max(records, key=lambda record: record.score, default=None)
-    worst = min(records, key=lambda record: record.score, default=None)
-    if best is None or worst is None or best.score == worst.score:
-        return [] if best is None else [best]
-    if best.prompt_id == worst.prompt_id:
-        others = [record for record in records if record.prompt_id != best.prompt_id]
-        other_worst = min(others, key=lambda record: record.score, default=best)
-        other_best = max(others, key=lambda record: record.score, default=worst)
-        if best.score - other_worst.score >= other_best.score - worst.score:
-            worst = other_worst
-        else:
-            best = other_best
+    if not records:
+        return []
+
+    def others(record: RolloutRecord) -> list[RolloutRecord]:
+        return [other for other in records if other.prompt_id != record.prompt_id] or [record]
+
+    score = attrgetter("score")
+    best, worst = max(records, key=score), min(records, key=score)
+    pairs = [(best, min(others(best), key=score)), (max(others(worst), key=score), worst)]
+    best, worst = max(pairs, key=lambda pair: pair[0].score - pair[1].score)
     return [best] if best.score == worst.score else [best, worst]

@@ -44,39 +44,23 @@ def _kl(value: float) -> str:
     return "0" if value == 0 else f"{value:.4f}" if abs(value) >= 5e-5 else f"{value:.0e}"
 
 
+def _ratio(log_ratio: float) -> str:
+    return f"{math.exp(min(log_ratio, 50.0)):.2f}"
+
+
 COLUMNS = (
     Column("step", "step", "{:.0f}".format, 5),
     Column("reward", "reward/mean", "{:.3f}".format, 7, "mean of the step's responses"),
-    Column(
-        "held-out",
-        "eval/accuracy",
-        "{:.3f}".format,
-        9,
-        "mean reward on problems that are not trained on, sampled as in training",
-    ),
+    Column("held-out", "eval/accuracy", "{:.3f}".format, 9, "mean reward, sampled, not trained on"),
     Column("greedy", "eval/accuracy_greedy", "{:.3f}".format, 7, "the same, decoded greedily", 100),
     Column("KL", "actor/kl", _kl, 8, "from the reference model, nats per token"),
-    Column(
-        "max ratio",
-        "actor/log_ratio_max",
-        lambda x: f"{math.exp(min(x, 50.0)):.2f}",
-        9,
-        "largest factor by which the updates of the step changed a sampled token's probability "
-        "(one token of many thousands; clipping ignores it)",
-    ),
+    Column("max ratio", "actor/log_ratio_max", _ratio, 9, "largest new / old probability, a token"),
     Column("length", "response/length_mean", "{:.1f}".format, 7, "mean tokens of a response"),
     Column(
-        "cut off",
-        "response/truncated_fraction",
-        "{:.1%}".format,
-        8,
-        "responses that reached rollout.max_response_tokens",
-        100,
+        "cut off", "response/truncated_fraction", "{:.1%}".format, 8, "at the length limit", 100
     ),
     Column("tok/s", "rollout/tokens_per_second", count_text, 7, "sampled tokens a second"),
-    Column(
-        "idle", "idle/fraction", "{:.0%}".format, 4, "share of the step in which ranks wait", 130
-    ),
+    Column("idle", "idle/fraction", "{:.0%}".format, 4, "share of the step that ranks wait", 130),
     Column("MFU", "mfu/update_actor", "{:.0%}".format, 4, "share of the GPUs' peak, updates", 130),
     Column("seconds", "time/step_s", "{:.1f}".format, 8),
 )
