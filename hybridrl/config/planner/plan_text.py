@@ -1,6 +1,6 @@
 """The resolved plan of a run as tables: placement, roles, batches, memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -37,12 +37,14 @@ def plan(
     shape: ModelShape,
     machine: Machine,
     reward_shape: ModelShape | None = None,
-    inputs: Iterable[tuple[str, str]] = (),
+    inputs: Sequence[tuple[str, str]] = (),
 ) -> RenderableType:
     """Return the output of `run.dry=true`; `reward_shape` is None without a reward model.
 
-    `inputs` describe what is learned from.
+    `inputs` describe what is learned from, if the data was read.
     """
+    data = ", ".join(config.data.mixture) or str(config.data.train_files or config.data.name)
+    inputs = inputs or [("data", data)]
     roles = ("role", "worker", "holds")
     return Group(
         _table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),

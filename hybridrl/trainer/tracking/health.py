@@ -68,9 +68,9 @@ RULES = (
     Rule(
         "response/truncated_fraction",
         lambda share, *_: share > TRUNCATED_SHARE,
-        "{value:.0%} of the responses were cut off at rollout.max_response_tokens.\nRaise it, or "
-        "ask for short answers (data.system_prompt). A model that never ends its answers lacks a "
-        "chat template and end token that it was trained with.",
+        "{value:.0%} of the responses were cut off at rollout.max_response_tokens (or "
+        "environment.max_turns).\nRaise it, or ask for short answers (data.system_prompt). A model "
+        "that never ends its answers lacks a chat template and end token of its training.",
     ),
     Rule("actor/skipped_steps", _some, _SKIPPED % "actor", always=True),
     Rule("critic/skipped_steps", _some, _SKIPPED % "critic", always=True),
