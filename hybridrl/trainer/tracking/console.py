@@ -145,7 +145,7 @@ class RunConsole:
             *summary_lines(rows, failed_checkpoints),
             ("directory", str(run_dir)),
             ("files", _files(run_dir)),
-            ("columns", legend(rows)),
+            ("columns", legend(rows, self.console.width if self.console.is_terminal else None)),
             ("next", "\n".join(_next_commands(run_dir, steps))),
         ]
         self.header("done", [line for line in lines if line[1]])

@@ -156,9 +156,10 @@ def summary_lines(rows: Sequence[Metrics], failed_checkpoints: int) -> list[tupl
     return lines
 
 
-def legend(rows: Sequence[Metrics]) -> str:
-    """Explain the columns that the rows have; empty without any."""
-    shown = [column for column in COLUMNS if column.meaning and _known(rows, column.metric)]
+def legend(rows: Sequence[Metrics], terminal: int | None = None) -> str:
+    """Explain the columns that the rows have, on a terminal or in a log; empty without any."""
+    fitting = [column for column in COLUMNS if terminal is None or column.min_terminal <= terminal]
+    shown = [column for column in fitting if column.meaning and _known(rows, column.metric)]
     meanings = [f"{column.title}: {column.meaning}" for column in shown]
     intervals = ["+-: 95 % confidence interval"] if _known(rows, "eval/ci95") else []
     return "; ".join(meanings + intervals)
