@@ -71,6 +71,13 @@ def test_what_is_checked_before_the_run_is_what_hydra_composes():
     assert found.problems == [] and found.cfg == composed(overrides)
 
 
+def test_a_new_argument_without_a_plus_is_told_so():
+    found = precompose(
+        parse_argv([*BASE, f"reward.function={MINE}", "reward.args.n=2"]), conf_dir()
+    )
+    assert "type +reward.args.n=2" in found.problems[0]
+
+
 def test_the_same_function_keeps_its_args_and_rules():
     args, rules = dropped("reward.function=hybridrl.rewards.gsm8k.score", "reward.args.mode=x")
     assert args == {"mode": "x"} and list(rules) == ["flexible"]

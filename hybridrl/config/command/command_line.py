@@ -279,4 +279,8 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
         return f"{text}: there is no {section}, so nothing reads it.\nSet {section}={choice}"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it.\nType +{text}"
-    return f"{text}: unknown key, nothing reads it. {did_you_mean(key, [*ADDED_GROUPS, *known])}"
+    guess = did_you_mean(key, [*ADDED_GROUPS, *known])
+    if ".args." in key:
+        near = f" {guess}" if guess.startswith("Did you") else ""
+        return f"{text}: no file sets this argument.{near}\nFor a new one type +{text}"
+    return f"{text}: unknown key, nothing reads it. {guess}"
