@@ -21,17 +21,19 @@ Errors:  a ValueError if shapes do not fit, the mask is not bool, a setting is o
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import (
+    WrongReturn,
     at_least_float32,
     check_finite,
     check_masked,
     check_same_shape,
+    described,
     masked_whiten,
 )
 
@@ -47,6 +49,38 @@ class Estimate(NamedTuple):
 
     advantages: Tensor
     returns: Tensor | None
+
+
+def as_estimate(value: Any, function: str, mask: Tensor, values: Tensor | None) -> Estimate:
+    """Convert what an estimator returned: (advantages, returns), or advantages alone.
+
+    Without returns, those of a critic are advantages + values on the mask.
+
+    Args:
+        value: returned by `function`, which is for messages.
+        mask: [B, T] bool, the response mask.
+        values: [B, T] the critic's, if the estimator takes them.
+
+    Raises:
+        WrongReturn: advantages or returns are no float tensor [B, T].
+    """
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    advantages, returns = value if is_pair else (value, None)
+    given = [advantages] if returns is None else [advantages, returns]
+    tensors = [
+        at_least_float32(tensor.detach())
+        for tensor in given
+        if isinstance(tensor, Tensor) and tensor.shape == mask.shape and tensor.is_floating_point()
+    ]
+    if len(tensors) < len(given):
+        raise WrongReturn(
+            f"{function} returned {described(value)}, expected advantages, or (advantages, "
+            f"returns), each a float32 Tensor of shape {tuple(mask.shape)}, [responses, tokens] as "
+            f"rewards.\nFor one value per response, return values[:, None] * response_mask."
+        )
+    if values is not None and len(tensors) == 1:
+        tensors.append((tensors[0] + values).masked_fill(~mask, 0.0))
+    return Estimate(tensors[0], tensors[1] if len(tensors) == 2 else None)
 
 
 def check_rewards(function: str, rewards: Tensor, response_mask: Tensor, **others: Tensor) -> None:

@@ -48,7 +48,7 @@ def test_one_that_exits_is_named_whatever_it_is_for(module, setting):
     module.write_text("import sys; sys.exit(0)")
     (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", setting.format(module.stem))
     assert setting.partition("=")[0].lstrip("+") in found
-    assert f"importing {module.stem} failed: SystemExit: 0." in found
+    assert f"importing {module.stem} failed: SystemExit: 0 ({module}, line 1)." in found
 
 
 @pytest.mark.parametrize(
