@@ -73,7 +73,7 @@ BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 
 
 def estimator_of(advantage: str) -> Estimator:
-    """Return the estimator of `algorithm.advantage`: a built-in name or a dotted path.
+    """Return the estimator of `algorithm.advantage`: a built-in name or the path of own code.
 
     Raises:
         ConfigError: it does not exist, or has a parameter that the trainer cannot fill.

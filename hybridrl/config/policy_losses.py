@@ -105,7 +105,7 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
 
 
 def policy_loss_of(function: str) -> PolicyLoss:
-    """Return the policy loss of `algorithm.loss.function`: a built-in name or a dotted path.
+    """Return the policy loss of `algorithm.loss.function`: a built-in name or the path of own code.
 
     Raises:
         ConfigError: it does not exist, or has a parameter that the actor cannot fill.
