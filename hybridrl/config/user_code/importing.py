@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config.errors import ConfigError
@@ -20,18 +21,17 @@ from hybridrl.config.user_code.supervisor import describe_exit, end, supervise
 TRIAL_TIMEOUT_S = 120.0
 
 _COMMAND = (
-    "import pickle, sys; sys.path[:], module, check = pickle.load(sys.stdin.buffer); "
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from hybridrl.config.user_code.importing import main; "
-    "main(module, check, int(sys.argv[1]), int(sys.argv[2]))"
+    "main(*pickle.load(sys.stdin.buffer), int(sys.argv[1]), int(sys.argv[2]))"
 )
 _MAX_CHARS = 1000
 # Folders of code that is not the user's, and the frames of Python's own imports.
 _LIBRARIES = (
-    os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).resolve().parents[2]}/",
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     "<",
 )
-
 
 # Dotted path of a function of hybridrl that returns problems, and its arguments.
 Check = tuple[str, tuple[Any, ...]]
@@ -147,7 +147,8 @@ def _tried(module: str, check: Check | None = None) -> tuple[bool, list[str] | s
             process_group=0,
         )
         try:
-            process.communicate(pickle.dumps((sys.path, module, check)), TRIAL_TIMEOUT_S)
+            question = pickle.dumps(sys.path) + pickle.dumps((module, check))
+            process.communicate(question, TRIAL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             why = f"it did not end within {TRIAL_TIMEOUT_S:g} s"
         finally:
