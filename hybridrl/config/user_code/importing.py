@@ -28,7 +28,7 @@ _COMMAND = (
 _MAX_CHARS = 1000
 # Folders of code that is not the user's, and the frames of Python's own imports.
 _LIBRARIES = (
-    f"{Path(__file__).resolve().parents[2]}/",
+    f"{Path(__file__).parents[2]}/",
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     "<",
 )
