@@ -51,34 +51,27 @@ class Estimate(NamedTuple):
     returns: Tensor | None
 
 
-def as_estimate(value: Any, function: str, mask: Tensor, values: Tensor | None) -> Estimate:
-    """Convert what an estimator returned: (advantages, returns), or advantages alone.
+def as_estimate(found: Any, function: str, mask: Tensor, values: Tensor | None) -> Estimate:
+    """Convert what `function` returned: (advantages, returns), or advantages alone.
 
-    Without returns, those of a critic are advantages + values on the mask.
-
-    Args:
-        value: returned by `function`, which is for messages.
-        mask: [B, T] bool, the response mask.
-        values: [B, T] the critic's, if the estimator takes them.
+    Without returns, those of a critic, whose `values` are given, are advantages + values.
 
     Raises:
-        WrongReturn: advantages or returns are no float tensor [B, T].
+        WrongReturn: advantages or returns are no float tensor of the shape [B, T] of the mask.
     """
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    advantages, returns = value if is_pair else (value, None)
-    given = [advantages] if returns is None else [advantages, returns]
-    tensors = [
-        at_least_float32(tensor.detach())
-        for tensor in given
-        if isinstance(tensor, Tensor) and tensor.shape == mask.shape and tensor.is_floating_point()
-    ]
-    if len(tensors) < len(given):
+    is_pair = isinstance(found, tuple | list) and len(found) == 2
+    advantages, returns = found if is_pair else (found, None)
+    tensors = [advantages] if returns is None else [advantages, returns]
+    if not all(
+        isinstance(t, Tensor) and t.is_floating_point() and t.shape == mask.shape for t in tensors
+    ):
         raise WrongReturn(
-            f"{function} returned {described(value)}, expected advantages, or (advantages, "
+            f"{function} returned {described(found)}, expected advantages, or (advantages, "
             f"returns), each a float32 Tensor of shape {tuple(mask.shape)}, [responses, tokens] as "
             f"rewards.\nFor one value per response, return values[:, None] * response_mask."
         )
-    if values is not None and len(tensors) == 1:
+    tensors = [at_least_float32(tensor.detach()) for tensor in tensors]
+    if returns is None and values is not None:
         tensors.append((tensors[0] + values).masked_fill(~mask, 0.0))
     return Estimate(tensors[0], tensors[1] if len(tensors) == 2 else None)
 

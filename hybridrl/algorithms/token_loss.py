@@ -48,31 +48,28 @@ class TokenLoss(NamedTuple):
     sums: Sums
 
 
-def as_token_loss(value: Any, function: str, log_probs: Tensor) -> TokenLoss:
-    """Convert what a policy loss returned: a TokenLoss, or its values alone, without metrics.
-
-    Args:
-        value: returned by `function`, which is for messages.
-        log_probs: [N] of the same tokens.
+def as_token_loss(found: Any, function: str, log_probs: Tensor) -> TokenLoss:
+    """Convert what `function` returned: a TokenLoss, or its values alone, without metrics.
 
     Raises:
-        WrongReturn: values are no float tensor [N], or sums no scalar tensors by name.
+        WrongReturn: values are no float tensor [N] as log_probs, or a sum is no scalar.
     """
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    values, sums = value if is_pair else (value, {})
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    values, sums = found if is_pair else (found, {})
     fits = isinstance(values, Tensor) and values.shape == log_probs.shape
     if not (fits and values.is_floating_point() and isinstance(sums, dict)):
         raise WrongReturn(
-            f"{function} returned {described(value)}, expected the loss of each token, a float32 "
+            f"{function} returned {described(found)}, expected the loss of each token, a float32 "
             f"Tensor of shape {tuple(log_probs.shape)} as log_probs, or TokenLoss(values, sums).\n"
             f"Return no mean or sum over tokens: algorithm.aggregation says which is taken."
         )
     scalars = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
-    if wrong := [name for name, scalar in scalars.items() if scalar.dim() != 0]:
-        raise WrongReturn(
-            f"{function} returned the sum {wrong[0]} as {described(sums[wrong[0]])}, expected a "
-            f"scalar: the sum over the tokens of response_mask."
-        )
+    for name, scalar in scalars.items():
+        if scalar.dim() != 0:
+            raise WrongReturn(
+                f"{function} returned the sum {name} as {described(scalar)}, expected a scalar: "
+                f"the sum over the tokens of response_mask."
+            )
     return TokenLoss(values, scalars)
 
 

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -164,26 +163,19 @@ def main(module: str, check: Check | None, fd: int, parent: int) -> None:
     """Import a module and run a check; write the problems or the error of each to `fd` as JSON."""
     supervise(parent, fd)
     worker = os.getpid()
-    calls: list[partial[list[str]]] = [partial(_imported, module)]
-    if check is not None:
-        calls.append(partial(_problems, *check))
-    for call in calls:
-        told: list[str] | str
-        try:
-            told = call()
-        except BaseException as error:
-            told = _described(error)
-        if os.getpid() != worker:  # a process that the module has forked
-            break
-        os.write(fd, json.dumps(told).encode() + b"\n")
-        if isinstance(told, str):
-            break
+
+    def tell(answer: list[str] | str) -> None:
+        if os.getpid() == worker:  # not a process that the module has forked
+            os.write(fd, json.dumps(answer).encode() + b"\n")
+
+    try:
+        importlib.import_module(module)
+        tell([])
+        if check is not None:
+            tell(_problems(*check))
+    except BaseException as error:
+        tell(_described(error))
     os._exit(0)  # despite threads that the module has started
-
-
-def _imported(module: str) -> list[str]:
-    importlib.import_module(module)
-    return []
 
 
 def _problems(function: str, arguments: tuple[Any, ...]) -> list[str]:
