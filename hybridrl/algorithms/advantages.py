@@ -21,17 +21,19 @@ Errors:  a ValueError if shapes do not fit, the mask is not bool, a setting is o
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import (
+    WrongReturn,
     at_least_float32,
     check_finite,
     check_masked,
     check_same_shape,
+    described,
     masked_whiten,
 )
 
@@ -47,6 +49,31 @@ class Estimate(NamedTuple):
 
     advantages: Tensor
     returns: Tensor | None
+
+
+def as_estimate(found: Any, function: str, mask: Tensor, values: Tensor | None) -> Estimate:
+    """Convert what `function` returned: (advantages, returns), or advantages alone.
+
+    Without returns, those of a critic, whose `values` are given, are advantages + values.
+
+    Raises:
+        WrongReturn: advantages or returns are no float tensor of the shape [B, T] of the mask.
+    """
+    is_pair = isinstance(found, tuple | list) and len(found) == 2
+    advantages, returns = found if is_pair else (found, None)
+    tensors = [advantages] if returns is None else [advantages, returns]
+    if not all(
+        isinstance(t, Tensor) and t.is_floating_point() and t.shape == mask.shape for t in tensors
+    ):
+        raise WrongReturn(
+            f"{function} returned {described(found)}, expected advantages, or (advantages, "
+            f"returns), each a float32 Tensor of shape {tuple(mask.shape)}, [responses, tokens] as "
+            f"rewards.\nFor one value per response, return values[:, None] * response_mask."
+        )
+    tensors = [at_least_float32(tensor.detach()) for tensor in tensors]
+    if returns is None and values is not None:
+        tensors.append((tensors[0] + values).masked_fill(~mask, 0.0))
+    return Estimate(tensors[0], tensors[1] if len(tensors) == 2 else None)
 
 
 def check_rewards(function: str, rewards: Tensor, response_mask: Tensor, **others: Tensor) -> None:

@@ -15,6 +15,19 @@ from torch import Tensor
 WHITEN_EPS = 1.0e-8
 
 
+class WrongReturn(TypeError):
+    """A user's estimator or loss returned something else than its contract says."""
+
+
+def described(value: object) -> str:
+    """Return the type of a function's result, with shapes and dtypes of tensors."""
+    if isinstance(value, Tensor):
+        return f"a Tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return f"a tuple ({', '.join(described(part) for part in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def at_least_float32(values: Tensor) -> Tensor:
     """Convert to float32, except float64, which is returned unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -16,13 +16,19 @@ Errors:  a ValueError if shapes differ, a mask is not bool or a setting is out o
     sequence_id        [N] int64, index of a token's response in the micro-batch, from 0
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.algorithms.masked import at_least_float32, check_masked, masked_sum
+from hybridrl.algorithms.masked import (
+    WrongReturn,
+    at_least_float32,
+    check_masked,
+    described,
+    masked_sum,
+)
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
 
@@ -40,6 +46,31 @@ class TokenLoss(NamedTuple):
 
     values: Tensor
     sums: Sums
+
+
+def as_token_loss(found: Any, function: str, log_probs: Tensor) -> TokenLoss:
+    """Convert what `function` returned: a TokenLoss, or its values alone, without metrics.
+
+    Raises:
+        WrongReturn: values are no float tensor [N] as log_probs, or a sum is no scalar.
+    """
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    values, sums = found if is_pair else (found, {})
+    fits = isinstance(values, Tensor) and values.shape == log_probs.shape
+    if not (fits and values.is_floating_point() and isinstance(sums, dict)):
+        raise WrongReturn(
+            f"{function} returned {described(found)}, expected the loss of each token, a float32 "
+            f"Tensor of shape {tuple(log_probs.shape)} as log_probs, or TokenLoss(values, sums).\n"
+            f"Return no mean or sum over tokens: algorithm.aggregation says which is taken."
+        )
+    scalars = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
+    for name, scalar in scalars.items():
+        if scalar.dim() != 0:
+            raise WrongReturn(
+                f"{function} returned the sum {name} as {described(scalar)}, expected a scalar: "
+                f"the sum over the tokens of response_mask."
+            )
+    return TokenLoss(values, scalars)
 
 
 def log_ratio_of(function: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:

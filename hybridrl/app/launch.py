@@ -27,6 +27,7 @@ from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.environments.base import trial_problems
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
 if TYPE_CHECKING:
@@ -166,6 +167,9 @@ def examine_data(result: Examined) -> "PromptSets | None":
 
         for problem in stop_problems(config.model.path, config.environment):
             report.add(problem, broken="environment.stop")
+        if prompts is not None and not report.problems:
+            example = (prompts.train or prompts.held_out)[0].example
+            report.problems += trial_problems(config.environment, example)
     return prompts
 
 

@@ -12,12 +12,16 @@ from typing import NamedTuple
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import signature_of
-from hybridrl.config.user_code.importing import check_import
+from hybridrl.config.user_code.files import ESTIMATOR
+from hybridrl.config.user_code.importing import try_out
 
 # Parameters that an estimator may have: tensors, and keys of the algorithm section.
 TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")
 SETTINGS = ("gamma", "lam", "pass_k")
-KEY = "algorithm.advantage"
+KEY = ESTIMATOR
+# Tries a user's estimator. A path, as it imports torch.
+TRY_ESTIMATOR = "hybridrl.trainer.trial.try_estimator"
+TRIAL = "its trial on a small batch, one group of which has equal rewards,"
 
 
 class Estimator(NamedTuple):
@@ -69,7 +73,7 @@ BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 
 
 def estimator_of(advantage: str) -> Estimator:
-    """Return the estimator of `algorithm.advantage`: a built-in name or a dotted path.
+    """Return the estimator of `algorithm.advantage`: a built-in name or the path of own code.
 
     Raises:
         ConfigError: it does not exist, or has a parameter that the trainer cannot fill.
@@ -98,10 +102,14 @@ def uses_critic(config: RunConfig) -> bool:
 
 
 def estimator_problems(config: RunConfig) -> Iterator[str]:
-    """Check that the estimator exists and that its parameters are known."""
+    """Check that the estimator exists, that its parameters are known, and what it returns."""
+    advantage, settings = config.algorithm.advantage, vars(config.rollout)
+    each = settings.get("responses_per_prompt", 1)  # without it there is another problem
     try:
-        check_import(KEY, config.algorithm.advantage)
-        estimator_of(config.algorithm.advantage)
+        found = try_out(KEY, advantage, TRIAL, TRY_ESTIMATOR, config.algorithm, each)
+        yield from found
+        if not found:
+            estimator_of(advantage)
     except ConfigError as error:
         yield from error.problems
 

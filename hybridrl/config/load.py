@@ -28,6 +28,7 @@ from hybridrl.config.typed import (
     partial_section,
 )
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
+from hybridrl.config.user_code.files import make_files_absolute
 from hybridrl.config.validate import run_checks
 
 
@@ -118,6 +119,7 @@ def typed_run(cfg: DictConfig, report: Report) -> RunConfig:
             sections[name] = builder.section(typing.cast(type, section), node, name, shared)
     if report.broken and not report.problems:
         report.add(f"{', '.join(sorted(report.broken))} link to each other.\nSet one of them.")
+    make_files_absolute(sections)
     return partial_section(RunConfig, sections)
 
 

@@ -14,7 +14,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import signature_of
-from hybridrl.config.user_code.importing import check_import
+from hybridrl.config.user_code.importing import try_out
 
 # Tensors that a policy loss may have as parameters.
 TENSORS = (
@@ -26,6 +26,9 @@ TENSORS = (
     "sequence_id",
 )
 KEY = "algorithm.loss"
+# Tries a user's loss. A path, as it imports torch.
+TRY_LOSS = "hybridrl.trainer.trial.try_loss"
+TRIAL = "its trial on a small batch"
 
 
 class PolicyLoss(NamedTuple):
@@ -102,7 +105,7 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
 
 
 def policy_loss_of(function: str) -> PolicyLoss:
-    """Return the policy loss of `algorithm.loss.function`: a built-in name or a dotted path.
+    """Return the policy loss of `algorithm.loss.function`: a built-in name or the path of own code.
 
     Raises:
         ConfigError: it does not exist, or has a parameter that the actor cannot fill.
@@ -123,10 +126,13 @@ def policy_loss_of(function: str) -> PolicyLoss:
 
 
 def loss_problems(run: RunConfig) -> Iterator[str]:
-    """Check the policy loss and its settings."""
+    """Check the policy loss, its settings and what it returns."""
     config = run.algorithm.loss
     try:
-        check_import(f"{KEY}.function", config.function)
+        key = f"{KEY}.function"
+        if found := try_out(key, config.function, TRIAL, TRY_LOSS, run.algorithm):
+            yield from found
+            return
         loss = policy_loss_of(config.function)
     except ConfigError as error:
         yield from error.problems

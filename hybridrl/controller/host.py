@@ -5,7 +5,6 @@ number of threads is set.
 """
 
 import gc
-import importlib
 import logging
 import os
 import socket
@@ -26,6 +25,7 @@ from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.planner.machine import torch_threads
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
+from hybridrl.config.user_code.classes import locate
 from hybridrl.controller import rendezvous
 from hybridrl.controller.background import import_all, import_in_background
 from hybridrl.controller.calls import RoleCall, Stopwatch, TimedResult
@@ -113,7 +113,7 @@ class WorkerHost:
         device_type = "cuda" if self._on_gpu else "cpu"
         needed: list[str] = []
         for config in ahead:
-            needed += import_class(config.worker).modules_ahead(config, device_type)
+            needed += locate("worker", config.worker).modules_ahead(config, device_type)
         self._importing = import_in_background(needed)
 
     @_step("open_rendezvous")
@@ -188,7 +188,7 @@ class WorkerHost:
             read_ahead(model_folder(model))
 
     def build(self, role: str, worker: str, config: Any) -> None:
-        """Build a role of the class at the dotted path `worker`; a collective."""
+        """Build a role of the class that `worker` names; a collective."""
         from hybridrl.distributed.mesh import NO_LIMIT
         from hybridrl.distributed.torch_compat import set_timeouts
 
@@ -198,7 +198,7 @@ class WorkerHost:
         with _step(role):
             if self._importing is not None:
                 self._importing.result()
-            self._roles[role] = import_class(worker)(config, self._mesh)
+            self._roles[role] = locate(f"{role}.worker", worker)(config, self._mesh)
             set_timeouts(NO_LIMIT)
         logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)
 
@@ -290,9 +290,3 @@ class WorkerHost:
             (gpu,) = context.get_accelerator_ids()["GPU"]
             local_rank = visible_index(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
         return Slot(context.get_node_id(), ray.util.get_node_ip_address(), local_rank)
-
-
-def import_class(path: str) -> type[Any]:
-    """Return the class at a dotted path."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

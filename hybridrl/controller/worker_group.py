@@ -9,9 +9,10 @@ from typing import Any
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig, SaverConfig
+from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.files import module_of
 from hybridrl.controller.background import import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
-from hybridrl.controller.host import import_class
 from hybridrl.controller.placement import warn_of_straddling
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.data.shardable import Shardable
@@ -25,12 +26,12 @@ SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
 class WorkerGroup:
-    """One role on all ranks of a pool; `config.worker` is the dotted path of its class."""
+    """One role on all ranks of a pool; `config.worker` names its class."""
 
     def __init__(self, pool: Pool, role: str, config: Any) -> None:
         self.role = role
         self.pool = pool
-        self.worker_class = import_class(config.worker)
+        self.worker_class = locate(f"{role}.worker", config.worker)
         self.ranks_per_shard = self.worker_class.ranks_per_shard(config)
 
     @property
@@ -209,7 +210,7 @@ def start_roles(
     Configs by role include rollout and actor. The rollout engine is built first and determines the
     sharding of the other roles. The caller closes the pool of the worker groups.
     """
-    modules = [role.worker.rpartition(".")[0] for role in configs.values()]
+    modules = [module_of(role.worker) for role in configs.values()]
     pool_config = PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),

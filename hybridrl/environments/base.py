@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.importing import try_out
 from hybridrl.rewards.base import finite_number
 from hybridrl.rewards.messages import FailureKind, visible
 
@@ -89,12 +91,33 @@ def environment_task(
             result = environment.step(item.text)
         else:
             environment = make(item, **args)
-            result = StepResult(environment.reset(), 0.0, False)
+            text = environment.reset()
+            if not isinstance(text, str):
+                raise TypeError(f"reset of {function} returned {text!r}, expected text")
+            result = StepResult(text, 0.0, False)
         result = checked(result, function)
         state = b"" if result.done else pickle.dumps(environment)
         return EnvironmentReply(base64.b64encode(state).decode(), result)
 
     return answer
+
+
+def trial_problems(config: EnvironmentConfig, example: dict[str, Any]) -> list[str]:
+    """Try a user's environment on a row of the data, in another process; return the problems."""
+    what = "its trial on the first row of the data"
+    check = f"{__name__}.try_environment"
+    return try_out(KEY, config.function, what, check, config.args, example)
+
+
+def try_environment(
+    key: str, path: str, args: dict[str, Any], example: dict[str, Any]
+) -> list[str]:
+    """Begin a conversation, and answer the reference answer and an empty turn; raise as it does."""
+    answer = environment_task(path, args)
+    begun = answer(example)
+    for text in (str(example["answer"]), ""):
+        answer(StepRequest(begun.state, text))
+    return []
 
 
 def read_reply(value: Any, function: str) -> EnvironmentReply:
@@ -123,7 +146,7 @@ def checked(result: Any, function: str) -> StepResult:
 
 
 def resolve_environment(dotted: str) -> Callable[..., Environment]:
-    """Return the class or function at a dotted path, which creates environments.
+    """Return the class or function that a path names, which creates environments.
 
     Raises:
         ConfigError: it does not exist or cannot be called, or a class lacks reset or step.

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import GROUP_WISE, Estimate
+from hybridrl.algorithms.advantages import GROUP_WISE, Estimate, as_estimate
 from hybridrl.algorithms.covariance_losses import covariances
 from hybridrl.algorithms.kl import adapt_coef, estimate_kl, kl_penalty_rewards
 from hybridrl.algorithms.masked import check_finite, masked_mean, on_mask, whiten_parts
@@ -117,6 +117,7 @@ class AdvantageEstimator:
 
         Raises:
             ValueError: the estimator rejects its input, or an advantage is NaN or infinite.
+            WrongReturn: it returned no advantages.
         """
         blocks = PaddedBlocks(
             batch.responses.lengths,
@@ -124,7 +125,7 @@ class AdvantageEstimator:
             BLOCK_ELEMENTS if self._is_group_wise else WHOLE,
         )
         known = vars(batch) | {"rewards": rewards, "loss_mask": batch.counted}
-        inputs = {name: known[name] for name in self._tensors}
+        inputs = {name: known[name] for name in (*self._tensors, "response_mask")}
         _check_finite(self._name, batch.response_mask, inputs)
         estimates = list(self._by_block(blocks, inputs))
         advantages = [estimate.advantages for estimate in estimates]
@@ -146,7 +147,9 @@ class AdvantageEstimator:
         ]
         for tensors in zip(*padded, strict=True):
             named = dict(zip(inputs, tensors, strict=True))
-            yield Estimate(*self._function(**named, **self._settings))
+            taken = {name: named[name] for name in self._tensors}
+            found = self._function(**taken, **self._settings)
+            yield as_estimate(found, self._name, named["response_mask"], named.get("values"))
 
 
 def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Tensor]) -> None:

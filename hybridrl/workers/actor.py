@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, ratio_maxima
-from hybridrl.algorithms.token_loss import aggregate
+from hybridrl.algorithms.token_loss import aggregate, as_token_loss
 from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.schema import ActorConfig
 from hybridrl.config.user_code.classes import locate
@@ -103,12 +103,13 @@ class ActorWorker(TrainedWorker):
         mask = self.on_device(micro.counted)
         sequence_id = to_device(micro.responses.row_ids(), self.device)
         computed = {"log_probs": log_probs, "response_mask": mask, "sequence_id": sequence_id}
-        loss = self.token_loss(
+        found = self.token_loss(
             **{
                 name: computed[name] if name in computed else self.on_device(getattr(micro, name))
                 for name in self.loss_tensors
             }
         )
+        loss = as_token_loss(found, self.config.algorithm.loss.function, log_probs)
         weights = micro.loss_weights
         terms = [loss.values if weights is None else loss.values * self.on_device(weights)]
         bonus = entropy_bonus(result.entropy, mask, coef=self.config.entropy_coef)

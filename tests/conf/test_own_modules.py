@@ -6,7 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.config.user_code import importing
+from hybridrl.environments.base import trial_problems
 from tests.conf.composing import problems
 
 TIMEOUT_S = 2.0
@@ -48,7 +50,7 @@ def test_one_that_exits_is_named_whatever_it_is_for(module, setting):
     module.write_text("import sys; sys.exit(0)")
     (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", setting.format(module.stem))
     assert setting.partition("=")[0].lstrip("+") in found
-    assert f"importing {module.stem} failed: SystemExit: 0." in found
+    assert f"importing {module.stem} failed: SystemExit: 0 ({module}, line 1)." in found
 
 
 @pytest.mark.parametrize(
@@ -111,3 +113,31 @@ def test_a_check_of_the_users_is_asked_in_another_process(module, monkeypatch, k
         setting = setting[:-1] + ", max_turns: 2, stop: [], role: user}"
     (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", f"++{key}={setting}")
     assert key in found and says.format(module) in found
+
+
+TRIED = """
+from hybridrl.environments.base import StepResult
+def estimate(rewards):
+    return rewards.view(7, 1000)
+class Talk:
+    def __init__(self, example): self.answer = example["answer"]
+    def reset(self): return ""
+    def step(self, text): return StepResult(text, text[0] == self.answer, False)
+"""
+
+
+def test_an_estimator_that_raises_in_its_trial_is_named_with_its_line(module):
+    module.write_text(TRIED)
+    setting = f"algorithm.advantage={module.stem}.estimate"
+    (found,) = problems("+recipe=gsm8k_grpo", "hardware=cpu", setting)
+    assert f"algorithm.advantage = {module.stem}.estimate, but its trial on a small batch" in found
+    assert "failed: RuntimeError: shape '[7, 1000]' is invalid" in found
+    assert f"({module}, line 4)" in found
+
+
+def test_an_environment_that_cannot_answer_an_empty_turn_is_named_with_its_line(module):
+    module.write_text(TRIED)
+    given = {"function": f"{module.stem}.Talk", "args": {}, "max_turns": 2, "stop": []}
+    (found,) = trial_problems(EnvironmentConfig(**given, role="user"), {"answer": "4"})
+    assert "its trial on the first row of the data failed: IndexError" in found
+    assert f"({module}, line 8)" in found

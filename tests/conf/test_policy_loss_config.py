@@ -112,7 +112,8 @@ def test_one_mistake_gets_one_problem(overrides, words):
 
 def test_a_function_of_ones_own_is_taken_with_its_settings(tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text(
-        "def mine(log_probs, advantages, response_mask, sequence_id, *, scale): ...\n"
+        "def mine(log_probs, advantages, response_mask, sequence_id, *, scale):\n"
+        "    return -scale * advantages * log_probs\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     given = [CPU, "algorithm.loss.function=my_losses.mine", "+algorithm.loss.args.scale=2"]

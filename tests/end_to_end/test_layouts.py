@@ -3,8 +3,8 @@
 import json
 import math
 import re
+import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -60,17 +60,23 @@ def test_random_weights_need_no_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_the_extending_page_works_as_written(tmp_path):
+    """Reward, estimator, loss and worker in one run, each from its file."""
     page = (ROOT / "docs" / "extending.md").read_text()
-    assert len(page.splitlines()) < 40
-    code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+    pattern = r"`(my_\w+\.py)`:\n\n```python\n(.*?)```\n\n```\n(.*?)```"
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    Path(run_dir / "my_actor.py").write_text(code)
-    overrides = command.split()[3:]
-    assert overrides[0] == "+recipe=gsm8k_ppo"
-    with started(run_dir, *SMALL, *overrides[1:]) as run:
+    given = ["algorithm=grpo"]
+    for file, code, command in re.findall(pattern, page, re.DOTALL):
+        if file != "my_environment.py":
+            (run_dir / file).write_text(code)
+            given += shlex.split(command.replace("\\\n", " "))[4:]
+    with started(run_dir, *SMALL, *given, "cluster.gpus_per_node=2") as run:
         output = run.output()
         assert run.process.returncode == 0, output
         manifest = json.loads((run.run_dir / "manifest.json").read_text())
-        assert manifest["config"]["actor"]["worker"] == "my_actor.MyActor"
+        assert manifest["config"]["actor"]["worker"] == f"{run_dir}/my_actor.py:MyActor"
+        assert manifest["config"]["algorithm"]["advantage"].startswith(f"{run_dir}/my_advantage.py")
+        for row in run.metrics()[1:]:
+            assert row["reward/part_words"] > 0 and row["actor/ratio_mean"] > 0
+            assert "actor/clip_fraction" not in row
         run.assert_nothing_left()

@@ -5,9 +5,9 @@ from omegaconf import OmegaConf
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
+from hybridrl.config.user_code.files import names_code
 from hybridrl.config.user_code.untrusted_code import (
     ALLOWED,
-    NAMES_CODE,
     refuse_untrusted_code,
     untrusted_code,
 )
@@ -30,6 +30,8 @@ FOREIGN = [
         {"function": "hybridrl.rewards.sandbox.programs.io.FileIO"},
         "= hybridrl.rewards.sandbox.programs.io.FileIO",
     ),
+    ("reward", {"function": "/tmp/evil.py:score"}, "reward.function = /tmp/evil.py:score"),
+    ("algorithm", {"advantage": "evil.py:f"}, "algorithm.advantage = evil.py:f"),
     ("rollout", {"worker": "evil.Worker"}, "rollout.worker = evil.Worker"),
     ("algorithm", {"advantage": "mine.advantage"}, "algorithm.advantage = mine.advantage"),
     ("algorithm", {"loss": {"function": "mine.loss"}}, "algorithm.loss.function = mine.loss"),
@@ -50,7 +52,7 @@ def test_what_conf_names_is_ours():
         value
         for path in (REPO / "conf").rglob("*.yaml")
         for key, value in leaves(OmegaConf.to_container(OmegaConf.load(path))).items()
-        if key.rpartition(".")[2] in NAMES_CODE and "." in value
+        if names_code(key) and "." in value
     }
     assert named == ALLOWED
 

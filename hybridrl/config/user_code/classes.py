@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridrl.config import schema
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import similar_siblings
+from hybridrl.config.user_code.files import FORMS, file_of, module_and_name, module_of
 from hybridrl.config.user_code.importing import check_import, import_problem, own_problems
 
 # role -> its built-in worker and config class. A path instead of the class avoids importing torch.
@@ -29,18 +30,14 @@ WORKER_BASE = "hybridrl.workers.base.Worker"
 
 
 def locate(key: str, path: str) -> Any:
-    """Return the object at the dotted path `path` ("package.module.name").
+    """Return the object at `path`, "package.module.name" or "/path/file.py:name".
 
     Call `check_import` first: an import may end the process or hang.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such name.
     """
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(
-            f"{key} = {path}, expected a dotted path such as my_package.my_module.MyName."
-        )
+    module_name, name = module_and_name(key, path)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever a user's module raises
@@ -49,7 +46,8 @@ def locate(key: str, path: str) -> Any:
     if name not in vars(module):
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         raise ConfigError(
-            f"{key} = {path}, but {module_name} has no {name}; it has {', '.join(names) or 'none'}."
+            f"{key} = {path}, but {file_of(module_name) or module_name} has no {name}; it has "
+            f"{', '.join(names) or 'none'}."
         )
     return vars(module)[name]
 
@@ -62,10 +60,10 @@ def signature_of(
     Raises:
         ConfigError: it is neither a built-in name nor the path of a function.
     """
-    if "." not in path:
+    if not module_of(path):
         raise ConfigError(
-            f"{key} = {path}, expected one of {', '.join(built_in)} or a dotted path such as "
-            f"my_package.my_module.my_function.\n"
+            f"{key} = {path}, expected one of {', '.join(built_in)} or a dotted path or file such "
+            f"as {FORMS}.\n"
             f"Set {group}=<name> for a built-in one with its settings."
         )
     function = locate(key, path)

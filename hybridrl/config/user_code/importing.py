@@ -1,4 +1,4 @@
-"""Trial imports and checks of user code in a separate process: either may exit or hang."""
+"""Trials of user code in a separate process: its import and its calls may raise, exit or hang."""
 
 import functools
 import importlib
@@ -7,24 +7,33 @@ import os
 import pickle
 import subprocess
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.user_code.files import file_of, module_and_name, module_of
 from hybridrl.config.user_code.supervisor import describe_exit, end, supervise
 
 TRIAL_TIMEOUT_S = 120.0
 
 _COMMAND = (
-    "import pickle, sys; sys.path[:], module, question = pickle.load(sys.stdin.buffer); "
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from hybridrl.config.user_code.importing import main; "
-    "main(module, question, int(sys.argv[1]), int(sys.argv[2]))"
+    "main(*pickle.load(sys.stdin.buffer), int(sys.argv[1]), int(sys.argv[2]))"
 )
 _MAX_CHARS = 1000
+# Folders of code that is not the user's, and the frames of Python's own imports.
+_LIBRARIES = (
+    f"{Path(__file__).parents[2]}/",
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 
-# Name of an object in the module, and the arguments of its `problems`.
-Question = tuple[str, str, dict[str, Any]]
+# Dotted path of a function of hybridrl that returns problems, and its arguments.
+Check = tuple[str, tuple[Any, ...]]
 
 
 @runtime_checkable
@@ -42,12 +51,12 @@ class ChecksItself(Protocol):
 
 
 def check_import(key: str, path: str) -> None:
-    """Raise a ConfigError unless the module of `path` ("package.module.name") can be imported.
+    """Raise a ConfigError unless the module of `path` can be imported.
 
     A separate process tries the import; modules of hybridrl and imported ones need no trial.
     """
-    module = path.rpartition(".")[0]
-    if not module or module in sys.modules or _is_ours(path):
+    module = module_of(path)
+    if not module or module in sys.modules or is_ours(path):
         return
     if reason := _tried_import(module, tuple(sys.path)):
         raise ConfigError(import_problem(key, path, reason))
@@ -55,10 +64,38 @@ def check_import(key: str, path: str) -> None:
 
 def import_problem(key: str, path: str, reason: str) -> str:
     """Return the problem of a module that cannot be imported."""
+    module = module_of(path)
+    text = f"{key} = {path}, but importing {file_of(module) or module} failed: {reason}."
+    if not reason.startswith("ModuleNotFoundError"):
+        return text
     return (
-        f"{key} = {path}, but importing {path.rpartition('.')[0]} failed: {reason}.\n"
-        f"Modules are searched in the current directory, PYTHONPATH and installed packages."
+        f"{text}\nModules are searched in the current directory, PYTHONPATH and installed packages."
     )
+
+
+def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> list[str]:
+    """Import the module of `path` and run a check of what it names; return the problems.
+
+    Both happen in one separate process. Code of hybridrl needs no trial.
+
+    Args:
+        key, path: of the config.
+        what: the check in words, for messages.
+        function: dotted path of the check, (key, path, *arguments) -> problems.
+        arguments: of types of hybridrl or Python.
+
+    Raises:
+        ConfigError: the module cannot be imported.
+    """
+    if is_ours(path):
+        return []
+    module, _ = module_and_name(key, path)
+    imported, told = _tried(module, (function, (key, path, *arguments)))
+    if isinstance(told, list):
+        return told
+    if not imported:
+        raise ConfigError(import_problem(key, path, told))
+    return [f"{key} = {path}, but {what} failed: {told}."]
 
 
 def own_problems(key: str, path: str, found: object, args: dict[str, Any]) -> list[str]:
@@ -68,28 +105,37 @@ def own_problems(key: str, path: str, found: object, args: dict[str, Any]) -> li
     """
     if not isinstance(found, ChecksItself):
         return []
-    if _is_ours(path):
+    if is_ours(path):
         return list(found.problems(key, args))
-    module, _, name = path.rpartition(".")
-    told = _tried(module, (name, key, args))
-    if isinstance(told, list):
-        return told
-    return [f"{key}.function = {path}, but its check `problems` failed: {told}."]
+    check, function = "its check `problems`", f"{__name__}.problems_of"
+    return try_out(f"{key}.function", path, check, function, key, args)
 
 
-def _is_ours(path: str) -> bool:
-    return path.partition(".")[0] == "hybridrl"
+def problems_of(function_key: str, path: str, key: str, args: dict[str, Any]) -> list[str]:
+    """Ask user code for its problems, in a trial's process."""
+    module, name = module_and_name(function_key, path)
+    return [*vars(importlib.import_module(module))[name].problems(key, args)]
+
+
+def is_ours(path: str) -> bool:
+    """Return whether a path names code of hybridrl, or a built-in name."""
+    return module_of(path).partition(".")[0] in ("", "hybridrl")
 
 
 @functools.cache  # wait only once for a module that hangs
 def _tried_import(module: str, import_path: tuple[str, ...]) -> str:
     """Return the reason why a module cannot be imported; empty if it can."""
-    told = _tried(module)
-    return told if isinstance(told, str) else ""
+    imported, told = _tried(module)
+    return "" if imported else str(told)
 
 
-def _tried(module: str, question: Question | None = None) -> list[str] | str:
-    """Run `main` in a separate process; return the problems, or why the trial failed."""
+def _tried(module: str, check: Check | None = None) -> tuple[bool, list[str] | str]:
+    """Run `main` in a separate process.
+
+    Returns:
+        Whether the module was imported; and the problems, or why the import or check failed.
+    """
+    why = ""
     with os.fdopen(os.memfd_create("answer"), "rb") as answer:
         process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, str(answer.fileno()), str(os.getpid())],
@@ -100,32 +146,53 @@ def _tried(module: str, question: Question | None = None) -> list[str] | str:
             process_group=0,
         )
         try:
-            process.communicate(pickle.dumps((sys.path, module, question)), TRIAL_TIMEOUT_S)
+            question = pickle.dumps(sys.path) + pickle.dumps((module, check))
+            process.communicate(question, TRIAL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return f"it did not end within {TRIAL_TIMEOUT_S:g} s"
+            why = f"it did not end within {TRIAL_TIMEOUT_S:g} s"
         finally:
             code = end(process)
         answer.seek(0)  # writer and reader share the offset
-        text = answer.read()
-    return json.loads(text) if text else f"its process ended, {describe_exit(code)}"
+        lines = answer.read().splitlines()
+    why = why or f"its process ended, {describe_exit(code)}"
+    answers = [json.loads(line) for line in lines] + [why]
+    return (True, answers[1]) if answers[0] == [] else (False, answers[0])
 
 
-def main(module: str, question: Question | None, fd: int, parent: int) -> None:
-    """Import a module, run a check, and write its problems, or the error, to `fd` as JSON."""
+def main(module: str, check: Check | None, fd: int, parent: int) -> None:
+    """Import a module and run a check; write the problems or the error of each to `fd` as JSON."""
     supervise(parent, fd)
     worker = os.getpid()
-    told: list[str] | str = []
+
+    def tell(answer: list[str] | str) -> None:
+        if os.getpid() == worker:  # not a process that the module has forked
+            os.write(fd, json.dumps(answer).encode() + b"\n")
+
     try:
-        found = importlib.import_module(module)
-        if question is not None:
-            name, *arguments = question
-            told = [str(problem) for problem in vars(found)[name].problems(*arguments)]
+        importlib.import_module(module)
+        tell([])
+        if check is not None:
+            tell(_problems(*check))
     except BaseException as error:
-        text = traceback.format_exception_only(error)[-1].strip()[:_MAX_CHARS]
-        told = text.encode(errors="backslashreplace").decode()
-        if question is not None:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            told += f" ({last.filename}, line {last.lineno})"
-    if os.getpid() == worker:  # not a process that the module has forked
-        os.write(fd, json.dumps(told).encode())
+        tell(_described(error))
     os._exit(0)  # despite threads that the module has started
+
+
+def _problems(function: str, arguments: tuple[Any, ...]) -> list[str]:
+    """Call a check; the problems of a ConfigError are its answer, too."""
+    module, _, name = function.rpartition(".")
+    try:
+        return [str(text) for text in vars(importlib.import_module(module))[name](*arguments)]
+    except ConfigError as error:
+        return error.problems
+
+
+def _described(error: BaseException) -> str:
+    """Return an error in one line, with the last line of user code that led to it."""
+    text = traceback.format_exception_only(error)[-1].strip()[:_MAX_CHARS]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [(f.filename, f.lineno) for f in frames if not f.filename.startswith(_LIBRARIES)]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        own.append((error.filename, error.lineno))
+    place = f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
+    return (text + place).encode(errors="backslashreplace").decode()

@@ -6,10 +6,8 @@ from typing import Any
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import BUILT_IN
+from hybridrl.config.user_code.files import names_code
 
-# Last word of keys with dotted paths, and a key with a name or dotted path.
-NAMES_CODE = ("function", "worker")
-ESTIMATOR = "algorithm.advantage"
 # Allowed without trust. Not everything importable from hybridrl: io.FileIO is, too.
 ALLOWED = frozenset(
     {
@@ -32,8 +30,7 @@ VARIABLE_SUFFIX = "_env"
 
 
 def _names_code(key: str, value: str) -> bool:
-    is_path = key.rpartition(".")[2] in NAMES_CODE or key == ESTIMATOR
-    return is_path and "." in value and value not in ALLOWED
+    return names_code(key) and "." in value and value not in ALLOWED
 
 
 def _reaches_out(key: str, value: str) -> bool:
@@ -63,7 +60,7 @@ _KINDS = (
 
 
 def untrusted_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield key and dotted path of code that is not allowed without trust."""
+    """Yield key and path of code that is not allowed without trust."""
     return ((key, value) for key, value in _texts(config) if _names_code(key, value))
 
 

@@ -1,0 +1,110 @@
+"""Names of user code in the config: `package.module.name`, or a file's `/path/my_reward.py:name`.
+
+A file's module is named after its absolute path, with %2E for dots. So every process that imports
+this file finds the module by its name alone, also to unpickle an object of one of its classes.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from types import ModuleType
+from typing import Any
+
+from hybridrl.config.errors import ConfigError
+
+# Last word of keys that name code, and a key with a built-in name or own code.
+NAMES_CODE = ("function", "worker")
+ESTIMATOR = "algorithm.advantage"
+# Forms of a name, for messages.
+FORMS = "my_package.my_module.my_name or /path/my_file.py:my_name"
+_ENDING = ".py"
+
+
+def names_code(key: str) -> bool:
+    """Return whether a dotted key names code."""
+    return key.rpartition(".")[2] in NAMES_CODE or key == ESTIMATOR
+
+
+def module_of(path: str) -> str:
+    """Return the module of a path as Python imports it; empty if the path names none."""
+    return _parts(path)[0]
+
+
+def module_and_name(key: str, path: str) -> tuple[str, str]:
+    """Return the module of a path as Python imports it, and the name in it.
+
+    Raises:
+        ConfigError: `path` lacks one of them.
+    """
+    if path.endswith(_ENDING):
+        raise ConfigError(
+            f"{key} = {path} names a file, but nothing in it.\n"
+            f"Set {key}={path}:<name of a function or class>."
+        )
+    module, name = _parts(path)
+    if not module or not name:
+        raise ConfigError(f"{key} = {path}, expected a path such as {FORMS}.")
+    return module, name
+
+
+def file_of(module: str) -> str | None:
+    """Return the file after which a module is named; None for other modules."""
+    if not (os.path.isabs(module) and module.endswith("%2Epy")):
+        return None
+    return module.replace("%2E", ".").replace("%25", "%")
+
+
+def make_files_absolute(section: Any, key: str = "") -> None:
+    """Make the files of a config's code absolute: workers and resumed runs may start elsewhere.
+
+    Args:
+        section: a dataclass or mapping, changed in place with all sections in it.
+        key: dotted.
+    """
+    values = vars(section) if dataclasses.is_dataclass(section) else section
+    for name, value in values.items():
+        inner = f"{key}.{name}" if key else str(name)
+        if isinstance(value, dict) or dataclasses.is_dataclass(value):
+            make_files_absolute(value, inner)
+        elif isinstance(value, str) and names_code(inner) and _file_and_name(value)[0]:
+            values[name] = ":".join(_file_and_name(value))
+
+
+def _file_and_name(path: str) -> tuple[str, str]:
+    """Return the absolute file of a path and the name in it; empty if it names no file."""
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(_ENDING):
+        return "", ""
+    return os.path.abspath(os.path.expanduser(file)), name
+
+
+def _parts(path: str) -> tuple[str, str]:
+    file, name = _file_and_name(path)
+    if file:
+        return file.replace("%", "%25").replace(".", "%2E"), name
+    module, _, name = path.rpartition(".")
+    return module, name
+
+
+class _Files(MetaPathFinder):
+    """Finder of modules that are named after a file.
+
+    Modules beside the file can be imported too, after all others of their names.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = file_of(fullname)
+        if file is None:
+            return None
+        if (folder := os.path.dirname(file)) not in sys.path:
+            sys.path.append(folder)
+        return spec_from_file_location(fullname, file)
+
+
+sys.meta_path.append(_Files())
