@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.rewards.base import finite_number
-from hybridrl.rewards.messages import FailureKind, visible
+from hybridrl.rewards.processes.messages import FailureKind, visible
 
 KEY = "environment.function"
 

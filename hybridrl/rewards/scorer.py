@@ -7,8 +7,8 @@ from typing import Any
 
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import RewardItem, read_score
-from hybridrl.rewards.messages import Failure, Setup
-from hybridrl.rewards.pool import TaskPool
+from hybridrl.rewards.processes.messages import Failure, Setup
+from hybridrl.rewards.processes.pool import TaskPool
 
 TASK = "hybridrl.rewards.base.reward_task"
 

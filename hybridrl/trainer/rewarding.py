@@ -14,7 +14,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
-from hybridrl.rewards.messages import Failure
+from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.errors import RunStopped
 

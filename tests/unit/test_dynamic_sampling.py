@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.rewards.messages import Failure, FailureKind
+from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.rewarding import (
     FunctionRewards,
     Rewarded,

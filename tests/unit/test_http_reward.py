@@ -14,7 +14,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import Score
 from hybridrl.rewards.http import FIRST_WAIT_S, RemoteScorerError, score, wait_s
-from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 
 SCORE = "hybridrl.rewards.http.score"

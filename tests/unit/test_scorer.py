@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.messages import FailureKind
-from hybridrl.rewards.pool import MAX_LOGGED_FAILURES
-from hybridrl.rewards.process import KILL_AFTER_S, RewardProcessError
+from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.rewards.processes.pool import MAX_LOGGED_FAILURES
+from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 
 TIMEOUT_S = 0.5

@@ -24,7 +24,7 @@ from hybridrl.doctor.findings import (
 )
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.rewards.process import RewardProcessError
+from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer
 
 if TYPE_CHECKING:

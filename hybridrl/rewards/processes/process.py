@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end
-from hybridrl.rewards.messages import MAX_MESSAGE_BYTES, START, Indexed, Setup, parsed
+from hybridrl.rewards.processes.messages import MAX_MESSAGE_BYTES, START, Indexed, Setup, parsed
 
 START_TIMEOUT_S = 120.0
 # Seconds after the time limit at which a process that did not interrupt its item is killed.
@@ -28,7 +28,7 @@ _READ_BYTES = 2**16
 
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hybridrl.rewards.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from hybridrl.rewards.processes.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 

@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from hybridrl.config.user_code.supervisor import describe_exit
-from hybridrl.rewards.messages import START, Failure, FailureKind, Indexed, Setup
-from hybridrl.rewards.process import (
+from hybridrl.rewards.processes.messages import START, Failure, FailureKind, Indexed, Setup
+from hybridrl.rewards.processes.process import (
     START_TIMEOUT_S,
     RewardProcess,
     RewardProcessError,

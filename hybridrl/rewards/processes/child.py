@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.supervisor import supervise
-from hybridrl.rewards.messages import START, ChildEnd, Failure, FailureKind, Indexed
+from hybridrl.rewards.processes.messages import START, ChildEnd, Failure, FailureKind, Indexed
 
 _MAX_TRACEBACK_CHARS, _MAX_REASON_CHARS = 4000, 500
 
