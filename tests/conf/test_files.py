@@ -23,6 +23,7 @@ GROUPS = {
     for group in (REPO / "conf").iterdir()
     if group.is_dir()
 }
+OWN_REWARDS = {"custom": "own", "verl": "verl_score", "trl": "trl_score"}
 WITH_REWARD_MODEL = ["reward_model=default", "reward_model.model.path=/rm"]
 LEAF_LINE = re.compile(r"^(\s*)([\w.]+):\s*(\S.*)$")
 
@@ -42,7 +43,7 @@ def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
     [(group, choice) for group, choices in GROUPS.items() for choice in choices],
 )
 def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
-    """Alone, but for what it asks for: files, a sandbox, a reward model, its checkpoint."""
+    """Alone, but for what it asks for: files, functions, a sandbox, a reward model and so on."""
     prefix = "+" if group == "recipe" else ""
     train = tmp_path / "a.parquet"
     train.touch()
@@ -51,6 +52,9 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
     overrides += ["reward.args.isolation=none"] if choice == "code" else []
+    overrides += ["reward.args.model=judge"] if choice == "judge" else []
+    if group == "reward" and choice in OWN_REWARDS:
+        overrides.append(f"reward.function=tests.unit.own_rewards.{OWN_REWARDS[choice]}")
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
     overrides += WITH_REWARD_MODEL if scores else []
