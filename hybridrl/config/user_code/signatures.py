@@ -92,7 +92,13 @@ def check_signature(
     Raises:
         ConfigError: its parameters fit no signature, or args do not fit its parameters.
     """
-    found = recognised(function) if signature is RewardSignature.auto else signature
+    by_names = recognised(function)
+    found = by_names if signature is RewardSignature.auto else signature
+    if by_names not in (None, found):
+        raise ConfigError(
+            f"{key}.signature = {found}, but {key}.function = {path} has the parameter names of "
+            f"{by_names}: {inspect.signature(function)}.\nSet {key}.signature={by_names}."
+        )
     if found is None:
         calls = "\n".join(f"  {name.value:<9} {call}" for name, call in CALLS.items())
         named = " or set reward.signature=<name>" if key == "reward" else ""

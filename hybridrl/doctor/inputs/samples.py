@@ -6,8 +6,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.checks.reward_model import NO_REWARD
-from hybridrl.config.data_schema import DataConfig, MixturePart
 from hybridrl.config.choices import RewardSignature
+from hybridrl.config.data_schema import DataConfig, MixturePart
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape

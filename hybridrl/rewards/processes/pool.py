@@ -227,7 +227,8 @@ class TaskPool:
     def _log_first(self, failures: list[Failure]) -> None:
         first, count = failures[0], len(failures)
         as_others = f", as {count - 1} others of {len(self._results)} did" if count > 1 else ""
-        trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
+        # Without frames of the user it is the reason again.
+        trace = f"\n{first.traceback.rstrip()}" if last_frame(first.traceback) else ""
         _logger.warning(
             "%s of item %d failed%s: %s%s", self._what, first.index, as_others, first.reason, trace
         )
