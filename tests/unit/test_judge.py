@@ -89,12 +89,18 @@ def ask(server: Server, response: str, example: dict | None = None, **changes) -
 
 def test_the_judge_is_asked_in_openais_format(server, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    assert ask(server, "four reply: good\nGrade: 8", api_key_env="JUDGE_API_KEY") == 0.8
+    assert (
+        ask(
+            server, "four reply: good\nGrade: 8", api_key_env="JUDGE_API_KEY", number=r"Grade: (\d)"
+        )
+        == 0.8
+    )
     ((path, authorization, body),) = server.seen
     assert (path, authorization) == ("/v1/chat/completions", f"Bearer {KEY}")
     text = body.pop("messages")[0]["content"]
-    for part in ("Question: 2 + 2?\n", "Reference answer: 4\n", "Response: four reply: good"):
-        assert part in text
+    for name, part in {"question": "2 + 2?", "reference_answer": "4"}.items():
+        assert f"<{name}>\n{part}\n</{name}>" in text
+    assert "<response>\nfour reply: good\nGrade: 8\n</response>" in text
     assert body == {"model": "grader", "max_tokens": 512, "temperature": 0.0}
 
 
@@ -161,7 +167,7 @@ def test_concurrent_requests_share_the_wait(server):
     scores, seconds = judged(server, 64, concurrency=32, processes=2)
     assert scores == [float(index) for index in range(64)]
     assert server.most <= 32
-    assert 0.4 <= seconds < 2.0
+    assert 0.4 <= seconds < 3.2
 
 
 @pytest.mark.slow
