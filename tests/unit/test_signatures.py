@@ -34,7 +34,7 @@ def rows(*responses: str, **columns) -> list:
 @pytest.mark.parametrize(
     ("name", "signature"),
     [
-        *((name, OURS) for name in ("own", "own_later", "called", "misbehave_later")),
+        *((name, OURS) for name in ("own", "own_later", "called", "anything")),
         *((name, VERL) for name in ("verl_score", "verl_short", "verl_later")),
         *((name, TRL) for name in ("trl_score", "trl_chat", "trl_ids", "trl_later")),
     ],
@@ -49,7 +49,7 @@ def test_async_functions_are_recognised():
     assert found == {name for name in names if name.endswith("_later")} | {"sleepy", "called"}
 
 
-@pytest.mark.parametrize("name", ["openrlhf", "anything"])
+@pytest.mark.parametrize("name", ["openrlhf", "keywords", "renamed"])
 def test_a_signature_that_fits_none_is_refused_with_all_three(name):
     with pytest.raises(ConfigError) as caught:
         check_reward_function("reward", path(name), {})
@@ -80,7 +80,7 @@ def test_arguments_and_named_signatures_are_checked(name, args, signature, words
 
 
 def test_a_named_signature_calls_functions_of_any_names():
-    result = scored("anything", rows("7"), signature=OURS)
+    result = scored("renamed", rows("7"), signature=OURS)
     assert result == ScoreResult([0.5], [])
 
 

@@ -6,6 +6,7 @@ TRL, https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config.choices import RewardSignature
@@ -54,17 +55,18 @@ def is_async(function: Callable[..., Any], args: dict[str, Any]) -> bool:
 def recognised(function: Callable[..., Any]) -> RewardSignature | None:
     """Return the signature of a reward function by its parameter names; None if it fits none.
 
-    Ours is called by position; underscores before its names do not count, as in _prompt.
+    Ours alone is called by position, so *args fits it. Underscores around its names do not count.
     """
     parameters = inspect.signature(function).parameters
     for name, signature in _TELLING.items():
         if name in parameters:
             return signature
-    given = [name.strip("_") for name in list(parameters)[: len(OURS)]]
-    fits = len(given) == len(OURS) and all(
-        name in ("", ours) for name, ours in zip(given, OURS, strict=True)
-    )
-    return RewardSignature.hybridrl if fits else None
+    for name, ours in zip_longest(list(parameters)[: len(OURS)], OURS, fillvalue="missing"):
+        if name in parameters and parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            break
+        if name.strip("_") not in ("", ours):
+            return None
+    return RewardSignature.hybridrl
 
 
 def accepted(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
