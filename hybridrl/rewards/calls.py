@@ -1,15 +1,15 @@
 """Calls of reward functions with our signature, verl's or TRL's, awaited or not.
 
 An item is one response. For a TRL function it may be a list of responses: all to one prompt, which
-the function may compare.
+the function may compare. The result is a Score, or a list with a Score or None for each response.
 """
 
 import inspect
 import math
 import numbers
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.choices import RewardSignature
@@ -18,26 +18,29 @@ from hybridrl.config.user_code.signatures import accepted, check_signature, is_a
 from hybridrl.rewards.base import RewardItem, Score, as_score
 
 
-class RewardCall(ABC):
-    """Reward function and its arguments, called by its signature.
-
-    Args:
-        function: the reward.
-        args: keyword arguments of every call.
-        name: dotted path, for messages.
+@dataclass(frozen=True)
+class RewardCall:
+    """Reward function and how it is called.
 
     Attributes:
-        is_async: True if `score_later` must be used.
+        function: the reward.
+        args: keyword arguments of every call.
+        signature: of the function; not auto.
+        name: dotted path, for messages.
     """
 
-    def __init__(self, function: Callable[..., Any], args: dict[str, Any], name: str) -> None:
-        self.is_async = is_async(function, args)
-        self._function = function
-        self._args = args
-        self._name = name
+    function: Callable[..., Any]
+    args: dict[str, Any]
+    signature: RewardSignature
+    name: str
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether `score_later` must be used."""
+        return is_async(self.function, self.args)
 
     def score(self, item: Any) -> Any:
-        """Return the Score of an item; raise as the function and `as_score` do."""
+        """Return the result of an item; raise as the function and `as_score` do."""
         return self._read(self._call(item), item)
 
     async def score_later(self, item: Any) -> Any:
@@ -45,100 +48,20 @@ class RewardCall(ABC):
         found = self._call(item)
         return self._read(await found if inspect.isawaitable(found) else found, item)
 
-    @abstractmethod
-    def _call(self, item: Any) -> Any: ...
+    def _call(self, item: Any) -> Any:
+        if self.signature is RewardSignature.hybridrl:
+            return self.function(*item[:3], **self.args)
+        is_verl = self.signature is RewardSignature.verl
+        inputs = _verl_inputs(item) if is_verl else _trl_inputs(_rows(item))
+        return self.function(**accepted(self.function, inputs) | self.args)
 
     def _read(self, value: Any, item: Any) -> Any:
-        return as_score(value, self._name)
-
-
-class OwnCall(RewardCall):
-    """Calls (prompt, response, example, **args) -> number or Score."""
-
-    def _call(self, item: RewardItem) -> Any:
-        return self._function(*item[:3], **self._args)
-
-
-class VerlCall(RewardCall):
-    """Calls verl's (data_source, solution_str, ground_truth, extra_info, **args).
-
-    It returns a number, or a dict of "score" and further values, of which the numbers are parts.
-    """
-
-    def _call(self, item: RewardItem) -> Any:
-        example = item[2]
-        keywords = {
-            "data_source": example.get("data_source", example.get("dataset", "")),
-            "solution_str": item[1],
-            "ground_truth": example["answer"],
-            "extra_info": example.get("extra_info") or {},
-        }
-        return self._function(**accepted(self._function, keywords) | self._args)
-
-    def _read(self, value: Any, item: Any) -> Score:
-        if not isinstance(value, dict):
-            return as_score(value, self._name)
-        if "score" not in value:
-            raise TypeError(f"{self._name} returned a dict without score")
-        parts = {
-            name: float(part)
-            for name, part in value.items()
-            if name != "score" and re.fullmatch(r"\w+", str(name)) and _is_finite(part)
-        }
-        return as_score(Score(value["score"], parts), self._name)
-
-
-class TRLCall(RewardCall):
-    """Calls TRL's (prompts, completions, **columns) -> list of numbers or None.
-
-    An item is one response, or a list of responses with a list of scores; None stays None. As in
-    TRL, prompts and completions are lists of messages if the row's column prompt is one. There is
-    no trainer_state, and what log_extra and log_metric record is not kept.
-    """
-
-    def _call(self, item: RewardItem | list[RewardItem]) -> Any:
-        rows = item if isinstance(item, list) else [item]
-        examples = [row[2] for row in rows]
-        asked = [row[2].get("prompt", row[0]) for row in rows]
-        keywords: dict[str, Any] = {
-            name: [example.get(name) for example in examples]
-            for name in examples[0]
-            if name not in ("prompt", "completion", "completion_ids")
-        }
-        keywords |= {
-            "prompts": asked,
-            "completions": [
-                [{"role": "assistant", "content": row[1]}] if isinstance(prompt, list) else row[1]
-                for row, prompt in zip(rows, asked, strict=True)
-            ],
-            "trainer_state": None,
-            "log_extra": _ignore,
-            "log_metric": _ignore,
-        }
-        if all(len(row) > 3 for row in rows):
-            keywords["completion_ids"] = [row[3] for row in rows]  # type: ignore[misc]
-        return self._function(**accepted(self._function, keywords) | self._args)
-
-    def _read(self, value: Any, item: RewardItem | list[RewardItem]) -> Any:
-        count = len(item) if isinstance(item, list) else 1
-        try:
-            values = list(value)
-        except TypeError:
-            raise TypeError(
-                f"{self._name} returned a {type(value).__name__}, expected a list of numbers, one "
-                f"per completion"
-            ) from None
-        if len(values) != count:
-            raise ValueError(f"{self._name} returned {len(values)} numbers for {count} completions")
-        scores = [None if each is None else as_score(each, self._name) for each in values]
-        return scores if isinstance(item, list) else scores[0]
-
-
-_CLASSES: dict[RewardSignature, type[RewardCall]] = {
-    RewardSignature.hybridrl: OwnCall,
-    RewardSignature.verl: VerlCall,
-    RewardSignature.trl: TRLCall,
-}
+        if self.signature is RewardSignature.trl:
+            scores = _trl_scores(value, len(_rows(item)), self.name)
+            return scores if isinstance(item, list) else scores[0]
+        if self.signature is RewardSignature.verl and isinstance(value, dict):
+            return _verl_score(value, self.name)
+        return as_score(value, self.name)
 
 
 def reward_call(
@@ -147,33 +70,83 @@ def reward_call(
     args: dict[str, Any],
     signature: RewardSignature = RewardSignature.auto,
 ) -> RewardCall:
-    """Return the call of a reward, checked before, at a dotted path.
-
-    Args:
-        key: its section, "reward" or the part of a sum; for messages.
-        function: dotted path.
-        args: keyword arguments of every call.
-        signature: auto: by its parameter names.
+    """Return the call of a reward, checked before; `key` is its section or the part of a sum.
 
     Raises:
         ConfigError: there is no such function, or it fits no signature.
     """
     found = locate(key, function)
-    signature = check_signature(key, function, found, args, signature)
     name = function if key == "reward" else f"{key}, {function},"
-    return _CLASSES[signature](found, args, name)
+    return RewardCall(found, args, check_signature(key, function, found, args, signature), name)
 
 
 def reward_task(
     function: str, args: dict[str, Any], signature: RewardSignature
 ) -> Callable[[Any], Any]:
-    """Return the task of a reward process, item -> Score; async if the reward is."""
+    """Return the task of a reward process, item -> result; async if the reward is."""
     call = reward_call("reward", function, args, signature)
     return call.score_later if call.is_async else call.score
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+def _verl_inputs(item: RewardItem) -> dict[str, Any]:
+    example = item[2]
+    return {
+        "data_source": example.get("data_source", example.get("dataset", "")),
+        "solution_str": item[1],
+        "ground_truth": example["answer"],
+        "extra_info": example.get("extra_info") or {},
+    }
+
+
+def _verl_score(value: dict[str, Any], name: str) -> Score:
+    """Return the score of verl's dict; its other numbers are parts."""
+    if "score" not in value:
+        raise TypeError(f"{name} returned a dict without score")
+    parts = {
+        key: float(part)
+        for key, part in value.items()
+        if key != "score"
+        and re.fullmatch(r"\w+", str(key))
+        and isinstance(part, numbers.Real)
+        and math.isfinite(part)
+    }
+    return as_score(Score(value["score"], parts), name)
+
+
+def _rows(item: RewardItem | list[RewardItem]) -> list[RewardItem]:
+    return item if isinstance(item, list) else [item]
+
+
+def _trl_inputs(rows: list[RewardItem]) -> dict[str, Any]:
+    """Return TRL's keywords: messages if the column prompt has some, and every other column."""
+    examples = [row[2] for row in rows]
+    prompts = [row[2].get("prompt", row[0]) for row in rows]
+    inputs: dict[str, Any] = {
+        name: [example.get(name) for example in examples]
+        for name in examples[0]
+        if name not in ("prompt", "completion", "completion_ids")
+    }
+    completions = [
+        [{"role": "assistant", "content": row[1]}] if isinstance(prompt, list) else row[1]
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
+    ids = [row[3] for row in rows if len(row) > 3]
+    inputs |= {"completion_ids": ids} if ids else {}
+    inputs |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+    return inputs | {"prompts": prompts, "completions": completions}
+
+
+def _trl_scores(value: Any, count: int, name: str) -> list[Score | None]:
+    try:
+        values = list(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} returned a {type(value).__name__}, expected a list of numbers, one per "
+            f"completion"
+        ) from None
+    if len(values) != count:
+        raise ValueError(f"{name} returned {len(values)} numbers for {count} completions")
+    return [None if each is None else as_score(each, name) for each in values]
 
 
 def _ignore(*_: Any) -> None:

@@ -19,11 +19,28 @@ from hybridrl.rewards.remote import RemoteScorerError, Server, post, server_prob
 # Columns that may hold the question.
 _QUESTIONS = ("question", "prompt", "problem")
 
+
+def _has_response(template: Any) -> bool:
+    try:
+        return "response" in {name for _, name, _, _ in string.Formatter().parse(template)}
+    except (TypeError, ValueError):
+        return False
+
+
+def _finds_number(pattern: Any) -> bool:
+    try:
+        return re.compile(pattern).groups <= 1
+    except (re.error, OverflowError, RecursionError, TypeError):
+        return False
+
+
 _RULES: dict[str, Rule] = {
     "model": ("the name of a model", lambda name: isinstance(name, str) and name != ""),
     "max_tokens": at_least(1),
     "temperature": ("a number of at least 0", lambda value: is_number(value) and value >= 0),
     "scale": ("a finite number", is_number),
+    "template": ("a text with {response}, and {{ and }} for other braces", _has_response),
+    "number": ("a regular expression with at most one group (...)", _finds_number),
 }
 
 
@@ -32,24 +49,6 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     where = f"{key}.args"
     yield from server_problems(where, args, "base_url", "api_key_env")
     yield from value_problems(where, args, _RULES)
-    try:
-        fields = {name for _, name, _, _ in string.Formatter().parse(args["template"])}
-    except (TypeError, ValueError) as error:
-        fields, reason = set(), f": {error}"
-    else:
-        reason = ""
-    if "response" not in fields:
-        yield (
-            f"{where}.template = {args['template']!r}, expected a text with {{response}}{reason}.\n"
-            f"Write {{{{ and }}}} for braces that are no fields."
-        )
-    try:
-        groups = re.compile(args["number"]).groups
-    except (re.error, OverflowError, RecursionError, TypeError) as error:
-        yield f"{where}.number = {args['number']!r} is no regular expression: {error}."
-    else:
-        if groups > 1:
-            yield f"{where}.number = {args['number']!r}, expected at most one group (...)."
 
 
 @checked_by(_problems)

@@ -181,15 +181,10 @@ def reward_signature(reward: schema.RewardConfig) -> RewardSignature:
 
 def awaits_rewards(config: schema.RunConfig) -> bool:
     """Return whether the reward or an evaluation rule is async; True if one has problems."""
-    try:
-        for key, rule, signature in _reward_functions(config):
-            check_reward_function(key, rule.function, rule.args, signature)
-    except ConfigError:  # reported by reward_problems
+    if any(reward_problems(config)):
         return True
-    return any(
-        is_async(locate(key, rule.function), rule.args)
-        for key, rule, _ in _reward_functions(config)
-    )
+    functions = _reward_functions(config)
+    return any(is_async(locate(key, rule.function), rule.args) for key, rule, _ in functions)
 
 
 def check_call(
