@@ -252,7 +252,7 @@ def test_a_token_is_sent_from_the_environment_and_never_shown(server, monkeypatc
     (failure,) = result.failures
     assert "who is Bearer <token>?" in failure.reason
     shown = f"{failure} {caplog.text}"
-    assert "reward of item 1 failed" in shown
+    assert "reward failed for 1 of 2, first for item 1" in shown
     assert TOKEN not in shown
     assert "hidden" not in shown  # the URL's query
 

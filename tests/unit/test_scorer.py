@@ -205,8 +205,8 @@ def test_a_cause_of_failures_is_logged_once_with_the_users_frames_and_counted(ca
         for _ in range(3):
             assert len(pool.score([("", text, {}) for text in ("raises", "no", "raises")]).failures)
     shown, other, count, _ = [record.getMessage() for record in caplog.records]
-    assert shown.startswith("reward of item 0 failed, as 1 others of 3 did: ValueError: no such")
-    assert other.startswith("reward of item 1 failed: KeyError: 'no'\nTraceback")
+    assert shown.startswith("reward failed for 2 of 3, first for item 0: ValueError: no such")
+    assert other.startswith("reward failed for 1 of 3, first for item 1: KeyError: 'no'\nTraceback")
     assert "reward_cases.py" in shown and "in _raise" in shown
     assert "hybridrl/rewards" not in shown + other
     assert count.startswith("reward failed 6 times in all: ValueError, File ")

@@ -225,12 +225,17 @@ class TaskPool:
             self._failed[cause] += len(failures)
 
     def _log_first(self, failures: list[Failure]) -> None:
-        first, count = failures[0], len(failures)
-        as_others = f", as {count - 1} others of {len(self._results)} did" if count > 1 else ""
+        first = failures[0]
         # Without frames of the user it is the reason again.
         trace = f"\n{first.traceback.rstrip()}" if last_frame(first.traceback) else ""
         _logger.warning(
-            "%s of item %d failed%s: %s%s", self._what, first.index, as_others, first.reason, trace
+            "%s failed for %d of %d, first for item %d: %s%s",
+            self._what,
+            len(failures),
+            len(self._results),
+            first.index,
+            first.reason,
+            trace,
         )
 
 
