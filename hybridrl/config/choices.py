@@ -41,3 +41,5 @@ SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
 TooLongPrompts = StrEnum("TooLongPrompts", ["error", "drop"])
 # Treatment of training problems with a repeated question.
 Repeated = StrEnum("Repeated", ["keep", "drop"])
+# Parameters of a reward function (config/user_code/signatures.py); auto: by their names.
+RewardSignature = StrEnum("RewardSignature", ["auto", "hybridrl", "verl", "trl"])

@@ -33,6 +33,7 @@ from hybridrl.config.choices import (
     LRSchedule,
     NVLinkMulticast,
     Offload,
+    RewardSignature,
     SleepMode,
 )
 from hybridrl.config.data_schema import DataConfig
@@ -239,6 +240,8 @@ class RolloutConfig(RoleConfig):
 class RewardConfig(FunctionConfig):
     """conf/reward."""
 
+    signature: RewardSignature
+    concurrency: Annotated[int, Range("async rewards need one at a time", 1, 65536), FREE]
     timeout_s: Annotated[float, seconds("a reward needs time; the longest wait is 3 weeks"), FREE]
     num_processes: Annotated[int | None, Range("each takes tens of megabytes", 1, 4096), FREE]
     failed_score: Annotated[float, Range("NaN or infinity would spoil the whole batch")]

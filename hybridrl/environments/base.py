@@ -11,7 +11,7 @@ from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.importing import try_out
 from hybridrl.rewards.base import finite_number
-from hybridrl.rewards.messages import FailureKind, visible
+from hybridrl.rewards.processes.messages import FailureKind, visible
 
 KEY = "environment.function"
 

@@ -11,8 +11,8 @@ from hybridrl.environments.base import (
     read_reply,
     resolve_environment,
 )
-from hybridrl.rewards.messages import Failure, Setup
-from hybridrl.rewards.pool import TaskPool
+from hybridrl.rewards.processes.messages import Failure, Setup
+from hybridrl.rewards.processes.pool import TaskPool
 
 TASK = "hybridrl.environments.base.environment_task"
 

@@ -1,20 +1,19 @@
-"""Interface of rewards, checks of their arguments, and their lookup by dotted path."""
+"""Interface of rewards, and checks of their arguments and scores."""
 
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hybridrl.config.keys import unknown_sibling
-from hybridrl.config.user_code.classes import locate
 
 # Limit of |reward|: sums of squares over a step stay finite in float32.
 MAX_REWARD = 1e12
 
-# prompt, response, example
-RewardItem = tuple[str, str, dict[str, Any]]
+# prompt, response, example and, for TRL functions, the response's token ids
+RewardItem = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[int]]
 
 
 class Score(NamedTuple):
@@ -34,8 +33,9 @@ class Score(NamedTuple):
 # prompt and response are texts, without special tokens; example is the row of the data set, whose
 # "answer" is the column named by data.answer_key; args are reward.args of the config. The score is
 # a number of at most MAX_REWARD in size, or a Score with parts. A reward runs in separate
-# processes, so it may be slow, block or crash. It must not rely on state shared between calls.
-Reward = Callable[..., float | Score]
+# processes, so it may be slow, block or crash. It must not rely on state shared between calls. It
+# may be async. calls.py also calls functions written for verl and TRL.
+Reward = Callable[..., float | Score | Awaitable[float | Score]]
 
 # (key of the section with function and args, args) -> messages on wrong arguments or missing
 # requirements of this machine
@@ -141,9 +141,3 @@ def finite_number(value: Any, function: str) -> float:
     if abs(float(number)) > MAX_REWARD:
         raise ValueError(f"{function} returned {value}, expected at most {MAX_REWARD:g} in size")
     return float(number)
-
-
-def reward_task(function: str, args: dict[str, Any]) -> Callable[[RewardItem], Score]:
-    """Return the task of a reward process: (prompt, response, example) -> Score."""
-    reward = locate("reward.function", function)
-    return lambda item: as_score(reward(*item, **args), function)

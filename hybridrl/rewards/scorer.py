@@ -1,16 +1,18 @@
 """Scorer of responses: failures of the reward function are counted and do not stop the run."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
+from hybridrl.config.choices import RewardSignature
 from hybridrl.config.user_code.classes import check_reward_function
-from hybridrl.rewards.base import RewardItem, read_score
-from hybridrl.rewards.messages import Failure, Setup
-from hybridrl.rewards.pool import TaskPool
+from hybridrl.rewards.base import RewardItem, Score, read_score
+from hybridrl.rewards.processes.messages import Failure, FailureKind, Setup
+from hybridrl.rewards.processes.pool import TaskPool
 
-TASK = "hybridrl.rewards.base.reward_task"
+TASK = "hybridrl.rewards.calls.reward_task"
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,18 @@ class ScoreResult:
 class RewardScorer(TaskPool):
     """Pool of processes that run one reward function.
 
+    A TRL function gets all responses to one prompt in one call. If that fails, each is computed
+    in a call of its own, so that only the guilty one fails.
+
     Args:
-        function: dotted path of a function (prompt, response, example, **args) -> float.
+        function: dotted path of a function (prompt, response, example, **args) -> float, or with
+            verl's or TRL's signature.
         args: keyword arguments for every call.
-        timeout_s: wall time limit of one item.
+        timeout_s: wall time limit of one call.
         num_processes: as in `TaskPool`.
         failed_score: score of a failed item.
+        concurrency: calls under way over all processes if the function is async.
+        signature: auto: by the function's parameter names.
 
     Raises:
         ConfigError: there is no such function, or its signature does not fit these arguments.
@@ -50,11 +58,18 @@ class RewardScorer(TaskPool):
         timeout_s: float,
         num_processes: int | None,
         failed_score: float,
+        concurrency: int = 1,
+        signature: RewardSignature = RewardSignature.auto,
     ) -> None:
-        check_reward_function("reward", function, args)
+        found = check_reward_function("reward", function, args, signature)
+        self._is_batched = found is RewardSignature.trl
+        self._function = function
         self._failed_score = failed_score
+        setup = Setup(TASK, function, args, timeout_s, concurrency, {"signature": found})
         read = partial(read_score, function=function)
-        super().__init__(Setup(TASK, function, args, timeout_s), num_processes, "reward", read)
+        super().__init__(
+            setup, num_processes, "reward", partial(_read_all, read) if self._is_batched else read
+        )
 
     def score(self, items: Sequence[RewardItem]) -> ScoreResult:
         """Compute the reward of each (prompt, response, example); failures are never raised.
@@ -63,12 +78,47 @@ class RewardScorer(TaskPool):
             RewardProcessError: processes do not start up.
         """
         result = ScoreResult([], [])
-        for found in self.run(items):
-            if isinstance(found, Failure):
+        found = self._by_prompt(items) if self._is_batched else self.run([i[:3] for i in items])
+        for score in found:
+            if isinstance(score, Failure):
                 result.scores.append(self._failed_score)
-                result.failures.append(found)
+                result.failures.append(score)
                 continue
-            result.scores.append(found.total)
-            for name, value in found.parts.items():
+            result.scores.append(score.total)
+            for name, value in score.parts.items():
                 result.parts.setdefault(name, []).append(value)
         return result
+
+    def _by_prompt(self, items: Sequence[RewardItem]) -> list[Score | Failure]:
+        """Compute the responses to each prompt together; those of failed calls again, alone."""
+        found: dict[int, Score | Failure] = {}
+        groups = [list(rows) for _, rows in groupby(range(len(items)), lambda row: items[row][0])]
+        while groups:
+            alone = []
+            values = self.run([[items[row] for row in rows] for rows in groups])
+            for rows, value in zip(groups, values, strict=True):
+                if isinstance(value, list) and len(value) == len(rows):
+                    scores = map(self._score_of, rows, value)
+                    found.update(zip(rows, scores, strict=True))
+                elif len(rows) > 1:
+                    alone += [[row] for row in rows]
+                else:
+                    found[rows[0]] = self._score_of(rows[0], value)
+            groups = alone
+        return [found[row] for row in range(len(items))]
+
+    def _score_of(self, row: int, found: Any) -> Score | Failure:
+        """Return the score or failure of a row; anything else is a failure, too."""
+        match found:
+            case Score():
+                return found
+            case Failure():
+                return replace(found, index=row)
+        return Failure(row, FailureKind.error, f"{self._function} returned None for it")
+
+
+def _read_all(read: Callable[[Any], Score], values: Any) -> list[Score | None]:
+    """Read the scores of a TRL function; raise a ValueError or TypeError if they are none."""
+    if not isinstance(values, list):
+        raise ValueError("no list of scores")
+    return [None if value is None else read(value) for value in values]

@@ -1,19 +1,20 @@
 """Weighted sum of rewards."""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.user_code.classes import check_reward_function, locate
+from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import (
+    RewardItem,
     Rule,
     Score,
-    as_score,
     checked_by,
     is_number,
     section_problems,
     value_problems,
 )
+from hybridrl.rewards.calls import RewardCall, reward_call
 
 _CALL: dict[str, Rule] = {
     "function": ("dotted path of a reward", lambda value: isinstance(value, str)),
@@ -50,22 +51,49 @@ def _part_problems(key: str, name: str, part: Any) -> Iterator[str]:
 @checked_by(_problems)
 def score(
     prompt: str, response: str, example: dict[str, Any], parts: dict[str, dict[str, Any]]
-) -> Score:
+) -> Score | Awaitable[Score]:
     """Return the sum over `parts` of weight * score; the scores of the parts become metrics.
 
-    reward.timeout_s limits all parts together. If a part fails, the whole fails.
+    It is to be awaited if a part is async. reward.timeout_s limits all parts together. If a part
+    fails, the whole fails; a TRL function that returns None for a response is left out.
 
     Args:
         prompt, response, example: arguments of the parts.
         parts: by name, each {function: dotted path, args: its arguments, weight: a number}. A
             weight may be negative, or 0 for a part that is only a metric.
     """
+    item, calls = (prompt, response, example), _calls(parts)
+    if any(call.is_async for call in calls.values()):
+        return _sum_later(item, calls, parts)
+    return _sum({name: call.score(item) for name, call in calls.items()}, parts)
+
+
+def _has_async_part(args: dict[str, Any]) -> bool:
+    return any(call.is_async for call in _calls(args["parts"]).values())
+
+
+score.is_async = _has_async_part  # type: ignore[attr-defined]
+
+
+def _calls(parts: dict[str, dict[str, Any]]) -> dict[str, RewardCall]:
+    return {
+        name: reward_call(f"part {name}", part["function"], part["args"])
+        for name, part in parts.items()
+    }
+
+
+async def _sum_later(
+    item: RewardItem, calls: dict[str, RewardCall], parts: dict[str, dict[str, Any]]
+) -> Score:
+    return _sum({name: await call.score_later(item) for name, call in calls.items()}, parts)
+
+
+def _sum(found: dict[str, Score | None], parts: dict[str, dict[str, Any]]) -> Score:
     total, scores = 0.0, {}
-    for name, part in parts.items():
-        function = locate(f"part {name}", part["function"])
-        value = function(prompt, response, example, **part["args"])
-        found = as_score(value, f"part {name}, {part['function']},")
-        total += part["weight"] * found.total
-        scores[name] = found.total
-        scores |= {f"{name}_{inner}": number for inner, number in found.parts.items()}
+    for name, score in found.items():
+        if score is None:
+            continue
+        total += parts[name]["weight"] * score.total
+        scores[name] = score.total
+        scores |= {f"{name}_{inner}": number for inner, number in score.parts.items()}
     return Score(total, scores)

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
-from hybridrl.trainer.rewarding import Rewarded, RewardSource
+from hybridrl.trainer.rewarding import Rewarded, RewardSource, reward_items
 from hybridrl.trainer.sampling import request_of
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
@@ -96,10 +96,8 @@ def score_by_rules(
     prompts[b] belongs to response b.
     """
     rewarded = rewards.score(prompts, batch)
-    items = [
-        (prompt.text, text, prompt.example)
-        for prompt, text in zip(prompts, rewarded.texts, strict=True)
-    ]
+    ids = [row.tolist() for row in batch.responses.rows()]
+    items = reward_items(prompts, rewarded.texts, ids)
     results: dict[str, Scored] = {"": rewarded}
     return rewarded, results | {name: rule.score(items) for name, rule in rules.items()}
 

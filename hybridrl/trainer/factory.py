@@ -41,6 +41,8 @@ def open_rewards(
         timeout_s=reward.timeout_s,
         num_processes=reward.num_processes,
         failed_score=reward.failed_score,
+        concurrency=reward.concurrency,
+        signature=reward.signature,
     )
     return FunctionRewards(decode, stack.enter_context(scorer))
 
@@ -69,8 +71,13 @@ def generator_for(
 
 def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:
     """Return the rules of eval.rules by name; `stack` ends their processes."""
-    timeout_s = config.reward.timeout_s
-    opened = partial(RewardScorer, timeout_s=timeout_s, num_processes=1, failed_score=0.0)
+    opened = partial(
+        RewardScorer,
+        timeout_s=config.reward.timeout_s,
+        num_processes=1,
+        failed_score=0.0,
+        concurrency=config.reward.concurrency,
+    )
     return {
         name: stack.enter_context(opened(rule.function, rule.args))
         for name, rule in config.eval.rules.items()

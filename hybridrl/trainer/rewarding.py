@@ -14,7 +14,8 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
-from hybridrl.rewards.messages import Failure
+from hybridrl.rewards.base import RewardItem
+from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.trainer.errors import RunStopped
 
@@ -63,6 +64,14 @@ class Rewarded:
     def part_metrics(self) -> dict[str, float]:
         """Compute reward/part_<name>: unweighted means over the responses with that part."""
         return {f"reward/part_{name}": fmean(values) for name, values in self.parts.items()}
+
+
+def reward_items(
+    prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[list[int]]
+) -> list[RewardItem]:
+    """Return what a reward function is asked, from texts and token ids of responses."""
+    rows = zip(prompts, texts, ids, strict=True)
+    return [(prompt.text, text, prompt.example, row) for prompt, text, row in rows]
 
 
 class RewardSource(Protocol):
@@ -163,11 +172,9 @@ class FunctionRewards:
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
         """Decode the responses and score their texts."""
-        texts = self._decode(row.tolist() for row in batch.responses.rows())
-        items = [
-            (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        result = self._scorer.score(items)
+        ids = [row.tolist() for row in batch.responses.rows()]
+        texts = self._decode(ids)
+        result = self._scorer.score(reward_items(prompts, texts, ids))
         return Rewarded(texts, list(result.scores), list(result.failures), result.parts)
 
     def score_texts(self, prompt: Prompt, texts: Sequence[str]) -> ScoreResult:

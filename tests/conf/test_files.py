@@ -23,6 +23,7 @@ GROUPS = {
     for group in (REPO / "conf").iterdir()
     if group.is_dir()
 }
+OWN_REWARDS = {"custom": "own", "verl": "verl_score", "trl": "trl_score"}
 WITH_REWARD_MODEL = ["reward_model=default", "reward_model.model.path=/rm"]
 OWN_ENVIRONMENT = [
     "environment.function=hybridrl.environments.calculator.Calculator",
@@ -46,7 +47,7 @@ def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
     [(group, choice) for group, choices in GROUPS.items() for choice in choices],
 )
 def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
-    """Alone, but for what it asks for: files, a sandbox, a class, a checkpoint."""
+    """Alone, but for what it asks for: files, functions, a sandbox, a class, a checkpoint."""
     prefix = "+" if group == "recipe" else ""
     train = tmp_path / "a.parquet"
     train.touch()
@@ -55,7 +56,10 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
     overrides += ["reward.args.isolation=none"] if choice == "code" else []
-    overrides += OWN_ENVIRONMENT if choice == "custom" else []
+    overrides += OWN_ENVIRONMENT if (group, choice) == ("environment", "custom") else []
+    overrides += ["reward.args.model=judge"] if choice == "judge" else []
+    if group == "reward" and choice in OWN_REWARDS:
+        overrides.append(f"reward.function=tests.unit.own_rewards.{OWN_REWARDS[choice]}")
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
     overrides += WITH_REWARD_MODEL if scores else []
@@ -81,9 +85,9 @@ def test_recipe_files_and_recipe_folders_are_one_to_one():
     assert all((REPO / "recipes" / name / "README.md").is_file() for name in folders)
 
 
-def test_the_composed_config_has_at_most_150_leaves():
+def test_the_composed_config_has_at_most_152_leaves():
     cfg = composed(["+recipe=gsm8k_ppo", "hardware=cpu"])
-    assert len(leaves(OmegaConf.to_container(cfg, resolve=False))) <= 150
+    assert len(leaves(OmegaConf.to_container(cfg, resolve=False))) <= 152
 
 
 @pytest.mark.parametrize("path", CONF_FILES, ids=lambda path: str(path.relative_to(REPO)))

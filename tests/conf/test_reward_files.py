@@ -19,6 +19,8 @@ FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))
 # Where there is no bubblewrap, the default is refused: tests/unit/test_sandbox.py.
 ANYWHERE = {"code": ["reward.args.isolation=none"]}
 PAGE = REPO / "docs" / "rewards.md"
+# Modules of the page's examples, in their order.
+MODULES = ("my_reward", "my_verl_reward", "my_trl_reward", "my_judge")
 BASE = ["+recipe=gsm8k_grpo", "hardware=cpu"]
 
 
@@ -101,21 +103,45 @@ def commands() -> list[list[str]]:
     return [c[3:] + (ANYWHERE["code"] if "reward=code" in c else []) for c in found]
 
 
+def examples() -> dict[str, str]:
+    """The source of each module on the page."""
+    sources = [part.partition("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    return dict(zip(MODULES, sources, strict=True))
+
+
 @pytest.mark.parametrize("overrides", commands(), ids=" ".join)
 def test_the_pages_commands_pass_all_checks(overrides, tmp_path, monkeypatch):
-    own = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "my_reward.py").write_text(own)
+    for module, source in examples().items():
+        (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     assert problems("hardware=cpu", *overrides, model=REWARD_MODEL) == []
 
 
-def test_the_pages_function_does_what_it_says():
-    own = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+def test_the_pages_functions_do_what_they_say():
     names: dict = {}
-    exec(own, names)
+    for source in examples().values():
+        exec(source, names)
+    assert names["compute_score"]("d", "#### 42", "42") == {"score": 1.0, "length": 7}
+    assert names["exact"](["p"] * 2, ["is 42", "43"], ["42", "42"], dataset=[]) == [1.0, 0.0]
     values = [names["brevity"]("", "x" * n, {}, free_chars=10) for n in (0, 10, 15, 20, 30)]
     assert values == [1.0, 1.0, 0.5, 0.0, 0.0]
 
 
 def test_the_page_names_every_file():
     assert [name for name in FILES if f"`reward={name}`" not in PAGE.read_text()] == []
+
+
+def test_concurrency_of_a_function_that_is_not_async_is_refused():
+    (found,) = problems(*BASE, "reward.concurrency=256")
+    assert "reward.concurrency is set but has no effect" in found and "async" in found
+    assert problems(*BASE, "reward=http", "reward.concurrency=256") == []
+    args = "{url: 'http://127.0.0.1:1/', timeout_s: 1, retries: 0, token_env: null}"
+    part = f"{{function: hybridrl.rewards.http.score, args: {args}, weight: 1}}"
+    part = f"+reward.args.parts.judge={part}"
+    assert problems(*BASE, "reward=weighted", part, "reward.concurrency=256") == []
+
+
+@pytest.mark.parametrize("name", ["custom", "verl", "trl"])
+def test_an_own_reward_starts_without_settings_and_asks_for_its_function(name):
+    (found,) = problems(*BASE, f"reward={name}")
+    assert "reward.function is missing" in found

@@ -226,9 +226,9 @@ def _is_in(position: Position, phase: Phase) -> bool:
 def role_of(pid: int, title: str) -> str:
     """Whose process it is, as `Victim` says it; empty of others, and of one that is gone."""
     with suppress(psutil.Error, OSError):
-        if "rewards.child" in title:  # of its supervisor, too, which computes nothing
+        if "processes.child" in title:  # of its supervisor, too, which computes nothing
             parent = psutil.Process(pid).parent()
-            is_worker = parent is not None and "rewards.child" in " ".join(parent.cmdline())
+            is_worker = parent is not None and "processes.child" in " ".join(parent.cmdline())
             return Victim.reward if is_worker else ""
         if "WorkerHost" in title:
             return rank_of(pid)

@@ -63,6 +63,11 @@ def _sleeping_children() -> list[int]:
     return found
 
 
+def raise_on_line(prompt: str, response: str, example: dict[str, Any]) -> None:
+    """Raise on a line of a program that the response names."""
+    exec("\n" * int(response) + "raise ValueError('so many')", {})
+
+
 def misbehave(prompt: str, response: str, example: dict[str, Any]) -> Any:
     """Do what the response names."""
     kind = response.split()[0]

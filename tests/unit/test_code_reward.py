@@ -8,7 +8,7 @@ from sandbox_settings import BOTH, in_bubblewrap
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.code import cases_of, last_python_block, score
-from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.sandbox.programs import Case
 from hybridrl.rewards.scorer import RewardScorer
 

@@ -24,7 +24,7 @@ from hybridrl.environments.base import (
     StepResult,
     environment_task,
 )
-from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
 from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
 from hybridrl.trainer.timing.engines import turn_metrics

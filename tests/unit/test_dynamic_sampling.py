@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.rewards.messages import Failure, FailureKind
+from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.rewarding import (
     FunctionRewards,
     Rewarded,
@@ -55,7 +55,7 @@ class Scorer:
         self.scored = 0
 
     def score(self, items):
-        texts = [text for _, text, _ in items]
+        texts = [text for _, text, *_ in items]
         self.scored += len(texts)
         pairs = [tuple(map(int, text.split()[:2])) for text in texts]
         scores = [float(sample % 2) if n in self.mixed else 1.0 for n, sample in pairs]

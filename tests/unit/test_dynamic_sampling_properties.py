@@ -67,7 +67,7 @@ class Chance:
         return generate(request)
 
     def score(self, items):
-        pairs = [tuple(map(int, text.split()[:2])) for _, text, _ in items]
+        pairs = [tuple(map(int, text.split()[:2])) for _, text, *_ in items]
         scores = [self.reward(number, sample) for number, sample in pairs]
         return SimpleNamespace(scores=scores, failures=[], parts={})
 

@@ -10,8 +10,8 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.environments.base import StepRequest, StepResult
 from hybridrl.environments.calculator import Calculator
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.rewards.messages import FailureKind
-from hybridrl.rewards.process import RewardProcessError
+from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.rewards.processes.process import RewardProcessError
 
 
 def pool(name: str, *, timeout_s: float = 20.0, **args) -> EnvironmentPool:

@@ -29,7 +29,7 @@ class Contains:
 
     def score(self, items):
         self.items = list(items)
-        scores = [float(self.word in response) for _, response, _ in items]
+        scores = [float(self.word in response) for _, response, *_ in items]
         return Scores(scores, ["no word"] if not self.word else [])
 
 
@@ -136,7 +136,7 @@ def test_scorers_get_prompt_response_and_example():
         PROMPTS, FunctionRewards(decode, scorer), {}, temperature=1.0, top_p=1.0, greedy=False
     )
     judge.evaluate(0, Engine())
-    assert scorer.items[0] == ("text 0", "#### right", {"answer": "0"})
+    assert scorer.items[0][:3] == ("text 0", "#### right", {"answer": "0"})
     assert judge.last_accuracy == 0.75
 
 

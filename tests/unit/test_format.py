@@ -7,7 +7,7 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.format import gsm8k_answer, matches
-from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.scorer import RewardScorer
 
 MATCHES = "hybridrl.rewards.format.matches"

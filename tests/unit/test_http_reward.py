@@ -1,5 +1,6 @@
 """The remote scorer against a real server on the loopback: answers, retries, failures, secrets."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -13,8 +14,9 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import Score
-from hybridrl.rewards.http import FIRST_WAIT_S, RemoteScorerError, score, wait_s
-from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.http import score
+from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.rewards.remote import FIRST_WAIT_S, RemoteScorerError, wait_s
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 
 SCORE = "hybridrl.rewards.http.score"
@@ -45,10 +47,11 @@ class Handler(BaseHTTPRequestHandler):
             self.server.now -= 1
 
     def answer(self, kind: str, rest: str, seen: int) -> None:
-        if kind == "status":
+        if kind in ("status", "later"):
             code, _, failures = rest.partition(" ")
             failing = seen <= int(failures or 1000)
-            self.send(int(code) if failing else 200, {"score": 0.5})
+            asks = {"Retry-After": "1"} if kind == "later" else {}
+            self.send(int(code) if failing else 200, {"score": 0.5}, asks)
         elif kind == "silent":
             self.server.released.wait(10)
         elif kind == "drops" and seen == 1:
@@ -65,11 +68,12 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send(200, {"score": len(kind), "parts": {"style": 0.5}})
 
-    def send(self, code: int, content: object) -> None:
+    def send(self, code: int, content: object, more: dict[str, str] | None = None) -> None:
         data = (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("Location", "/elsewhere")
+        for name, value in ({"Location": "/elsewhere"} | (more or {})).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 
@@ -111,19 +115,28 @@ def settings(url: str, **changes) -> dict:
 
 
 def ask(server: Server, response: str, **changes) -> Score:
-    return score("prompt", response, {"answer": "7"}, **settings(server.url, **changes))
+    args = settings(server.url, **changes)
+    return asyncio.run(score("prompt", response, {"answer": "7"}, **args))
 
 
-def scored(args: dict, responses: list[str], processes: int = 1) -> ScoreResult:
+def scored(
+    args: dict, responses: list[str], processes: int = 1, concurrency: int = 1
+) -> ScoreResult:
     with RewardScorer(
-        SCORE, args, timeout_s=20.0, num_processes=processes, failed_score=-1.0
+        SCORE,
+        args,
+        timeout_s=20.0,
+        num_processes=processes,
+        failed_score=-1.0,
+        concurrency=concurrency,
     ) as scorer:
         return scorer.score([("prompt", response, {}) for response in responses])
 
 
 def test_the_server_gets_the_item_and_gives_its_score(server):
     example = {"answer": "7", "when": {1}}
-    assert score("p", "abc", example, **settings(server.url)) == Score(3, {"style": 0.5})
+    found = asyncio.run(score("p", "abc", example, **settings(server.url)))
+    assert found == Score(3, {"style": 0.5})
     expected = {"prompt": "p", "response": "abc", "example": {"answer": "7", "when": "{1}"}}
     assert server.bodies == [expected]
 
@@ -131,7 +144,7 @@ def test_the_server_gets_the_item_and_gives_its_score(server):
 def test_scores_and_parts_come_through_the_reward_processes(server):
     result = scored(settings(server.url), ["a", "abc", "ab"])
     assert result == ScoreResult([1.0, 3.0, 2.0], [], {"style": [0.5, 0.5, 0.5]})
-    assert len(server.peers) == 1  # one connection for one process
+    assert len(server.peers) == 1  # one connection for one request at a time
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -205,10 +218,19 @@ def test_a_refused_connection_is_a_failure_that_names_the_server():
         assert words in failure.reason
 
 
-def test_the_number_of_processes_is_the_number_of_requests_under_way(server):
-    result = scored(settings(server.url), [f"sleeps {i}" for i in range(8)], processes=2)
-    assert result.scores == [1.0] * 8
-    assert server.most == 2
+@pytest.mark.parametrize(("processes", "concurrency"), [(1, 3), (2, 5), (3, 2)])
+def test_concurrency_is_the_number_of_requests_under_way(server, processes, concurrency):
+    responses = [f"sleeps {i}" for i in range(24)]
+    result = scored(settings(server.url), responses, processes, concurrency)
+    assert result.scores == [1.0] * 24
+    assert 2 <= server.most <= concurrency
+
+
+def test_a_server_that_asks_for_time_gets_it(server):
+    start = time.monotonic()
+    assert ask(server, "later 429 1") == Score(0.5, {})
+    assert time.monotonic() - start >= 1.0
+    assert len(server.bodies) == 2
 
 
 def test_waits_double_and_spread_and_depend_on_the_request_alone():
@@ -230,7 +252,7 @@ def test_a_token_is_sent_from_the_environment_and_never_shown(server, monkeypatc
     (failure,) = result.failures
     assert "who is Bearer <token>?" in failure.reason
     shown = f"{failure} {caplog.text}"
-    assert "Traceback" in shown
+    assert "reward failed for 1 of 2, first for item 1" in shown
     assert TOKEN not in shown
     assert "hidden" not in shown  # the URL's query
 

@@ -10,7 +10,7 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.math_answer import last_boxed, reference_answer, score
-from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.scorer import RewardScorer
 
 SCORE = "hybridrl.rewards.math_answer.score"

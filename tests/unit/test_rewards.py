@@ -234,7 +234,9 @@ def test_no_reward_overflows_in_float32():
 
 
 def test_a_module_of_the_current_directory_is_found(tmp_path, monkeypatch):
-    (tmp_path / "my_reward_here.py").write_text("def score(p, r, e):\n    return 0.25\n")
+    (tmp_path / "my_reward_here.py").write_text(
+        "def score(_prompt, response, example):\n    return 0.25\n"
+    )
     monkeypatch.chdir(tmp_path)
     # As a console script sees it: neither "" nor the current directory.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])

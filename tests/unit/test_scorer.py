@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.messages import FailureKind
-from hybridrl.rewards.pool import MAX_LOGGED_FAILURES
-from hybridrl.rewards.process import KILL_AFTER_S, RewardProcessError
+from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.rewards.processes.pool import MAX_LOGGED_CAUSES
+from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 
 TIMEOUT_S = 0.5
@@ -200,13 +200,24 @@ def test_no_item_is_computed_twice(tmp_path):
     assert sorted(calls) == sorted(responses)
 
 
-def test_only_the_first_failures_are_logged(caplog):
+def test_a_cause_of_failures_is_logged_once_with_the_users_frames_and_counted(caplog):
     with scorer("misbehave", processes=1) as pool:
-        for _ in range(MAX_LOGGED_FAILURES):
-            assert len(pool.score([("", "raises", {})] * 2).failures) == 2
-    assert len(caplog.records) == MAX_LOGGED_FAILURES
-    assert "no such unit: furlong" in caplog.text
-    assert "Traceback" in caplog.text
+        for _ in range(3):
+            assert len(pool.score([("", text, {}) for text in ("raises", "no", "raises")]).failures)
+    shown, other, count, _ = [record.getMessage() for record in caplog.records]
+    assert shown.startswith("reward failed for 2 of 3, first for item 0: ValueError: no such")
+    assert other.startswith("reward failed for 1 of 3, first for item 1: KeyError: 'no'\nTraceback")
+    assert "reward_cases.py" in shown and "in _raise" in shown
+    assert "hybridrl/rewards" not in shown + other
+    assert count.startswith("reward failed 6 times in all: ValueError, File ")
+    assert count.endswith(", in _raise")
+
+
+def test_the_number_of_causes_that_are_logged_is_limited(caplog):
+    with scorer("raise_on_line", processes=1) as pool:
+        assert len(pool.score([("", str(line), {}) for line in range(1, 41)]).failures) == 40
+    assert len(caplog.records) == MAX_LOGGED_CAUSES + 1
+    assert "failed 30 times in all: other causes" in caplog.text
 
 
 def test_a_process_that_died_idle_is_replaced():

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.rewards.messages import Failure, FailureKind
+from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.phases import Phases
 from hybridrl.trainer.timing.throughput import Throughput

@@ -29,8 +29,8 @@ MAY_PICKLE = {
     "controller/watch/flight_recorder.py",
     "doctor/joined.py",
     "environments/base.py",
-    "rewards/messages.py",
-    "rewards/process.py",
+    "rewards/processes/messages.py",
+    "rewards/processes/process.py",
 }
 MAY_EXECUTE = {"rewards/sandbox/jail.py"}
 

@@ -15,6 +15,7 @@ from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_crit
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import awaits_rewards
 
 
 class Idle(NamedTuple):
@@ -136,11 +137,18 @@ RULES = (
     Idle("data.solution_key data.mixture.*.solution_key", "data.few_shot", 0),
     Idle("data.curriculum_steps", "data.curriculum", None),
     Idle(
-        "reward.function reward.args",
+        "reward.function reward.args reward.signature reward.concurrency",
         "environment.function",
         lambda config: config.environment is not None,
         ", which gives the rewards",
         "set environment=none",
+    ),
+    Idle(
+        "reward.concurrency",
+        "reward.function",
+        lambda config: not awaits_rewards(config),
+        ", which is not async: each process computes one response at a time",
+        "make it async def, or set reward.num_processes",
     ),
 )
 
@@ -154,21 +162,28 @@ def effect_problems(config: RunConfig, provenance: Provenance) -> Iterator[str]:
     reported: set[str] = set()
     for rule in RULES:
         with suppress(Unusable):
-            if not rule.applies(config):
+            keys = [
+                key for key in sorted(provenance.keys() - reported) if _sets(rule, key, provenance)
+            ]
+            if not keys or not rule.applies(config):
                 continue
-            for key in sorted(provenance.keys() - reported):
-                source = provenance.source(key)
-                if (
-                    source >= Source.recipe
-                    and source >= provenance.source(rule.cause)
-                    and not f"{rule.cause}.".startswith(f"{key}.")
-                    and any(fnmatch(f"{key}.", f"{idle}.*") for idle in rule.keys.split())
-                ):
-                    reported.add(key)
-                    yield (
-                        f"{key} is set but has no effect with {_setting(config, rule.cause)}"
-                        f"{rule.why}.\nRemove {key}, or {rule.remedy or f'change {rule.cause}'}."
-                    )
+            reported.update(keys)
+            for key in keys:
+                yield (
+                    f"{key} is set but has no effect with {_setting(config, rule.cause)}"
+                    f"{rule.why}.\nRemove {key}, or {rule.remedy or f'change {rule.cause}'}."
+                )
+
+
+def _sets(rule: Idle, key: str, provenance: Provenance) -> bool:
+    """Return whether the user set a key of the rule, and not less directly than its cause."""
+    source = provenance.source(key)
+    return (
+        source >= Source.recipe
+        and source >= provenance.source(rule.cause)
+        and not f"{rule.cause}.".startswith(f"{key}.")
+        and any(fnmatch(f"{key}.", f"{idle}.*") for idle in rule.keys.split())
+    )
 
 
 def _setting(config: RunConfig, key: str) -> str:

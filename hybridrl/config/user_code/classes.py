@@ -8,10 +8,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
+from hybridrl.config.choices import RewardSignature
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import similar_siblings
 from hybridrl.config.user_code.files import FORMS, file_of, module_and_name, module_of
 from hybridrl.config.user_code.importing import check_import, import_problem, own_problems
+from hybridrl.config.user_code.signatures import check_arguments, check_signature, is_async
 
 # role -> its built-in worker and config class. A path instead of the class avoids importing torch.
 BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
@@ -116,20 +117,26 @@ def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], l
 
 def reward_problems(config: schema.RunConfig) -> Iterator[str]:
     """Check reward functions and the names of evaluation rules."""
-    functions = {"reward": config.reward} | {
-        f"eval.rules.{name}": rule for name, rule in config.eval.rules.items()
-    }
     for name in config.eval.rules:
         if not name.isidentifier() or name.partition("_")[0] in ("greedy", "sampled"):
             yield (
                 f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
                 f"with greedy or sampled: it is part of eval/accuracy_<name>.\nRename it."
             )
-    for key, rule in functions.items():
+    for key, rule, signature in _reward_functions(config):
         try:
-            check_reward_function(key, rule.function, rule.args)
+            check_reward_function(key, rule.function, rule.args, signature)
         except ConfigError as error:
             yield from error.problems
+
+
+def _reward_functions(
+    config: schema.RunConfig,
+) -> Iterator[tuple[str, schema.FunctionConfig, RewardSignature]]:
+    """Yield key, section and signature of the reward function and of the evaluation rules."""
+    yield "reward", config.reward, config.reward.signature
+    for name, rule in config.eval.rules.items():
+        yield f"eval.rules.{name}", rule, RewardSignature.auto
 
 
 def environment_problems(config: schema.RunConfig) -> Iterator[str]:
@@ -145,9 +152,37 @@ def environment_problems(config: schema.RunConfig) -> Iterator[str]:
             yield from error.problems
 
 
-def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
-    """Raise a ConfigError unless `path` names a function (prompt, response, example, **args)."""
-    check_call(key, path, ("prompt", "response", {}), args, "(prompt, response, example, **args)")
+def check_reward_function(
+    key: str,
+    path: str,
+    args: dict[str, Any],
+    signature: RewardSignature = RewardSignature.auto,
+) -> RewardSignature:
+    """Check a reward function of the section `key` and its args; return its signature.
+
+    Raises:
+        ConfigError: `path` cannot be imported, has no known signature, or cannot be called with
+            args, or its own checks found problems.
+    """
+    function = _callable(key, path)
+    found = check_signature(key, path, function, args, signature)
+    if problems := own_problems(key, path, function, args):
+        raise ConfigError(*problems)
+    return found
+
+
+def reward_signature(reward: schema.RewardConfig) -> RewardSignature:
+    """Return the signature by which a checked config's reward is called, for header and plan."""
+    function = locate("reward.function", reward.function)
+    return check_signature("reward", reward.function, function, reward.args, reward.signature)
+
+
+def awaits_rewards(config: schema.RunConfig) -> bool:
+    """Return whether the reward or an evaluation rule is async; True if one has problems."""
+    if any(reward_problems(config)):
+        return True
+    functions = _reward_functions(config)
+    return any(is_async(locate(key, rule.function), rule.args) for key, rule, _ in functions)
 
 
 def check_call(
@@ -158,31 +193,21 @@ def check_call(
     Raises:
         ConfigError: `path` cannot be imported or called so, or its own checks found problems.
     """
+    function = _callable(key, path)
+    check_arguments(key, path, function, inputs, args, call)
+    if problems := own_problems(key, path, function, args):
+        raise ConfigError(*problems)
+
+
+def _callable(key: str, path: str) -> Callable[..., Any]:
+    """Return the function or class that `path` names; raise a ConfigError if there is none."""
     check_import(f"{key}.function", path)
     function: Callable[..., Any] = locate(f"{key}.function", path)
     if not callable(function):
         raise ConfigError(
             f"{key}.function = {path}, expected a function or class.\nSet {key}.function to one."
         )
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*inputs, **args)
-    except TypeError as error:
-        known = list(signature.parameters)[len(inputs) :]
-        raise ConfigError(
-            f"{key}.function = {path} cannot be called with {key}.args = {args}: {error}.\n"
-            f"Its signature is {signature}; the call is {call}. "
-            f"{_similar_args(key, args, known)}Remove or rename keys of {key}.args."
-        ) from error
-    if problems := own_problems(key, path, function, args):
-        raise ConfigError(*problems)
-
-
-def _similar_args(key: str, args: dict[str, Any], known: list[str]) -> str:
-    """Return "Did you mean ...? " for args that are no parameters; empty without similar ones."""
-    unknown = [name for name in args if name not in known]
-    near = [found for name in unknown for found in similar_siblings(f"{key}.args.{name}", known)]
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+    return function
 
 
 def _full_name(thing: Any) -> str:

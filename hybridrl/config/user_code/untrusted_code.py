@@ -17,6 +17,7 @@ ALLOWED = frozenset(
         "hybridrl.rewards.format.matches",
         "hybridrl.rewards.gsm8k.score",
         "hybridrl.rewards.http.score",
+        "hybridrl.rewards.judge.score",
         "hybridrl.rewards.math_answer.score",
         "hybridrl.rewards.none.score",
         "hybridrl.rewards.weighted.score",

@@ -159,8 +159,9 @@ def _read(sets: ProblemSets) -> list[str]:
     faults: list[str] = []
     if train_files is None and name != EMBEDDED:
         hub, faults = hub_files(config.name)
-    # Rewards and accuracies tell the data sets of a mixture apart.
+    # Rewards know the data set by its name; accuracies tell those of a mixture apart.
     own = {"dataset": sets.name} if sets.name else {}
+    label = {"dataset": train_files[0].stem if train_files else config.name}
     found: dict[Split, list[SourceProblem]] = {}
     for split, key, files in (
         (Split.train, "data.train_files", train_files),
@@ -175,7 +176,9 @@ def _read(sets: ProblemSets) -> list[str]:
         elif hub.get(split):
             problems, wrong = read_problems("data.name", hub[split], columns)
         faults += wrong
-        found[split] = [replace(p, example=p.example | own, tags=p.tags | own) for p in problems]
+        found[split] = [
+            replace(p, example=label | p.example | own, tags=p.tags | own) for p in problems
+        ]
     sets.train, sets.held_out = found[Split.train], found[Split.held_out]
     if train_files is not None and eval_files is None and not faults:
         faults += _hold_out_last(sets)

@@ -35,7 +35,7 @@ class Prompt:
         token_ids: of the rendered prompt; at most rollout.max_prompt_tokens.
         text: the rendered prompt.
         question: the problem without template, for display.
-        example: the row with `answer`, and with `dataset` in a mixture; argument of rewards.
+        example: the row with `answer` and `dataset`, its data set's name; argument of rewards.
         tags: groups whose accuracy is reported separately, such as {"range": "unseen"}.
         dataset: its name in data.mixture; empty without a mixture.
         difficulty: larger is harder; 0 without a curriculum.

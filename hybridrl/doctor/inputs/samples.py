@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.checks.reward_model import NO_REWARD
+from hybridrl.config.choices import RewardSignature
 from hybridrl.config.data_schema import DataConfig, MixturePart
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
@@ -24,7 +25,7 @@ from hybridrl.doctor.findings import (
 )
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.rewards.process import RewardProcessError
+from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer
 
 if TYPE_CHECKING:
@@ -128,9 +129,16 @@ def _try_rule(
 ) -> Finding:
     """Score reference answers, as they are and in other forms, and empty responses."""
     name, timeout_s = f"{key}.function = {rule.function}", config.reward.timeout_s
+    signature = config.reward.signature if key == "reward" else RewardSignature.auto
     responses = {form: [_response(form, prompt) for prompt in prompts] for form in (*FORMS, EMPTY)}
     with RewardScorer(
-        rule.function, rule.args, timeout_s=timeout_s, num_processes=1, failed_score=0.0
+        rule.function,
+        rule.args,
+        timeout_s=timeout_s,
+        num_processes=1,
+        failed_score=0.0,
+        concurrency=config.reward.concurrency,
+        signature=signature,
     ) as scorer:
         # One row first: a function that hangs costs one timeout.
         one = [(prompts[0].text, responses[f][0], prompts[0].example) for f in (FORMS[0], EMPTY)]

@@ -9,7 +9,7 @@ from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens, load_tokenizer
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.resolve import plain_folder
-from hybridrl.rewards.messages import Failure, FailureKind
+from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.trainer.rewarding import Rewarded
 

@@ -22,7 +22,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 from hybridrl.trainer.sampling import total_stats
 

@@ -9,7 +9,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.rows import MAX_FAULTS_SHOWN, first_faults
-from hybridrl.rewards.messages import Failure
+from hybridrl.rewards.processes.messages import Failure
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles

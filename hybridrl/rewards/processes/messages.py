@@ -3,7 +3,8 @@
 The pool sends pickles: a Setup, as item START, then lists of items. The process sends lines of
 JSON, which is never executed; anything else that it sends is detected as an error:
 
-    [index, value]                      for each item, in order
+    [START, is_async]                   when it has imported the function
+    [index, value]                      for each item; in order, unless the function is async
     [index, kind, reason, traceback]    instead, if the item failed
 """
 
@@ -13,13 +14,13 @@ import json
 import os
 import pickle
 import resource
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 # An item and its index in the batch; from the process, its value or Failure.
 Indexed = tuple[int, Any]
-# Index of the setup; its result is that the function is imported, or the problem.
+# Index of the setup; its value is whether the function is async.
 START = -1
 
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -39,16 +40,21 @@ class Setup:
     """To the process, once: the function to compute.
 
     Attributes:
-        task: dotted path of a factory, (function, args) -> (item -> value, in types of JSON).
+        task: dotted path of a factory, (function, args, **options) -> (item -> value, in types of
+            JSON), which may be async.
         function: dotted path of the user's function or class.
         args: its keyword arguments.
         timeout_s: seconds per item.
+        concurrency: items under way over all processes of the pool if the task is async.
+        options: of the factory.
     """
 
     task: str
     function: str
     args: dict[str, Any]
     timeout_s: float
+    concurrency: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -19,7 +18,7 @@ from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end
-from hybridrl.rewards.messages import MAX_MESSAGE_BYTES, START, Indexed, Setup, parsed
+from hybridrl.rewards.processes.messages import MAX_MESSAGE_BYTES, START, Indexed, Setup, parsed
 
 START_TIMEOUT_S = 120.0
 # Seconds after the time limit at which a process that did not interrupt its item is killed.
@@ -28,7 +27,7 @@ _READ_BYTES = 2**16
 
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hybridrl.rewards.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from hybridrl.rewards.processes.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -44,7 +43,9 @@ class RewardProcess:
     Attributes:
         socket: readable when a result has arrived or the process has ended.
         deadline: time.monotonic() of the next result at the latest.
-        pending: items without a result, the current one first; at the start, the setup.
+        pending: index -> item without a result; at the start, the setup. The first is the current
+            one, unless the function is async.
+        is_async: True if all pending items are under way; known after the start.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -62,18 +63,19 @@ class RewardProcess:
                 process_group=0,  # out of reach of the terminal's Ctrl-C
             )
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.pending: deque[Indexed] = deque([(START, setup)])
+        self.pending: dict[int, Any] = {START: setup}
+        self.is_async = False
         with suppress(OSError):  # already ended: reported when waiting for it to be ready
             self._send(setup, START_TIMEOUT_S)
 
     def hand_out(self, items: list[Indexed]) -> None:
-        """Assign items to a process without pending ones.
+        """Assign items to a process without pending ones, or to an async one.
 
         Raises:
-            OSError: it has ended or sent unexpected data; `pending` stays empty.
+            OSError: it has ended or sent unexpected data; `pending` is as before.
         """
         self._send(items, self._answer_timeout_s)
-        self.pending.extend(items)
+        self.pending.update(items)
         self.deadline = time.monotonic() + self._answer_timeout_s
 
     def receive(self) -> Iterator[Indexed]:
@@ -84,14 +86,20 @@ class RewardProcess:
             ValueError, RecursionError: it sent an invalid message.
         """
         for index, found in self._messages():
-            if not self.pending or self.pending[0][0] != index:
+            if index not in self.pending or (not self.is_async and index != self.first):
                 raise ValueError("a result without a pending item")
+            self.is_async = self.is_async or (index == START and found is True)
             yield index, found
-            self.pending.popleft()
+            del self.pending[index]
             self.deadline = time.monotonic() + self._answer_timeout_s
 
+    @property
+    def first(self) -> int:
+        """Index of the item that has been pending for longest."""
+        return next(iter(self.pending))
+
     def _send(self, message: Setup | list[Indexed], timeout_s: float) -> None:
-        if wait([self.socket], 0):
+        if not self.pending and wait([self.socket], 0):
             raise ConnectionError("the process has ended or sent unexpected data")
         content = pickle.dumps(message)
         self.socket.settimeout(timeout_s)

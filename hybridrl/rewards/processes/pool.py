@@ -2,35 +2,41 @@
 
     items -> chunks -> processes -> one result per item, sent when it is computed
 
-Results arrive in order, so the item that hung or killed its process is the first one without a
-result. It fails, the process is replaced, and the rest of its chunk is assigned again. No item is
-computed twice.
+Results of a function arrive in order, so the item that hung or killed its process is the first one
+without a result. It fails, the process is replaced, and the rest of its chunk is assigned again. No
+item is computed twice.
+
+A process of an async function has several items under way. When it ends or hangs, the guilty one
+is not known. So these items are computed again at the end, each alone in its process.
 """
 
 import logging
+import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, Self
 
 from hybridrl.config.user_code.supervisor import describe_exit
-from hybridrl.rewards.messages import START, Failure, FailureKind, Indexed, Setup
-from hybridrl.rewards.process import (
+from hybridrl.rewards.processes.messages import START, Failure, FailureKind, Indexed, Setup
+from hybridrl.rewards.processes.process import (
     START_TIMEOUT_S,
     RewardProcess,
     RewardProcessError,
     environment_for,
 )
+from hybridrl.rewards.processes.tracebacks import last_frame
 
 _logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 8
 # Small chunks balance the load; larger ones save round trips.
 MAX_CHUNK_ITEMS = 8
-# Tracebacks that a pool logs; later failures are only counted.
-MAX_LOGGED_FAILURES = 3
+# Causes of failures that a pool logs and counts each; further ones are counted together.
+MAX_LOGGED_CAUSES = 10
+OTHER_CAUSES = "other causes"
 # Failed starts in a row, without an item as cause, that raise an error.
 MAX_FAILED_STARTS = 3
 
@@ -55,9 +61,10 @@ class TaskPool:
         self._setup = setup
         self._what = what
         self._read = read
-        self._num_logged = 0
+        self._failed: Counter[str] = Counter()  # items by cause, see `_cause`
         self._failed_starts = 0
         self._waiting: deque[Indexed] = deque()  # items without a process
+        self._suspects: deque[Indexed] = deque()  # items to be computed alone
         self._results: dict[int, Any] = {}
         withheld = sorted(os.environ.keys() - environment_for(setup.args).keys())
         if withheld:
@@ -76,6 +83,7 @@ class TaskPool:
         """
         assert self._processes, "the pool is closed"
         self._waiting, self._results = deque(enumerate(items)), {}
+        self._suspects.clear()
         share = len(items) // (4 * len(self._processes))
         chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
         try:
@@ -92,7 +100,14 @@ class TaskPool:
         return results
 
     def close(self) -> None:
-        """End all processes and those they started. A second call does nothing."""
+        """End all processes and those they started; log how often which failure occurred.
+
+        A second call does nothing.
+        """
+        for cause, count in self._failed.items():
+            if count > 1:
+                _logger.warning("%s failed %d times in all: %s", self._what, count, cause)
+        self._failed.clear()
         for process in self._processes:
             process.ask_to_end()
         for process in self._processes:
@@ -106,16 +121,28 @@ class TaskPool:
         self.close()
 
     def _hand_out(self, chunk_items: int) -> None:
-        """Assign a chunk to every idle process while items are left."""
+        """Assign items to every process that has room for more."""
         for process in list(self._processes):
-            if self._waiting and not process.pending:
-                size = min(chunk_items, len(self._waiting))
-                chunk = [self._waiting.popleft() for _ in range(size)]
+            if chunk := self._chunk_for(process, chunk_items):
                 try:
                     process.hand_out(chunk)
-                except OSError:  # it failed while idle: not caused by an item
+                except OSError:  # it failed before: not caused by these items
                     self._waiting.extendleft(reversed(chunk))
-                    self._replace(process)
+                    self._fail_current(process, FailureKind.error)
+
+    def _chunk_for(self, process: RewardProcess, chunk_items: int) -> list[Indexed]:
+        """Take the next items for a process: a chunk when it is idle, or as many as it may have."""
+        size, pending = chunk_items, len(process.pending)
+        if pending and not process.is_async:
+            return []
+        if process.is_async:
+            share, rest = divmod(self._setup.concurrency, len(self._processes))
+            share += self._processes.index(process) < rest
+            if self._suspects and not self._waiting and not pending and share:
+                return [self._suspects.popleft()]
+            # An even share of few items: they may also need time to compute.
+            size = min(share - pending, math.ceil(len(self._waiting) / len(self._processes)))
+        return [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
 
     def _collect(self) -> None:
         """Wait for an event; store results and replace processes that ended or hang."""
@@ -144,17 +171,23 @@ class TaskPool:
                 if time.monotonic() > process.deadline:
                     reason = f"took longer than {self._setup.timeout_s:g} s and could not be "
                     reason += "interrupted; its process was killed"
+                    if process.is_async:
+                        reason += " (a call in an async function blocks, or ignores cancellation)"
                     self._fail_current(process, FailureKind.timeout, reason)
 
     def _fail_current(self, process: RewardProcess, kind: FailureKind, reason: str = "") -> None:
         """Fail the current item of a process, put its other items back and replace it.
 
-        Without a reason the process ended by itself.
+        Several items that were under way are put back to be computed alone. Without a reason the
+        process ended by itself.
         """
         exit_code = self._replace(process)
         if not process.pending:
             return
-        (index, _), *others = process.pending
+        if process.is_async and len(process.pending) > 1:
+            self._suspects.extend(process.pending.items())
+            return
+        (index, _), *others = process.pending.items()
         self._waiting.extendleft(reversed(others))
         if index == START:
             self._count_failed_start(exit_code)
@@ -178,13 +211,36 @@ class TaskPool:
             )
 
     def _log(self, results: Sequence[Any]) -> None:
-        failures = [result for result in results if isinstance(result, Failure)]
-        for failure in failures[: MAX_LOGGED_FAILURES - self._num_logged]:
-            self._num_logged += 1
-            _logger.warning(
-                "%s of item %d failed: %s\n%s",
-                self._what,
-                failure.index,
-                failure.reason,
-                failure.traceback,
-            )
+        """Log the first failure of each cause, and the number of such failures in the batch."""
+        found: dict[str, list[Failure]] = {}
+        for result in results:
+            if isinstance(result, Failure):
+                found.setdefault(_cause(result), []).append(result)
+        for cause, failures in found.items():
+            if cause not in self._failed:
+                if len(self._failed) >= MAX_LOGGED_CAUSES:
+                    cause = OTHER_CAUSES
+                else:
+                    self._log_first(failures)
+            self._failed[cause] += len(failures)
+
+    def _log_first(self, failures: list[Failure]) -> None:
+        first = failures[0]
+        # Without frames of the user it is the reason again.
+        trace = f"\n{first.traceback.rstrip()}" if last_frame(first.traceback) else ""
+        _logger.warning(
+            "%s failed for %d of %d, first for item %d: %s%s",
+            self._what,
+            len(failures),
+            len(self._results),
+            first.index,
+            first.reason,
+            trace,
+        )
+
+
+def _cause(failure: Failure) -> str:
+    """Return type of the exception, and the user's line that led to it."""
+    where = last_frame(failure.traceback)
+    kind = failure.reason.partition(":")[0]
+    return f"{kind}, {where}" if where else kind

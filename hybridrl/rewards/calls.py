@@ -1,0 +1,153 @@
+"""Calls of reward functions with our signature, verl's or TRL's, awaited or not.
+
+An item is one response. For a TRL function it may be a list of responses: all to one prompt, which
+the function may compare. The result is a Score, or a list with a Score or None for each response.
+"""
+
+import inspect
+import math
+import numbers
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.choices import RewardSignature
+from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.signatures import accepted, check_signature, is_async
+from hybridrl.rewards.base import RewardItem, Score, as_score
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """Reward function and how it is called.
+
+    Attributes:
+        function: the reward.
+        args: keyword arguments of every call.
+        signature: of the function; not auto.
+        name: dotted path, for messages.
+    """
+
+    function: Callable[..., Any]
+    args: dict[str, Any]
+    signature: RewardSignature
+    name: str
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether `score_later` must be used."""
+        return is_async(self.function, self.args)
+
+    def score(self, item: Any) -> Any:
+        """Return the result of an item; raise as the function and `as_score` do."""
+        return self._read(self._call(item), item)
+
+    async def score_later(self, item: Any) -> Any:
+        """Return as `score` does, of an async function or another one."""
+        found = self._call(item)
+        return self._read(await found if inspect.isawaitable(found) else found, item)
+
+    def _call(self, item: Any) -> Any:
+        if self.signature is RewardSignature.hybridrl:
+            return self.function(*item[:3], **self.args)
+        is_verl = self.signature is RewardSignature.verl
+        inputs = _verl_inputs(item) if is_verl else _trl_inputs(_rows(item))
+        return self.function(**accepted(self.function, inputs) | self.args)
+
+    def _read(self, value: Any, item: Any) -> Any:
+        if self.signature is RewardSignature.trl:
+            scores = _trl_scores(value, len(_rows(item)), self.name)
+            return scores if isinstance(item, list) else scores[0]
+        if self.signature is RewardSignature.verl and isinstance(value, dict):
+            return _verl_score(value, self.name)
+        return as_score(value, self.name)
+
+
+def reward_call(
+    key: str,
+    function: str,
+    args: dict[str, Any],
+    signature: RewardSignature = RewardSignature.auto,
+) -> RewardCall:
+    """Return the call of a reward, checked before; `key` is its section or the part of a sum.
+
+    Raises:
+        ConfigError: there is no such function, or it fits no signature.
+    """
+    found = locate(key, function)
+    name = function if key == "reward" else f"{key}, {function},"
+    return RewardCall(found, args, check_signature(key, function, found, args, signature), name)
+
+
+def reward_task(
+    function: str, args: dict[str, Any], signature: RewardSignature
+) -> Callable[[Any], Any]:
+    """Return the task of a reward process, item -> result; async if the reward is."""
+    call = reward_call("reward", function, args, signature)
+    return call.score_later if call.is_async else call.score
+
+
+def _verl_inputs(item: RewardItem) -> dict[str, Any]:
+    example = item[2]
+    return {
+        "data_source": example.get("data_source", example.get("dataset", "")),
+        "solution_str": item[1],
+        "ground_truth": example["answer"],
+        "extra_info": example.get("extra_info") or {},
+    }
+
+
+def _verl_score(value: dict[str, Any], name: str) -> Score:
+    """Return the score of verl's dict; its other numbers are parts."""
+    if "score" not in value:
+        raise TypeError(f"{name} returned a dict without score")
+    parts = {
+        key: float(part)
+        for key, part in value.items()
+        if key != "score"
+        and re.fullmatch(r"\w+", str(key))
+        and isinstance(part, numbers.Real)
+        and math.isfinite(part)
+    }
+    return as_score(Score(value["score"], parts), name)
+
+
+def _rows(item: RewardItem | list[RewardItem]) -> list[RewardItem]:
+    return item if isinstance(item, list) else [item]
+
+
+def _trl_inputs(rows: list[RewardItem]) -> dict[str, Any]:
+    """Return TRL's keywords: messages if the column prompt has some, and every other column."""
+    examples = [row[2] for row in rows]
+    prompts = [row[2].get("prompt", row[0]) for row in rows]
+    inputs: dict[str, Any] = {
+        name: [example.get(name) for example in examples]
+        for name in examples[0]
+        if name not in ("prompt", "completion", "completion_ids")
+    }
+    completions = [
+        [{"role": "assistant", "content": row[1]}] if isinstance(prompt, list) else row[1]
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
+    ids = [row[3] for row in rows if len(row) > 3]
+    inputs |= {"completion_ids": ids} if ids else {}
+    inputs |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+    return inputs | {"prompts": prompts, "completions": completions}
+
+
+def _trl_scores(value: Any, count: int, name: str) -> list[Score | None]:
+    try:
+        values = list(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} returned a {type(value).__name__}, expected a list of numbers, one per "
+            f"completion"
+        ) from None
+    if len(values) != count:
+        raise ValueError(f"{name} returned {len(values)} numbers for {count} completions")
+    return [None if each is None else as_score(each, name) for each in values]
+
+
+def _ignore(*_: Any) -> None:
+    """Stand for TRL's log_extra and log_metric."""

@@ -1,0 +1,47 @@
+"""Tracebacks of user code, cut to the user's frames."""
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+
+import hybridrl
+
+MAX_CHARS = 4000
+_OURS = os.path.dirname(hybridrl.__file__) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return an error's traceback, and those of its causes, without frames of libraries.
+
+    An error that no frame of the user led to keeps those of installed packages, but for hybridrl.
+    """
+    told = traceback.TracebackException.from_exception(error, compact=True)
+    for each in _all(told):
+        own = [frame for frame in each.stack if not _is_machinery(frame.filename)]
+        user = [frame for frame in own if not any(part in frame.filename for part in _INSTALLED)]
+        each.stack = traceback.StackSummary.from_list(user or own)
+    return "".join(told.format())[-MAX_CHARS:]
+
+
+def last_frame(trace: str) -> str:
+    """Return file, line and function of the last frame in a traceback; empty without frames."""
+    frames = [line.strip() for line in trace.splitlines() if line.startswith('  File "')]
+    return frames[-1] if frames else ""
+
+
+def _all(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield an error, its causes and the members of its groups."""
+    yield told
+    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        if other is not None:
+            yield from _all(other)
+
+
+def _is_machinery(filename: str) -> bool:
+    """Return whether a file belongs to hybridrl or Python itself."""
+    is_installed = any(part in filename for part in _INSTALLED)
+    is_python = filename.startswith((_PYTHON, "<frozen")) and not is_installed
+    return is_python or filename.startswith(_OURS)
