@@ -18,6 +18,7 @@ import torch
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
@@ -37,6 +38,7 @@ from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import RewardSource
+from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
@@ -113,7 +115,8 @@ def train(
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
-        trainer = PPOTrainer(
+        trainer_class = SFTTrainer if is_supervised(config) else PPOTrainer
+        trainer = trainer_class(
             config,
             workers,
             inputs.source,
