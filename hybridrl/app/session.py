@@ -45,6 +45,7 @@ from hybridrl.trainer.tracking.header import RunFacts, header_lines
 from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter
+from hybridrl.trainer.tracking.summary import COLUMNS, SUPERVISED_COLUMNS
 from hybridrl.trainer.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def train(
         on_gpu = config.hardware.accelerator is Accelerator.gpu
         torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
     with ExitStack() as stack:
-        console = stack.enter_context(RunConsole(config.trainer.total_steps))
+        columns = SUPERVISED_COLUMNS if is_supervised(config) else COLUMNS
+        console = stack.enter_context(RunConsole(config.trainer.total_steps, columns=columns))
         _route_logging(console, stack)
         if resume is not None:
             resume.quarantine(run_dir)

@@ -1,8 +1,8 @@
 """Supervised fine-tuning (SFT): the loop of PPO, with reference answers in place of sampled ones.
 
-    update      actor, packed micro-batches: the likelihood of the reference answers
-    evaluate    reshard, sampled held-out responses; likelihood of the held-out reference answers
-    log, checkpoint
+update      actor, packed micro-batches: the likelihood of the reference answers
+evaluate    reshard, sampled held-out responses; likelihood of the held-out reference answers
+log, checkpoint
 """
 
 from collections.abc import Sequence

@@ -51,6 +51,8 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
     overrides += ["reward.args.isolation=none"] if choice == "code" else []
+    if (group, choice) == ("algorithm", "sft"):
+        overrides += ["rollout.responses_per_prompt=1", "actor.mini_batch_size=64"]
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
     overrides += WITH_REWARD_MODEL if scores else []
