@@ -1,5 +1,7 @@
 """Supervised fine-tuning: what it refuses, what has no effect in it, and its plan."""
 
+import io
+
 import pytest
 from composing import GPU_NODE, LAPTOP, examined, problems
 from rich.console import Console
@@ -54,9 +56,9 @@ def test_engines_decode_all_held_out_problems_together():
 
 def test_plan_and_header_name_reference_answers_and_no_samples():
     found = examined(SFT)
-    console = Console(width=160, record=True, quiet=True)
-    console.print(plan(found.config, found.shape, LAPTOP))
-    text = console.export_text()
+    file = io.StringIO()
+    Console(width=160, file=file).print(plan(found.config, found.shape, LAPTOP))
+    text = file.getvalue()
     assert "reference answers a step" in text and "prompts x" not in text
     assert "algorithm.advantage = none needs none" in text
     facts = RunFacts("here", "a machine", 1, TINY["vocab_size"], [])
