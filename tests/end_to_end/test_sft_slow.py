@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a run: it learns, resumes exactly, and GRPO starts from its directory."""
+"""Supervised fine-tuning as a run: it learns, resumes exactly, and GRPO starts from it."""
 
 import math
 
