@@ -1,4 +1,4 @@
-"""Value loss, and the terms added to any policy loss: entropy bonus and KL penalty.
+"""Value loss, loss of reference answers, terms added to any policy loss: entropy bonus, KL penalty.
 
 The value loss is a sum over the tokens of a micro-batch, divided by the token count of the whole
 mini-batch on all ranks, as in token_loss.py. The other terms are token by token.
@@ -62,6 +62,15 @@ def value_loss(
         "value_clip_fraction": masked_sum((clipped > unclipped).detach(), response_mask),
         "value_error": masked_sum(unclipped.detach(), response_mask),
     }
+
+
+def nll(log_probs: Tensor, response_mask: Tensor) -> TokenLoss:
+    """Compute the negative log-likelihood of reference answers: l_t = -log_probs_t, nats.
+
+    log_probs, [N] with graph, are of the reference's tokens given the prompt and the tokens before.
+    """
+    check_masked("nll", response_mask, log_probs=log_probs)
+    return TokenLoss(-at_least_float32(log_probs).masked_fill(~response_mask, 0.0), {})
 
 
 def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coef: float) -> TokenLoss:

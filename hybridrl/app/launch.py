@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import verify
+from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
@@ -156,9 +158,11 @@ def examine_data(result: Examined) -> "PromptSets | None":
         return None
     from hybridrl.data.sources.prompts import examine_prompts
 
-    config, report = result.config, result.report
+    config, report, longest = result.config, result.report, None
+    with suppress(Unusable):  # reported already
+        longest = config.rollout.max_response_tokens if is_supervised(config) else None
     prompts, problems = examine_prompts(
-        config.data, config.model.path, config.rollout.max_prompt_tokens
+        config.data, config.model.path, config.rollout.max_prompt_tokens, longest
     )
     for problem in problems:
         report.add(problem, broken="data")

@@ -18,6 +18,7 @@ import torch
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
@@ -38,12 +39,14 @@ from hybridrl.trainer.factory import generator_for, open_environment, open_rewar
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.reference_answers import reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
+from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
 from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter
+from hybridrl.trainer.tracking.summary import COLUMNS, SUPERVISED_COLUMNS
 from hybridrl.trainer.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -92,7 +95,8 @@ def train(
         on_gpu = config.hardware.accelerator is Accelerator.gpu
         torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
     with ExitStack() as stack:
-        console = stack.enter_context(RunConsole(config.trainer.total_steps))
+        columns = SUPERVISED_COLUMNS if is_supervised(config) else COLUMNS
+        console = stack.enter_context(RunConsole(config.trainer.total_steps, columns=columns))
         _route_logging(console, stack)
         if resume is not None:
             resume.quarantine(run_dir)
@@ -117,7 +121,8 @@ def train(
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
-        trainer = PPOTrainer(
+        trainer_class = SFTTrainer if is_supervised(config) else PPOTrainer
+        trainer = trainer_class(
             config,
             workers,
             inputs.source,

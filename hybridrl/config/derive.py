@@ -9,6 +9,7 @@ from hybridrl.config.checks.sizes import divisors, fitting_mini_batches, listed,
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.world import world_size, world_text
 from hybridrl.config.schema import RunConfig
@@ -92,10 +93,12 @@ def _shards(config: RunConfig, machine: Machine) -> int:
 
 
 def _num_seqs(config: RunConfig, machine: Machine) -> int:
-    """Return the responses per engine and step, at most MAX_NUM_SEQS."""
-    rollout = config.rollout
+    """Return the responses per engine and step, or evaluation, at most MAX_NUM_SEQS."""
+    rollout, prompts = config.rollout, config.data.prompts_per_step
     engines = max(1, world_size(config) // rollout.tensor_parallel_size)
-    prompts = math.ceil(config.data.prompts_per_step / engines)
+    if is_supervised(config):  # samples only for evaluation
+        prompts = config.data.num_eval_problems or MAX_NUM_SEQS
+    prompts = math.ceil(prompts / engines)
     return min(MAX_NUM_SEQS, prompts * rollout.responses_per_prompt)
 
 

@@ -70,16 +70,20 @@ _FUNCTIONS = (
 BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {e.path.split(".")[1]: e._replace(path=f"hybridrl.algorithms.{e.path}") for e in _FUNCTIONS}
 )
+# Supervised fine-tuning on reference answers, which has no advantages.
+SUPERVISED = Estimator("none", ())
 
 
 def estimator_of(advantage: str) -> Estimator:
-    """Return the estimator of `algorithm.advantage`: a built-in name or the path of own code.
+    """Return the estimator of `algorithm.advantage`: a built-in name, none or the path of own code.
 
     Raises:
         ConfigError: it does not exist, or has a parameter that the trainer cannot fill.
     """
     if advantage in BUILT_IN_ESTIMATORS:
         return BUILT_IN_ESTIMATORS[advantage]
+    if advantage == SUPERVISED.path:
+        return SUPERVISED
     parameters = signature_of(KEY, advantage, BUILT_IN_ESTIMATORS, "algorithm")
     known = [*TENSORS, *SETTINGS]
     unknown = [p.name for p in parameters if p.name not in known and p.default is p.empty]
@@ -99,6 +103,11 @@ def taking(setting: str) -> list[str]:
 def uses_critic(config: RunConfig) -> bool:
     """Return whether the run trains a value function."""
     return estimator_of(config.algorithm.advantage).uses_critic
+
+
+def is_supervised(config: RunConfig) -> bool:
+    """Return whether the run trains on reference answers instead of sampled responses."""
+    return config.algorithm.advantage == SUPERVISED.path
 
 
 def estimator_problems(config: RunConfig) -> Iterator[str]:

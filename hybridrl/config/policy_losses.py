@@ -69,6 +69,7 @@ _RATIO = Range("a ratio of 1 means no change", 1)
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
 _FUNCTIONS = (
+    PolicyLoss("losses.nll", ("log_probs", "response_mask"), {}),
     PolicyLoss("policy_losses.ppo_clip", _BASE, _CLIP),
     PolicyLoss("policy_losses.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
     PolicyLoss("policy_losses.gspo", (*_BASE, "sequence_id"), _CLIP),

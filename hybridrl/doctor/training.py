@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from hybridrl.config.checks.sizes import warm_ups
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import world_size
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.doctor.context import CheckContext
@@ -41,7 +42,9 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
     """Return overrides for a short run: few prompts, short responses, no files kept."""
     config = context.config
     prompts = world_size(config)
-    tokens = min(MAX_RESPONSE_TOKENS, config.rollout.max_response_tokens)
+    supervised, longest = is_supervised(config), config.rollout.max_response_tokens
+    # Reference answers stay as long as they are.
+    tokens = longest if supervised else min(MAX_RESPONSE_TOKENS, longest)
     buffer = config.algorithm.overlong.buffer_tokens
     return [
         *(f"{key}={STEPS - 1}" for key, steps in warm_ups(config).items() if steps >= STEPS),
@@ -54,7 +57,7 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
         "eval.greedy=false",
         f"rollout.max_response_tokens={tokens}",
         "trainer.save_final_model=false",
-        "trainer.samples_every_steps=0",
+        *([] if supervised else ["trainer.samples_every_steps=0"]),
         "trainer.profile_steps=[]",
         "trainer.max_restarts=0",
         "checkpoint.every_steps=0",

@@ -2,7 +2,7 @@
 
     embedded        the tiny model inside this package
     smollm2_135m    SmolLM2-135M-Instruct from its package (hybridrl/models/smollm2.py)
-    a local path    used as it is
+    a local path    used as it is; of a run's directory, the model that it trained
     anything else   a name on the hub: first its local cache, then a download
 
 Functions that take a model raise ConfigError if it does not exist or cannot be fetched.
@@ -36,6 +36,8 @@ _HUB_FILES = ["*.safetensors", *PLAIN_FILES]
 # Errors of a download; HfHubHTTPError is an OSError.
 HUB_ERRORS = (OSError, HFValidationError)
 _CONFIG = "config.json"
+# Folder of the trained model in a run's directory.
+FINAL = "final"
 _WEIGHTS = (".safetensors", ".bin")
 # A tokenizer's vocabulary is in one of these.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -127,6 +129,8 @@ def _local_folder(path: str) -> Path:
         raise _no_model(path, "an address, not a folder or a name such as Qwen/Qwen2.5-0.5B")
     try:
         folder = expanded(path).resolve()
+        if not (folder / _CONFIG).is_file() and (folder / FINAL / _CONFIG).is_file():
+            folder /= FINAL
         there, is_folder = folder.exists(), folder.is_dir()
         has_config = (folder / _CONFIG).is_file()
     except (OSError, ValueError) as error:
@@ -135,7 +139,11 @@ def _local_folder(path: str) -> Path:
         found = "is a file, not a folder" if there else "does not exist"
         raise _no_model(path, f"{folder} {found}")
     if not has_config:
-        raise _no_model(path, f"{folder} has no {_CONFIG}")
+        raise _no_model(
+            path,
+            f"{folder} has no {_CONFIG}; if it is the directory of a run that has not ended, "
+            f"`hybridrl export {path} <folder>` writes the model of its newest checkpoint",
+        )
     return folder
 
 

@@ -36,7 +36,7 @@ class Evaluator:
         top_p: float,
         greedy: bool,
     ) -> None:
-        self._prompts = prompts
+        self.prompts = prompts
         self._rewards = rewards
         self._rules = {f"_{name}": rule for name, rule in rules.items()}
         self._temperature = temperature
@@ -80,9 +80,9 @@ class Evaluator:
         self, step: int, generate: Generate, temperature: float, top_p: float
     ) -> tuple[RolloutBatch, dict[str, Scored]]:
         """Sample and score; keys are suffixes of metrics, "" for the training reward."""
-        request = request_of(self._prompts, step, temperature=temperature, top_p=top_p)
+        request = request_of(self.prompts, step, temperature=temperature, top_p=top_p)
         batch = generate(request)
-        return batch, score_by_rules(self._rewards, self._rules, self._prompts, batch)[1]
+        return batch, score_by_rules(self._rewards, self._rules, self.prompts, batch)[1]
 
 
 def score_by_rules(

@@ -12,7 +12,7 @@ The trainer runs in the driver process. It holds no weights and calls the worker
 
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
-from hybridrl.models.resolve import read_model_config
+from hybridrl.models.resolve import FINAL, read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator, KLControl, LossInputs, value_metrics
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
@@ -80,8 +80,8 @@ class PPOTrainer:
         self.config = config
         self.workers = workers
         self.kl = KLControl(config.algorithm.kl)
-        self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_inputs = LossInputs(config.algorithm, config.seed)
+        self.prompts = prompts
         self.generator = generator
         self.rewards = rewards
         self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
@@ -101,6 +101,11 @@ class PPOTrainer:
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
         self.state = TrainState(prompts, self.kl, self.engine, self.guard)
         self.metrics: dict[str, float | None] = {}
+
+    @cached_property
+    def estimator(self) -> AdvantageEstimator:
+        """The run's advantage estimator; supervised fine-tuning has none."""
+        return AdvantageEstimator(self.config.algorithm)
 
     def fit(self, resume: Resume | None = None) -> float:
         """Train up to trainer.total_steps; return the final held-out accuracy.
@@ -318,7 +323,7 @@ class PPOTrainer:
     def save(self) -> None:
         """Write the trained model as an ordinary HF folder."""
         if self.config.trainer.save_final_model:
-            folder = self.reporter.run_dir / "final"
+            folder = self.reporter.run_dir / FINAL
             # Offloaded weights return to the GPU to be gathered: the engine makes room.
             self.engine.sleep()
             problem = self.workers.actor.call("save", str(folder))

@@ -76,14 +76,14 @@ class ActorWorker(TrainedWorker):
     def update(self, batch: RankBatch, step: int, kl_coef: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch of `batch`; return metrics over all ranks.
 
-        `batch` has old_log_probs, advantages and, unless `kl_coef`, the weight of the KL penalty in
-        the loss, is 0, ref_log_probs. `step`, counted from 1, sets the learning rate.
+        `batch` has the fields that the loss takes and, unless `kl_coef`, the weight of the KL
+        penalty in the loss, is 0, ref_log_probs. `step`, counted from 1, sets the learning rate.
         """
         self.kl_coef = kl_coef
         with self.training(self.policy_loss, step) as training:
             for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(*mini)
-                # The loss of a subclass may not report it.
+                # Not reported for reference answers, nor by the loss of some subclasses.
                 if index == 0 and "log_ratio_max" in training.maxima:
                     training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
         return {f"actor/{name}": value for name, value in training.report().items()}
@@ -135,8 +135,9 @@ class ActorWorker(TrainedWorker):
             totals,
             self.config.max_response_tokens,
         )
-        old_log_probs = self.on_device(micro.old_log_probs)
-        maxima = ratio_maxima(log_probs, old_log_probs, mask)
+        maxima = {}
+        if micro.old_log_probs is not None:  # reference answers have none
+            maxima = ratio_maxima(log_probs, self.on_device(micro.old_log_probs), mask)
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:

@@ -18,10 +18,10 @@ from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.process_memory import trim_heap
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_shapes
+from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.requests import Generated
-from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_compat import MODULES
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks

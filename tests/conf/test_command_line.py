@@ -55,7 +55,7 @@ def overrides_of(*argv: str) -> list[str]:
         (["trainer.total_step=3"], ["trainer.total_step=3", "Did you mean trainer.total_steps?"]),
         (["lr=1"], ["lr=1: unknown key", "actor.optim.lr"]),
         (["fsdp=nope"], ["fsdp has no nope", "full_shard, hybrid_shard"]),
-        (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean gsm8k_ppo"]),
+        (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean", "gsm8k_ppo?"]),
         (["recipe=gsm8k_ppo"], ["Type +recipe=gsm8k_ppo"]),
         (["seed=1,2"], ["several values need --multirun"]),
         (["actor.fsdp.dp_shard=2"], ["actor.fsdp is a link to fsdp", "Set fsdp.dp_shard=2"]),

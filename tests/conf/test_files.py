@@ -60,6 +60,8 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += ["reward.args.model=judge"] if choice == "judge" else []
     if group == "reward" and choice in OWN_REWARDS:
         overrides.append(f"reward.function=tests.unit.own_rewards.{OWN_REWARDS[choice]}")
+    if (group, choice) == ("algorithm", "sft"):
+        overrides.append("rollout.responses_per_prompt=1")
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
     overrides += WITH_REWARD_MODEL if scores else []

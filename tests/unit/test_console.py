@@ -12,7 +12,14 @@ from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, pick_samples
-from hybridrl.trainer.tracking.summary import Eta, duration_text, step_line, step_row, title_row
+from hybridrl.trainer.tracking.summary import (
+    SUPERVISED_COLUMNS,
+    Eta,
+    duration_text,
+    step_line,
+    step_row,
+    title_row,
+)
 from tests.run_configs import run_config
 
 STEP = {
@@ -180,6 +187,15 @@ def test_wide_terminals_get_more_columns():
 def test_line_of_a_step_that_only_evaluated():
     row = {"step": 0, "eval/accuracy": 0.25, "time/evaluate_s": 2.0, "time/step_s": 2.0}
     assert step_line(row, 5, "?") == "step 0/5  held-out 0.250  2.0 s (eval 100%)  ETA ?"
+
+
+def test_supervised_fine_tuning_shows_its_loss_in_place_of_rewards():
+    row = {"step": 2, "actor/loss": 0.51234, "eval/nll": 0.6, "time/step_s": 2.0}
+    titles = title_row(80, SUPERVISED_COLUMNS)
+    assert "held-out loss" in titles and "reward" not in titles
+    assert len(step_row(row, 80, SUPERVISED_COLUMNS)) == len(titles) <= 80
+    line = step_line(row, 5, "?", SUPERVISED_COLUMNS)
+    assert line.startswith("step 2/5  loss 0.5123  held-out loss 0.6000  2.0 s")
 
 
 def test_samples_are_clipped_and_shown_as_they_are():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.image import imread
 
-from hybridrl.trainer.tracking.plot import draw
+from hybridrl.trainer.tracking.plot import SUPERVISED_PANELS, Panel, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 BLUE = np.array([0x1F, 0x6F, 0xB2]) / 255
@@ -54,6 +54,16 @@ def blue_pixels(path: Path) -> list[int]:
 def test_each_of_the_six_panels_has_its_curve(tmp_path):
     path = drawn(run_dir(tmp_path / "a", rows([0.1, 0.4, 0.3, 0.6])), "a run")
     assert min(blue_pixels(path)) > 300
+
+
+def test_supervised_fine_tuning_has_panels_of_its_own(tmp_path):
+    panels = [*SUPERVISED_PANELS, Panel("", "", {"": "eval/accuracy"})]
+    names = [name for panel in panels for name in panel.metrics.values()]
+    of_steps = [
+        {"step": step} | dict.fromkeys(names, step / 4) | {"eval/nll": 1 - step / 4}
+        for step in range(4)
+    ]
+    assert min(blue_pixels(drawn(run_dir(tmp_path / "a", of_steps), "a run"))) > 300
 
 
 def test_nulls_are_left_out_of_a_curve(tmp_path):

@@ -7,7 +7,8 @@ import torch
 
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.rollout.sampling import sample_seeds, stop_token_ids
+from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.rollout.sampling import sample_seeds
 
 
 def batch(ids=(4, 9, 2), step=7, responses=3):

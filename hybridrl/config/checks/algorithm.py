@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
 from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
 
 
@@ -70,6 +72,43 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.max_sampling_rounds = {rounds}, but rollout.responses_per_prompt = {each}: "
             f"dynamic sampling keeps prompts whose responses differ in reward.\n"
             f"Set rollout.responses_per_prompt=2 or more, or algorithm.max_sampling_rounds=1."
+        )
+
+
+def supervised_problems(config: RunConfig) -> Iterator[str]:
+    """Check the keys that supervised fine-tuning needs at one value."""
+    loss, each = config.algorithm.loss.function, config.rollout.responses_per_prompt
+    if not is_supervised(config):
+        if loss == "nll":
+            yield (
+                "algorithm.loss.function = nll ignores the reward: it would train on every sampled "
+                "response alike.\n"
+                "Set algorithm=sft to train on reference answers, or algorithm/loss=ppo_clip."
+            )
+        return
+    why = "algorithm.advantage = none, supervised fine-tuning"
+    known = ("log_probs", "response_mask", "sequence_id")
+    lacking = [name for name in policy_loss_of(loss).tensors if name not in known]
+    if lacking:
+        yield (
+            f"algorithm.loss.function = {loss} needs {', '.join(lacking)}, which reference answers "
+            f"do not have ({why}).\nSet algorithm/loss=nll."
+        )
+    if config.algorithm.kl.coef != 0:
+        yield (
+            f"algorithm.kl.coef = {config.algorithm.kl.coef:g}, expected 0 with {why}: the loss is "
+            f"the likelihood of the reference answers alone.\nSet algorithm.kl.coef=0."
+        )
+    if each != 1:
+        yield (
+            f"rollout.responses_per_prompt = {each}, expected 1 with {why}: a prompt has one "
+            f"reference answer.\nSet rollout.responses_per_prompt=1."
+        )
+    if config.actor.temperature != 1:
+        yield (
+            f"actor.temperature = {config.actor.temperature:g}, expected 1 with {why}: it trains "
+            f"the distribution itself; rollout.temperature is that of the evaluation.\n"
+            f"Set actor.temperature=1."
         )
 
 

@@ -11,7 +11,7 @@ from hybridrl.config.choices import Init, Layout
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.command.report import shown
 from hybridrl.config.data_schema import SOURCE_KEYS
-from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_critic
+from hybridrl.config.estimators import SETTINGS, estimator_of, is_supervised, taking, uses_critic
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
@@ -54,6 +54,15 @@ def _lacks(setting: str) -> Callable[[RunConfig], bool]:
 _CORRECTION, _ADVANTAGE = "algorithm.rollout_correction", "algorithm.advantage"
 # A key is reported by the first rule that applies to it.
 RULES = (
+    Idle(
+        "algorithm.whiten_advantages algorithm.rollout_correction algorithm.overlong "
+        "algorithm.max_sampling_rounds trainer.max_log_prob_diff trainer.samples_every_steps "
+        "reward_model",
+        _ADVANTAGE,
+        is_supervised,
+        ": supervised fine-tuning samples no responses to train on",
+        "set algorithm=grpo",
+    ),
     Idle("ref algorithm.kl", "algorithm.kl.coef", 0, ", which disables the reference"),
     Idle("algorithm.kl.horizon", "algorithm.kl.target", None),
     *(
@@ -134,7 +143,11 @@ RULES = (
         ", whose data sets set these themselves",
     ),
     Idle("data.name", "data.train_files", lambda config: config.data.train_files),
-    Idle("data.solution_key data.mixture.*.solution_key", "data.few_shot", 0),
+    Idle(
+        "data.solution_key data.mixture.*.solution_key",
+        "data.few_shot",
+        lambda config: config.data.few_shot == 0 and not is_supervised(config),
+    ),
     Idle("data.curriculum_steps", "data.curriculum", None),
     Idle(
         "reward.function reward.args reward.signature reward.concurrency",

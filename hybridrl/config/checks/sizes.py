@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.estimators import is_supervised, uses_critic
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.schema import RunConfig
@@ -68,6 +68,8 @@ def link_problems(config: RunConfig) -> Iterator[str]:
     """Check that keys have the value of the key that they link to."""
     for key, target, why in LINKED:
         found, expected = attrgetter(key, target)(config)
+        if target == "rollout.temperature" and is_supervised(config):
+            continue  # it samples only for evaluation
         if found != expected:
             yield (
                 f"{key} = {found}, expected {target} = {expected}, its default: {why}.\n"

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybridrl.config.choices import Accelerator, Init, Layout
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.estimators import is_supervised, uses_critic
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
     gib,
@@ -145,11 +145,14 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     shards, sharing = data_shards(config), config.fsdp.ulysses_size
     each = actor.mini_batch_size // shards
     steps = config.trainer.total_steps
-    yield (
-        "responses a step",
-        f"{prompts} prompts x {rollout.responses_per_prompt} = {responses}; "
-        f"{-(-prompts // engines)} prompts at most on each of {engines} engines",
-    )
+    if is_supervised(config):
+        yield "reference answers a step", str(prompts)
+    else:
+        yield (
+            "responses a step",
+            f"{prompts} prompts x {rollout.responses_per_prompt} = {responses}; "
+            f"{-(-prompts // engines)} prompts at most on each of {engines} engines",
+        )
     yield (
         "optimizer steps a step",
         f"{actor.epochs} epochs x {minis} mini-batches of {actor.mini_batch_size} = "

@@ -82,8 +82,12 @@ class ProblemSets:
         self.train = kept
 
 
-def load_problem_sets(config: DataConfig) -> dict[str, ProblemSets]:
+def load_problem_sets(
+    config: DataConfig, *, with_solutions: bool = False
+) -> dict[str, ProblemSets]:
     """Read the problems of all data sets by name and apply the filters.
+
+    Columns of solutions are read for few-shot examples, and of all problems `with_solutions`.
 
     Raises:
         ConfigError: files, columns, rows or counts are wrong; lists all problems.
@@ -92,7 +96,7 @@ def load_problem_sets(config: DataConfig) -> dict[str, ProblemSets]:
     faults = []
     for each in sets.values():
         # Both splits report some of them.
-        faults += [each.with_own_keys(text) for text in dict.fromkeys(_read(each))]
+        faults += [each.with_own_keys(text) for text in dict.fromkeys(_read(each, with_solutions))]
     if faults:
         raise ConfigError(*faults)
     held_out = {question_of(problem) for each in sets.values() for problem in each.held_out}
@@ -150,7 +154,7 @@ def _sets_of(config: DataConfig) -> dict[str, ProblemSets]:
     return sets
 
 
-def _read(sets: ProblemSets) -> list[str]:
+def _read(sets: ProblemSets, with_solutions: bool) -> list[str]:
     """Read the problems of a data set before filters; return messages for a ConfigError."""
     config = sets.config
     train_files, eval_files = _paths(config.train_files), _paths(config.eval_files)
@@ -167,7 +171,7 @@ def _read(sets: ProblemSets) -> list[str]:
         (Split.train, "data.train_files", train_files),
         (Split.held_out, "data.eval_files", eval_files),
     ):
-        columns, wrong = _columns(config, split), list[str]()
+        columns, wrong = _columns(config, split, with_solutions), list[str]()
         problems: list[SourceProblem] = []
         if files is not None:
             problems, wrong = read_problems(key, files, columns)
@@ -185,13 +189,14 @@ def _read(sets: ProblemSets) -> list[str]:
     return faults
 
 
-def _columns(config: DataConfig, split: Split) -> Columns:
+def _columns(config: DataConfig, split: Split, with_solutions: bool) -> Columns:
     """Return the columns that a split needs."""
     columns = Columns(config.prompt_key, config.answer_key)
-    if split is Split.held_out:
-        return columns
-    solution = config.solution_key if config.few_shot > 0 else None
-    return columns._replace(solution_key=solution, curriculum=config.curriculum)
+    if with_solutions or (config.few_shot > 0 and split is Split.train):
+        columns = columns._replace(solution_key=config.solution_key)
+    if split is Split.train:
+        columns = columns._replace(curriculum=config.curriculum)
+    return columns
 
 
 def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[SourceProblem], list[str]]:

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
+from hybridrl.data.sources.answers import AnswerTokens
 from hybridrl.data.sources.problem_sets import (
     ProblemSets,
     left_out_text,
@@ -40,6 +41,7 @@ class Prompt:
         dataset: its name in data.mixture; empty without a mixture.
         difficulty: larger is harder; 0 without a curriculum.
         where: `file:line` or similar, for messages.
+        answer_ids: token ids of the reference answer with its end token; empty unless asked for.
     """
 
     prompt_id: int
@@ -51,6 +53,7 @@ class Prompt:
     dataset: str = ""
     difficulty: float = 0.0
     where: str = ""
+    answer_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,17 +95,28 @@ class PromptSets:
     template: str = ""
 
 
-def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) -> PromptSets:
+def load_prompts(
+    config: DataConfig,
+    model_path: str,
+    max_prompt_tokens: int,
+    max_answer_tokens: int | None = None,
+) -> PromptSets:
     """Read, filter, render and tokenise a run's problems, with the model's chat template.
+
+    With `max_answer_tokens`, the limit in training, also their reference answers.
 
     Raises:
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
-    sets = load_problem_sets(config)
+    sets = load_problem_sets(config, with_solutions=max_answer_tokens is not None)
     renderer = Renderer(load_tokenizer(model_path))
-    train, held_out = _rendered(config, sets, renderer)
+    answers = None if max_answer_tokens is None else AnswerTokens(model_path)
+    train, held_out = _rendered(config, sets, renderer, answers)
     summaries: list[DataSetSummary] = []
     faults: list[str] = []
+    if max_answer_tokens is not None:
+        faults += too_long_answers(train, config, max_answer_tokens)
+        train = _with_short_answers(train, sets, max_answer_tokens)
     for one in sets.values():
         halves = [[p for p in half if p.dataset == one.name] for half in (train, held_out)]
         summaries.append(_summary(one, halves, max_prompt_tokens))
@@ -125,17 +139,23 @@ def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) ->
 
 
 def examine_prompts(
-    config: DataConfig, model_path: str, max_prompt_tokens: int
+    config: DataConfig,
+    model_path: str,
+    max_prompt_tokens: int,
+    max_answer_tokens: int | None = None,
 ) -> tuple[PromptSets | None, list[str]]:
     """Return a run's prompts, or None and messages for a ConfigError."""
     try:
-        return load_prompts(config, model_path, max_prompt_tokens), []
+        return load_prompts(config, model_path, max_prompt_tokens, max_answer_tokens), []
     except ConfigError as error:
         return None, error.problems
 
 
 def _rendered(
-    config: DataConfig, sets: dict[str, ProblemSets], renderer: Renderer
+    config: DataConfig,
+    sets: dict[str, ProblemSets],
+    renderer: Renderer,
+    answers: AnswerTokens | None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Render training and held-out prompts, of all data sets, with consecutive ids.
 
@@ -148,7 +168,7 @@ def _rendered(
     for index, half in enumerate(halves):
         for each in sets.values():
             problems = (each.train, each.held_out)[index]
-            prompts, refused = prompts_of(each, problems, renderer, next_id)
+            prompts, refused = prompts_of(each, problems, renderer, next_id, answers)
             next_id += len(problems)
             half += prompts
             faults += map(each.with_own_keys, refused)
@@ -217,17 +237,24 @@ def _notes(summary: DataSetSummary, sets: ProblemSets) -> list[str]:
 
 
 def prompts_of(
-    sets: ProblemSets, problems: Sequence[SourceProblem], renderer: Renderer, first_id: int
+    sets: ProblemSets,
+    problems: Sequence[SourceProblem],
+    renderer: Renderer,
+    first_id: int,
+    answers: AnswerTokens | None = None,
 ) -> tuple[list[Prompt], list[str]]:
     """Render and tokenise problems of a data set; return prompts and messages for a ConfigError.
 
-    Ids are consecutive from `first_id`.
+    Ids are consecutive from `first_id`. With `answers` prompts have their reference answers.
     """
-    texts, refused = [], []
+    texts, turns, refused = [], [], []
     for problem in problems:
         try:
             messages = with_examples(_messages(problem, sets.config.system_prompt), sets.examples)
             texts.append(renderer.render(messages))
+            if answers is not None:
+                reference = problem.solution or problem.answer
+                turns.append(answers.turn(messages, texts[-1], reference))
         except TemplateError as error:
             refused.append(f"{problem.where}: {error}")
     if refused:
@@ -239,6 +266,7 @@ def prompts_of(
             "data.system_prompt=null."
         ]
     ids = renderer.encode(texts)
+    answer_ids = [[] for _ in texts] if answers is None else answers.encode(turns)
     return [
         Prompt(
             first_id + index,
@@ -250,8 +278,11 @@ def prompts_of(
             sets.name,
             problem.difficulty,
             problem.where,
+            answer,
         )
-        for index, (problem, text, tokens) in enumerate(zip(problems, texts, ids, strict=True))
+        for index, (problem, text, tokens, answer) in enumerate(
+            zip(problems, texts, ids, answer_ids, strict=True)
+        )
     ], []
 
 
@@ -286,6 +317,31 @@ def warn_of_unknown_tokens(prompts: Sequence[Prompt], renderer: Renderer, model_
             " ".join(renderer.unknown_texts(worst.text)),
             worst.where,
         )
+
+
+def too_long_answers(prompts: Sequence[Prompt], config: DataConfig, limit: int) -> list[str]:
+    """Report reference answers of more than `limit` tokens, unless they are dropped."""
+    longer = [prompt for prompt in prompts if len(prompt.answer_ids) > limit]
+    if not longer or config.too_long_prompts is TooLongPrompts.drop:
+        return []
+    listed = first_faults([f"{p.where}: {len(p.answer_ids)} tokens" for p in longer])
+    return [
+        f"rollout.max_response_tokens = {limit}, but {len(longer)} of {len(prompts)} reference "
+        f"answers are longer.\n{listed}\n"
+        f"Set rollout.max_response_tokens={max(len(p.answer_ids) for p in longer)}, or drop these "
+        "problems: data.too_long_prompts=drop"
+    ]
+
+
+def _with_short_answers(
+    prompts: list[Prompt], sets: dict[str, ProblemSets], limit: int
+) -> list[Prompt]:
+    """Return the prompts with answers of at most `limit` tokens; count the others."""
+    kept = [prompt for prompt in prompts if len(prompt.answer_ids) <= limit]
+    for name, each in sets.items():
+        before, after = (sum(p.dataset == name for p in half) for half in (prompts, kept))
+        each.left_out[f"with an answer longer than {limit} tokens"] = before - after
+    return kept
 
 
 def _messages(problem: SourceProblem, system_prompt: str | None) -> list[Message]:

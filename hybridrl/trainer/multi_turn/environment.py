@@ -8,9 +8,9 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens, load_tokenizer
 from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.trainer.rewarding import Rewarded
 
 # Distinct reasons of failures that are kept; an unbounded number could be one per conversation.

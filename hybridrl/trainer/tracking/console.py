@@ -23,7 +23,9 @@ from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.trainer.tracking.plot import PLOT_FILE
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord
 from hybridrl.trainer.tracking.summary import (
+    COLUMNS,
     Change,
+    Columns,
     Eta,
     Metrics,
     accuracy_changes,
@@ -51,10 +53,13 @@ ROWS_BETWEEN_TITLES = 25
 class RunConsole:
     """Console output of a run; a context manager that restores the terminal on exit."""
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, console: Console | None = None, columns: Columns = COLUMNS
+    ) -> None:
         self.console = console or Console(highlight=False)
         self._total = total_steps
         self._eta = Eta(total_steps)
+        self._columns = columns
         self._rows = 0
         self._progress = Progress(
             TextColumn("[bold]{task.completed:.0f}/{task.total:.0f}"),
@@ -99,12 +104,13 @@ class RunConsole:
         step = int(metrics["step"] or 0)
         eta, width = self._eta.after(step), self.console.width
         if not self.console.is_terminal:
-            self.console.print(Text(step_line(metrics, self._total, eta)), soft_wrap=True)
+            line = step_line(metrics, self._total, eta, self._columns)
+            self.console.print(Text(line), soft_wrap=True)
             return
         style = "" if metrics.get("eval/accuracy") is None else "green"
-        rows = [Text(step_row(metrics, width), style=style)]
+        rows = [Text(step_row(metrics, width, self._columns), style=style)]
         if self._rows % ROWS_BETWEEN_TITLES == 0:
-            rows.insert(0, Text(title_row(width), style="bold"))
+            rows.insert(0, Text(title_row(width, self._columns), style="bold"))
         self._rows += 1
         for row in rows:
             self.console.print(row, overflow="ellipsis", no_wrap=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.choices import Init
 from hybridrl.config.command.report import shown
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import DataSetSummary
@@ -126,6 +127,8 @@ def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
 
 def _method(config: RunConfig) -> str:
     algorithm, lr = config.algorithm, config.actor.optim.lr
+    if is_supervised(config):
+        return f"supervised fine-tuning on reference answers, {algorithm.loss.function}, lr {lr:g}"
     kl, loss, penalty = algorithm.kl, algorithm.loss, "no KL penalty"
     if kl.coef != 0:
         aim = "" if kl.target is None else f", moved towards {kl.target:g} nats a response"
@@ -149,9 +152,12 @@ def _batch(config: RunConfig) -> str:
     prompts, repeats = config.data.prompts_per_step, config.rollout.responses_per_prompt
     responses, mini = prompts * repeats, config.actor.mini_batch_size
     updates, sharing = responses // mini * config.actor.epochs, config.fsdp.ulysses_size
+    what = f"{prompts} prompts x {repeats} responses = {responses:,} a step"
+    if is_supervised(config):
+        what = f"{prompts} reference answers a step"
     each = "a rank" if sharing == 1 else f"a group of {sharing} ranks"
     return (
-        f"{prompts} prompts x {repeats} responses = {responses:,} a step; {updates} update"
+        f"{what}; {updates} update"
         f"{'s' if updates != 1 else ''} of {mini} ({mini // data_shards(config)} {each})"
     )
 

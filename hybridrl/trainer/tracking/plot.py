@@ -1,4 +1,4 @@
-"""Plot of a run: reward, KL, response length and held-out accuracy over the steps."""
+"""Plot of a run: reward or loss, response length, held-out accuracy and more over the steps."""
 
 import importlib.util
 import logging
@@ -43,6 +43,14 @@ PANELS = (
     Panel("Sampling speed", "tokens/s", {"all engines": "rollout/tokens_per_second"}),
     Panel("vLLM against trainer", "nats per token", {"difference": "rollout/log_prob_diff_mean"}),
 )
+# The same of supervised fine-tuning.
+SUPERVISED_PANELS = (
+    Panel("Loss", "nats per token", {"training": "actor/loss", "held out": "eval/nll"}),
+    Panel("Gradient norm", "before clipping", {"norm": "actor/grad_norm"}),
+    Panel("Learning rate", "of AdamW", {"learning rate": "actor/lr"}),
+    Panel("Answer length", "tokens", {"mean": "response/length_mean"}),
+    Panel("Training speed", "tokens/s", {"all ranks": "tokens_per_s/update_actor"}),
+)
 
 # Rules and groups in the last panel, if measured, after the user's own rules.
 ACCURACIES = ("", "_greedy", "_flexible", "_unseen", "_unseen_flexible")
@@ -68,7 +76,8 @@ def draw(run_dir: Path, title: str) -> None:
     figure = Figure(figsize=(13.2, 6.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    panels = [*PANELS, _accuracy_panel(rows)]
+    is_supervised = any("eval/nll" in row for row in rows)
+    panels = [*(SUPERVISED_PANELS if is_supervised else PANELS), _accuracy_panel(rows)]
     for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
         _draw(axes, panel, rows)
     replace_file(run_dir / PLOT_FILE, lambda new: figure.savefig(new, format="png"))

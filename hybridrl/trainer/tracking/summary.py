@@ -40,6 +40,9 @@ class Column(NamedTuple):
     min_terminal: int = 0
 
 
+Columns = Sequence[Column]
+
+
 def _kl(value: float) -> str:
     return "0" if value == 0 else f"{value:.4f}" if abs(value) >= 5e-5 else f"{value:.0e}"
 
@@ -64,7 +67,21 @@ COLUMNS = (
     Column("MFU", "mfu/update_actor", "{:.0%}".format, 4, "share of the GPUs' peak, updates", 130),
     Column("seconds", "time/step_s", "{:.1f}".format, 8),
 )
-TITLES = {column.metric: column.title for column in COLUMNS}
+_SHARED = {column.metric: column for column in COLUMNS}
+# The same of supervised fine-tuning.
+SUPERVISED_COLUMNS = (
+    _SHARED["step"],
+    Column("loss", "actor/loss", "{:.4f}".format, 8),
+    Column("held-out loss", "eval/nll", "{:.4f}".format, 14),
+    _SHARED["eval/accuracy"],
+    _SHARED["eval/accuracy_greedy"],
+    Column("gradient", "actor/grad_norm", "{:.2f}".format, 9),
+    _SHARED["response/length_mean"],
+    Column("tok/s", "tokens_per_s/update_actor", count_text, 7),
+    _SHARED["idle/fraction"],
+    _SHARED["mfu/update_actor"],
+    _SHARED[STEP],
+)
 # Minimum width of a terminal to show the longest phases.
 PHASES_MIN_TERMINAL = 120
 
@@ -87,37 +104,40 @@ class Eta:
         return duration_text((now - start) / (step - first_step) * (self._total - step))
 
 
-def title_row(terminal: int) -> str:
+def title_row(terminal: int, columns: Columns = COLUMNS) -> str:
     """Format the titles of the columns that fit."""
-    return _fitting(terminal, TITLES, "longest phases")
+    titles = {column.metric: column.title for column in columns}
+    return _fitting(terminal, columns, titles, "longest phases")
 
 
-def step_row(metrics: Metrics, terminal: int) -> str:
+def step_row(metrics: Metrics, terminal: int, columns: Columns = COLUMNS) -> str:
     """Format one step's numbers below the titles; unknown ones are blank."""
-    return _fitting(terminal, _texts(metrics), phases_text([metrics], 3))
+    texts = _texts(metrics, columns)
+    return _fitting(terminal, columns, texts, phases_text([metrics], 3))
 
 
-def step_line(metrics: Metrics, total_steps: int, eta: str) -> str:
+def step_line(metrics: Metrics, total_steps: int, eta: str, columns: Columns = COLUMNS) -> str:
     """Format one step as a log line: known numbers with their names."""
-    texts = _texts(metrics)
+    texts = _texts(metrics, columns)
     texts.pop("response/truncated_fraction", None)
     parts = [f"step {texts.pop('step')}/{total_steps}"]
     seconds = texts.pop("time/step_s", None)
-    parts += [f"{TITLES[metric]} {text}" for metric, text in texts.items()]
+    titles = {column.metric: column.title for column in columns}
+    parts += [f"{titles[metric]} {text}" for metric, text in texts.items()]
     if seconds is not None:
         parts.append(f"{seconds} s ({phases_text([metrics], 2)})")
     return "  ".join([*parts, f"ETA {eta}"])
 
 
-def _texts(metrics: Metrics) -> dict[str, str]:
+def _texts(metrics: Metrics, columns: Columns) -> dict[str, str]:
     """Format the known metrics of a step, by name."""
-    known = [(column, metrics.get(column.metric)) for column in COLUMNS]
+    known = [(column, metrics.get(column.metric)) for column in columns]
     return {column.metric: column.show(value) for column, value in known if value is not None}
 
 
-def _fitting(terminal: int, texts: Mapping[str, str], phases: str) -> str:
+def _fitting(terminal: int, columns: Columns, texts: Mapping[str, str], phases: str) -> str:
     """Align the cells of the columns that fit."""
-    fitting = [column for column in COLUMNS if column.min_terminal <= terminal]
+    fitting = [column for column in columns if column.min_terminal <= terminal]
     cells = [f"{texts.get(column.metric, ''):>{column.width}}" for column in fitting]
     return " ".join(cells + [f" {phases}"] * (terminal >= PHASES_MIN_TERMINAL))
 

@@ -1,0 +1,59 @@
+"""Reference answers of supervised fine-tuning, as token ids with an end token."""
+
+from collections.abc import Sequence
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.data.sources.rows import Message
+from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
+from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.models.resolve import plain_folder
+
+
+class AnswerTokens:
+    """Tokeniser of the assistant's turns that follow rendered prompts.
+
+    A turn is tokenised apart from its prompt, so that the model reads the same prompt in training
+    and in generation. It ends at the model's end token, as sampled responses do.
+
+    Raises:
+        ConfigError: there is no such model, or it has no end token.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        self._tokenizer = load_tokenizer(model_path)
+        self._ends = stop_token_ids(plain_folder(model_path))
+        if not self._ends:
+            raise ConfigError(
+                f"model.path = {model_path} has no end token: a model trained on answers without "
+                "one never ends its own.\n"
+                "Set eos_token in its tokenizer_config.json, or eos_token_id in "
+                "generation_config.json."
+            )
+
+    def turn(self, messages: list[Message], prompt: str, answer: str) -> str:
+        """Return what the chat template writes after `prompt` for an answer to `messages`.
+
+        It is the answer alone without a template, and with one that renders the prompt otherwise
+        once an answer follows.
+
+        Raises:
+            jinja2.TemplateError: the template raises for an answer.
+        """
+        if not self._tokenizer.chat_template:
+            return answer
+        turn = {"role": "assistant", "content": answer}
+        text = self._tokenizer.apply_chat_template([*messages, turn], tokenize=False)
+        assert isinstance(text, str)
+        return text.removeprefix(prompt) if text.startswith(prompt) else answer
+
+    def encode(self, turns: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of turns, each with one end token, its last."""
+        return [self._ended(ids) for ids in token_ids(self._tokenizer, turns, special=False)]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Cut after the first end token (a template may write a newline there), or add one."""
+        for index, token in enumerate(ids):
+            if token in self._ends:
+                return ids[: index + 1]
+        own = self._tokenizer.eos_token_id
+        return [*ids, own if own in self._ends else self._ends[0]]

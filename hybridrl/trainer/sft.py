@@ -1,0 +1,71 @@
+"""Supervised fine-tuning (SFT): the loop of PPO, with reference answers in place of sampled ones.
+
+update      actor, packed micro-batches: the likelihood of the reference answers
+evaluate    reshard, sampled held-out responses; likelihood of the held-out reference answers
+log, checkpoint
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hybridrl.algorithms.masked import masked_mean
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import schedule
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.checkpointing.resume import Resume
+from hybridrl.trainer.ppo import PPOTrainer
+from hybridrl.trainer.timing.engines import response_metrics
+
+
+class SFTTrainer(PPOTrainer):
+    """Trains the actor on reference answers; vLLM is awake during evaluations only."""
+
+    def train(self, step: int) -> None:
+        """Take the optimizer steps on the next prompts' reference answers."""
+        batch = reference_batch(self.prompts.take(self.config.data.prompts_per_step))
+        self.metrics |= response_metrics(batch)
+        self.update(schedule(batch, self.sizes, seed=self.config.seed, step=step), step)
+
+    def evaluate(self, step: int) -> None:
+        """Measure held-out accuracy and likelihood."""
+        super().evaluate(step)
+        with self.phases.section("evaluate"):
+            self.engine.sleep()
+            self.metrics["eval/nll"] = self.held_out_nll()
+
+    def resume(self, resume: Resume) -> None:
+        """Restore the state of a checkpoint."""
+        super().resume(resume)
+        self.engine.sleep()
+
+    def held_out_nll(self) -> float:
+        """Compute the mean of -log p over the tokens of the held-out reference answers, nats.
+
+        Prompts are repeated until all ranks have the same number; repeated ones do not count.
+        """
+        prompts, shards = self.evaluator.prompts, self.sizes.num_shards
+        count = -(-len(prompts) // shards) * shards
+        rows = [index % len(prompts) for index in range(count)]
+        batch = reference_batch([prompts[row] for row in rows])
+        sizes = replace(self.sizes, mini_batch_size=count, epochs=1)
+        scheduled = schedule(batch, sizes, seed=self.config.seed, step=0)
+        log_probs: Ragged = self.workers.actor.call("compute_log_probs", scheduled)
+        counted = batch.responses.spread(torch.arange(count) < len(prompts))
+        return -float(masked_mean(log_probs.values, counted))
+
+
+def reference_batch(prompts: Sequence[Prompt]) -> RolloutBatch:
+    """Return the reference answers as responses that nobody sampled, of log-prob 0."""
+    responses = Ragged.from_rows([prompt.answer_ids for prompt in prompts], torch.int32)
+    return RolloutBatch(
+        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
+        responses=responses,
+        response_mask=responses.like(torch.ones_like(responses.values, dtype=torch.bool)),
+        rollout_log_probs=responses.like(torch.zeros(len(responses.values))),
+        group_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
+        weight_version=torch.zeros(len(prompts), dtype=torch.int64),
+        truncated=torch.zeros(len(prompts), dtype=torch.bool),
+    )
