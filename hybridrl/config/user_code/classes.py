@@ -26,6 +26,7 @@ BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
 # Roles whose section a run may leave out.
 OPTIONAL = ("reward_model",)
 WORKER_BASE = "hybridrl.workers.base.Worker"
+CALLBACK_BASE = "hybridrl.trainer.callbacks.Callback"
 
 
 def locate(key: str, path: str) -> Any:
@@ -132,6 +133,36 @@ def reward_problems(config: schema.RunConfig) -> Iterator[str]:
             check_reward_function(key, rule.function, rule.args)
         except ConfigError as error:
             yield from error.problems
+
+
+def callback_problems(config: schema.RunConfig) -> Iterator[str]:
+    """Check the callbacks."""
+    for path in config.trainer.callbacks:
+        try:
+            callback_class(path)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def callback_class(path: str) -> Callable[[], Any]:
+    """Return the callback class of an entry of trainer.callbacks.
+
+    Raises:
+        ConfigError: it is none, or it cannot be made without arguments.
+    """
+    key = "trainer.callbacks"
+    check_import(key, path)
+    cls: Any = locate(key, path)
+    if not inspect.isclass(cls) or CALLBACK_BASE not in map(_full_name, cls.__mro__):
+        raise ConfigError(f"{key} = {path}, expected a subclass of hybridrl.Callback.")
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} = {path} cannot be made without arguments: {error}.\n"
+            f"Name a subclass that passes them to super().__init__."
+        ) from error
+    return cls
 
 
 def environment_problems(config: schema.RunConfig) -> Iterator[str]:
