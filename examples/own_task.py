@@ -26,10 +26,10 @@ def write_problems(count: int = 512) -> None:
             print(json.dumps({"question": question, "answer": f"#### {a + b}"}), file=file)
 
 
-def close_enough(prompt: str, response: str, example: dict[str, Any], *, partial: float) -> float:
-    """Score a response: 1 if its last word is the answer, `partial` if it appears anywhere."""
+def close_enough(prompt: str, response: str, example: dict[str, Any], **args: Any) -> float:
+    """Score a response: 1 if its last word is the answer, 0.2 if the answer appears anywhere."""
     answer, words = example["answer"].removeprefix("#### "), response.split()
-    return 1.0 if words[-1:] == [answer] else partial if answer in words else 0.0
+    return 1.0 if words[-1:] == [answer] else 0.2 if answer in words else 0.0
 
 
 def main() -> None:
@@ -37,9 +37,8 @@ def main() -> None:
     write_problems()
     overrides = [
         "+recipe=gsm8k_grpo",
-        f"data.train={DATA}",
+        f"data.train_files={DATA}",
         "reward.function=own_task.close_enough",
-        "reward.args={partial: 0.2}",
         "trainer.total_steps=3",
     ]
     result = hybridrl.train([*overrides, *sys.argv[1:]])

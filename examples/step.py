@@ -32,7 +32,7 @@ def main() -> None:
             print(f"score {sample.score:g}, advantage {advantages[0]:+.2f}, {len(tokens)} tokens")
             print("   ", sample.response.replace("\n", " / "))
 
-        rewards, mask = batch.scores.padded(), batch.response_mask.padded()
+        rewards, mask = batch.scores.pad(0.0), batch.response_mask.pad(False)
         other = dr_grpo(rewards, mask, batch.group_id).advantages
         print("largest advantage:", float(batch.advantages.values.max()))
         print("with Dr. GRPO's estimator:", float(other.max()))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class RunResult:
     accuracy: float
     folder: Path
     step: int
-    metrics: Row
+    metrics: Row = field(repr=False)
 
 
 @dataclass(frozen=True)
