@@ -189,26 +189,27 @@ def _checked(config: Config, callbacks: "Sequence[Callback]", folder: str | Path
     """Compose and check a run; nothing is written."""
     set_up_process()
     start = SetupTimes(time.time())
+    config = [config] if isinstance(config, str) else config
     at = [] if folder is None else [f"hydra.run.dir={quoted(str(folder))}"]
     if isinstance(config, RunConfig | Mapping | DictConfig):
         _, hydra, _ = _composed(["hardware=cpu", *at])
         cfg, overrides = _whole(config), list[str]()
     else:
         cfg, hydra, overrides = _composed([*config, *at])
+    directory = _folder(cfg, hydra)
     prepared = prepare(cfg, hydra, overrides, start)
     if prepared is not None:
         prepared.callbacks = [*callbacks, *prepared.callbacks]
-    return _Run(prepared, _folder(cfg, hydra), config_secrets(cfg))
+    return _Run(prepared, directory, config_secrets(cfg))
 
 
 def _composed(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig, list[str]]:
     """Return the config of overrides, Hydra's section, and the overrides of values and groups."""
-    options = [text for text in overrides if text.startswith("-") and not _is_config_dir(text)]
-    if options or isinstance(overrides, str):
-        wrong = overrides if isinstance(overrides, str) else options[0]
+    options = [text for text in overrides if text.startswith("-")]
+    if wrong := [text for text in options if not text.startswith(f"{CONFIG_DIR}=")]:
         raise ConfigError(
-            f"{wrong}: expected a list of overrides, such as ['+recipe=gsm8k_ppo', 'seed=2'].\n"
-            f"Of the options only {CONFIG_DIR}=<folder> can be used; sweeps need the command line."
+            f"{wrong[0]}: expected overrides, such as +recipe=gsm8k_ppo, or {CONFIG_DIR}=...\n"
+            f"Sweeps and other options are the command line's."
         )
     found = composed(parse_argv(overrides), find_machine)
     if found.problems:
@@ -219,15 +220,16 @@ def _composed(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig, list[st
     return found.cfg, found.hydra, typed
 
 
-def _is_config_dir(option: str) -> bool:
-    return option.startswith(f"{CONFIG_DIR}=")
-
-
 def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
     """Return a whole config as Hydra would compose it, with links of the roles."""
     if isinstance(config, RunConfig):
         config = asdict(config)
-    tree: Any = OmegaConf.to_container(OmegaConf.create(dict(config)))
+    tree: Any = OmegaConf.to_container(OmegaConf.create(config))  # type: ignore[arg-type]
+    if not {"run", "hardware"} <= tree.keys():
+        raise ConfigError(
+            f"the config has only {', '.join(tree)}: expected a whole one, as of a manifest.json.\n"
+            f"For single values give a list of overrides: ['+recipe=gsm8k_ppo', 'seed=2']."
+        )
     restore_links(tree)
     return OmegaConf.create(tree)
 

@@ -26,6 +26,7 @@ from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator, KLControl, LossInputs, value_metrics
 from hybridrl.trainer.callbacks import Callback, call_each
@@ -66,13 +67,7 @@ FORWARDS = {
 
 
 class PPOTrainer:
-    """PPO training loop; one short method per phase.
-
-    Attributes:
-        batch: responses of the last step, with scores, log-probs, advantages and returns.
-        samples: their texts and scores, in the same order.
-        row: metrics of the last logged step.
-    """
+    """PPO training loop; one short method per phase."""
 
     def __init__(
         self,
@@ -112,12 +107,12 @@ class PPOTrainer:
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
         self.state = TrainState(prompts, self.kl, self.engine, self.guard)
         self.metrics: dict[str, float | None] = {}
-        self.callbacks = callbacks
-        self.resumes_from = resume
+        self.callbacks, self.resumes_from = callbacks, resume
+        self.has_begun = self.is_stopped = False
+        # Of the last step.
         self.row: Row = {} if resume is None or not resume.rows else resume.rows[-1]
         self.batch: RolloutBatch | None = None
-        self.samples: list[RolloutRecord] = []
-        self.has_begun = self.is_stopped = False
+        self.scored: tuple[list[Prompt], Ragged, Rewarded] | None = None
 
     def fit(self) -> RunResult:
         """Train the remaining steps, up to trainer.total_steps, and save the model.
@@ -137,12 +132,9 @@ class PPOTrainer:
         return RunResult(accuracy, self.reporter.run_dir, self.state.step, self.row)
 
     def step(self) -> Row:
-        """Sample, train and, if they are due, evaluate and begin a checkpoint; return the metrics.
-
-        Raises as `fit`.
-        """
+        """Sample, train, evaluate and checkpoint if due, report; return the metrics."""
         step = self.state.step + 1
-        self.batch, self.samples = None, []  # freed before the next ones are sampled
+        self.batch = None  # freed before the next one is sampled
         with self.profiler.step(step), self.phases.step():
             self.train(step)
             if self.evaluates(step):
@@ -153,6 +145,11 @@ class PPOTrainer:
         call_each(self.callbacks, "on_step_end", self, step, self.row)
         self.pause()
         return self.row
+
+    @property
+    def samples(self) -> list[RolloutRecord]:
+        """Texts and scores of the last step, in the order of `batch`."""
+        return [] if self.scored is None else rollout_records(*self.scored, frozenset())
 
     def stop(self) -> None:
         """Make `fit` end after the current step, as if it were the last one; for callbacks."""
@@ -172,8 +169,7 @@ class PPOTrainer:
         """Restore the checkpoint to resume from; without one, evaluate the initial model."""
         self.has_begun = True
         if self.resumes_from is not None:
-            self.resume(self.resumes_from)
-            return
+            return self.resume(self.resumes_from)
         if evaluates:
             with self.phases.step():
                 self.evaluation(step=0)
@@ -247,8 +243,9 @@ class PPOTrainer:
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
         self.reporter.log_responses(step, sampled.prompts, responses, rewarded)
         rewarded.stop_if_all_failed(step)
-        self.samples = rollout_records(sampled.prompts, responses, rewarded, frozenset())
-        call_each(self.callbacks, "on_samples", self, step, self.samples)
+        self.scored = sampled.prompts, responses, rewarded
+        if self.callbacks:
+            call_each(self.callbacks, "on_samples", self, step, self.samples)
         return outcome_on_last_token(outcome, responses)
 
     def forward(self, sampled: Sampled, step: int) -> ScheduledBatch:
