@@ -45,11 +45,12 @@ def main() -> None:
     for part in (*model.base_model.layers, model):
         fully_shard(part)
 
-    print(hybridrl.Resharder(model, llm).sync(version=1, verify=True))
+    metrics = hybridrl.Resharder(model, llm).sync(version=1, verify=True)
     greedy = SamplingParams(temperature=0.0, max_tokens=16)
     (found,) = llm.generate([TokensPrompt(prompt_token_ids=PROMPT)], greedy, use_tqdm=False)
-    print("vLLM:        ", found.outputs[0].token_ids)
-    print("transformers:", expected)
+    assert list(found.outputs[0].token_ids) == expected, (found.outputs[0].token_ids, expected)
+    if dist.get_rank() == 0:
+        print(f"moved and verified: {metrics}\nvLLM as transformers: {expected}")
 
 
 if __name__ == "__main__":

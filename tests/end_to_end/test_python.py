@@ -85,11 +85,11 @@ def test_the_example_of_a_reshard_generates_what_transformers_does(tmp_path, ran
     with launched(tmp_path, module, *arguments, env=PATH) as run:
         output = run.output()
         assert run.process.returncode == 0, output
-    ours = re.findall(r"vLLM: +(\[.*\])", output)
-    theirs = re.findall(r"transformers: +(\[.*\])", output)
-    assert len(ours) == ranks and len(ast.literal_eval(ours[0])) == 16
-    assert {*ours} == {*theirs}
-    assert output.count("'verify_s'") == ranks
+    (tokens,) = re.findall(r"vLLM as transformers: (\[.*\])", output)
+    assert len(ast.literal_eval(tokens)) > 1
+    (moved,) = re.findall(r"moved and verified: (\{.*\})", output)
+    metrics = ast.literal_eval(moved)
+    assert metrics["written_bytes"] > 0 and (metrics["received_bytes"] > 0) == (ranks == 2)
 
 
 def check(tmp_path, name: str) -> str:
