@@ -138,3 +138,19 @@ def test_a_ragged_batch_is_shown_in_one_line():
     assert repr(Ragged.from_rows([[1, 2], [3]], torch.int32)) == (
         "Ragged(2 rows, 3 values, torch.int32)"
     )
+
+
+def test_a_closed_trainer_says_so(tmp_path):
+    with pytest.raises(hybridrl.ConfigError, match="a dry run has no steps"):
+        hybridrl.Trainer(DRY)
+    trainer = hybridrl.Trainer(DRY[:2], folder=tmp_path / "run")
+    trainer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        trainer.step()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_without_shards_is_refused_by_name(dtype):
+    with pytest.raises(ValueError, match=f"weight is Parameter of {dtype}: expected a float32 DT"):
+        hybridrl.Resharder(torch.nn.Linear(2, 2, dtype=dtype), llm=None)
