@@ -53,7 +53,7 @@ def call_each(
     for callback in callbacks:
         try:
             getattr(callback, method)(trainer, step, told)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
             where = f"{type(callback).__module__}.{type(callback).__qualname__}.{method}"
             shown = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             trace = "".join(traceback.format_exception(shown)).rstrip()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -125,6 +126,8 @@ class PPOTrainer:
             self.begin(evaluates=True)
         while self.state.step < self.config.trainer.total_steps and not self.is_stopped:
             self.step()
+        if self.is_stopped and self.config.checkpoint.every_steps:
+            self.checkpoint_now()
         self.checkpoints.finish()
         self.save()
         self.reporter.finish(self.checkpoints.failures)
@@ -152,7 +155,7 @@ class PPOTrainer:
         return [] if self.scored is None else rollout_records(*self.scored, frozenset())
 
     def stop(self) -> None:
-        """Make `fit` end after the current step, as if it were the last one; for callbacks."""
+        """Make `fit` end after the current step, with a checkpoint; for callbacks."""
         self.is_stopped = True
 
     def train(self, step: int) -> None:
@@ -193,9 +196,12 @@ class PPOTrainer:
         """
         self.checkpoints.poll()
         if self.preemption.is_asked:
-            self.engine.make_room_for_optimizer()
-            checkpoint = self.checkpoints.save_now(self.state.finished())
-            raise Preempted(self.preemption.asked_by[0], checkpoint)
+            raise Preempted(self.preemption.asked_by[0], self.checkpoint_now())
+
+    def checkpoint_now(self) -> Path | None:
+        """Write the checkpoint of the last finished step; return None if it failed."""
+        self.engine.make_room_for_optimizer()
+        return self.checkpoints.save_now(self.state.finished())
 
     def reshard(self) -> None:
         """Copy the actor's weights to vLLM, unless it holds them."""

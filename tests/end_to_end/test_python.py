@@ -139,3 +139,4 @@ def test_callbacks_of_the_config_work_on_the_command_line(tmp_path):
     rows = run.metrics()
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["eval/accuracy"] is not None and (tmp_path / "final" / "config.json").exists()
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000001"]
