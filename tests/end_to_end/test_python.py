@@ -48,50 +48,6 @@ def test_steps_by_hand_are_on_policy_and_have_their_penalty_in_the_loss(tmp_path
     assert len(scores) == 4 and "largest advantage" in output
 
 
-@pytest.mark.slow
-def test_the_example_of_an_own_task_is_judged_by_its_own_reward(tmp_path):
-    small = [*SMALL[3:], f"hydra.run.dir={tmp_path}", "trainer.samples_every_steps=1"]
-    with launched(tmp_path, "own_task", *small, env=PATH) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
-    assert "own_task.jsonl: 490 training" in output
-    assert f"mean reward {run.metrics()[-1]['reward/mean']:.3f}" in output
-    assert 0.0 < run.metrics()[1]["reward/mean"] < 1.0
-
-
-@pytest.mark.slow
-def test_the_example_of_a_callback_stops_the_run(tmp_path):
-    (tmp_path / "mine.py").write_text("import train\nclass Soon(train.GoodEnough): pass\n")
-    more = ["trainer.callbacks=[mine.Soon]", "eval.every_steps=1", f"hydra.run.dir={tmp_path}"]
-    with launched(tmp_path, "train", *SMALL[1:], *more, env=PATH) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
-    # Both callbacks print: the one from Python and that of the config.
-    assert output.count("step 1: mean reward ") == 2
-    assert re.search(r"\naccuracy 0\.\d+ after [12] steps, in ", output)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_example_of_a_reshard_generates_what_transformers_does(tmp_path, ranks):
-    program = str(ROOT / "examples" / "reshard.py")
-    module, *arguments = (
-        ["reshard"]
-        if ranks == 1
-        else [*("torch.distributed.run", f"--nproc-per-node={ranks}", program)]
-    )
-    with launched(tmp_path, module, *arguments, env=PATH) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-    (tokens,) = re.findall(r"vLLM as transformers: (\[.*\])", output)
-    assert len(ast.literal_eval(tokens)) > 1
-    (moved,) = re.findall(r"moved and verified: (\{.*\})", output)
-    metrics = ast.literal_eval(moved)
-    assert metrics["written_bytes"] > 0 and (metrics["received_bytes"] > 0) == (ranks == 2)
-
-
 def check(tmp_path, name: str) -> str:
     with launched(tmp_path, "tests.end_to_end.from_python", name, str(tmp_path)) as run:
         output = run.output()
@@ -140,3 +96,47 @@ def test_callbacks_of_the_config_work_on_the_command_line(tmp_path):
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["eval/accuracy"] is not None and (tmp_path / "final" / "config.json").exists()
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000001"]
+
+
+@pytest.mark.slow
+def test_the_example_of_an_own_task_is_judged_by_its_own_reward(tmp_path):
+    small = [*SMALL[3:], f"hydra.run.dir={tmp_path}", "trainer.samples_every_steps=1"]
+    with launched(tmp_path, "own_task", *small, env=PATH) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        run.assert_nothing_left()
+    assert "own_task.jsonl: 490 training" in output
+    assert f"mean reward {run.metrics()[-1]['reward/mean']:.3f}" in output
+    assert 0.0 < run.metrics()[1]["reward/mean"] < 1.0
+
+
+@pytest.mark.slow
+def test_the_example_of_a_callback_stops_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text("import train\nclass Soon(train.GoodEnough): pass\n")
+    more = ["trainer.callbacks=[mine.Soon]", "eval.every_steps=1", f"hydra.run.dir={tmp_path}"]
+    with launched(tmp_path, "train", *SMALL[1:], *more, env=PATH) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        run.assert_nothing_left()
+    # Both callbacks print: the one from Python and that of the config.
+    assert output.count("step 1: mean reward ") == 2
+    assert re.search(r"\naccuracy 0\.\d+ after [12] steps, in ", output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_of_a_reshard_generates_what_transformers_does(tmp_path, ranks):
+    program = str(ROOT / "examples" / "reshard.py")
+    module, *arguments = (
+        ["reshard"]
+        if ranks == 1
+        else [*("torch.distributed.run", f"--nproc-per-node={ranks}", program)]
+    )
+    with launched(tmp_path, module, *arguments, env=PATH) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+    (tokens,) = re.findall(r"vLLM as transformers: (\[.*\])", output)
+    assert len(ast.literal_eval(tokens)) > 1
+    (moved,) = re.findall(r"moved and verified: (\{.*\})", output)
+    metrics = ast.literal_eval(moved)
+    assert metrics["written_bytes"] > 0 and (metrics["received_bytes"] > 0) == (ranks == 2)
