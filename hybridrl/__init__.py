@@ -1,1 +1,52 @@
-"""hybridrl: HybridFlow reinforcement learning for language models on FSDP2, Ray and vLLM."""
+"""hybridrl: HybridFlow reinforcement learning for language models on FSDP2, Ray and vLLM.
+
+The names below are imported on first use, so that `import hybridrl` takes milliseconds
+(docs/python.md).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridrl.api.resharder import Resharder, vllm_in_process
+    from hybridrl.api.run import Trainer, train
+    from hybridrl.config.errors import ConfigError
+    from hybridrl.controller.errors import WorkerError
+    from hybridrl.trainer.callbacks import Callback
+    from hybridrl.trainer.errors import RunStopped
+    from hybridrl.trainer.state import RunResult
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "Callback": "hybridrl.trainer.callbacks",
+    "ConfigError": "hybridrl.config.errors",
+    "Resharder": "hybridrl.api.resharder",
+    "RunResult": "hybridrl.trainer.state",
+    "RunStopped": "hybridrl.trainer.errors",
+    "Trainer": "hybridrl.api.run",
+    "WorkerError": "hybridrl.controller.errors",
+    "train": "hybridrl.api.run",
+    "vllm_in_process": "hybridrl.api.resharder",
+}
+__all__ = [
+    "Callback",
+    "ConfigError",
+    "Resharder",
+    "RunResult",
+    "RunStopped",
+    "Trainer",
+    "WorkerError",
+    "train",
+    "vllm_in_process",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

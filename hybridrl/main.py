@@ -15,8 +15,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hydra
 import psutil
@@ -56,6 +58,7 @@ from hybridrl.config.command.secrets import (
 )
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.plan_text import plan
+from hybridrl.config.user_code.classes import callback_class
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
@@ -146,12 +149,36 @@ def run(cfg: DictConfig) -> float:
 
     ConfigError has every problem of config and data, before any worker is started.
     """
-    state = HydraConfig.get()
-    overrides = _task_overrides()
-    recipes = recipe_files(state.runtime.choices, state.runtime.config_sources)
-    provenance = provenance_of(overrides, recipes)
     in_sweep = _in_sweep()
     setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
+    prepared = prepare(cfg, HydraConfig.get(), _task_overrides(), setup, in_sweep=in_sweep)
+    if prepared is None:
+        return math.nan
+    return train_with_restarts(prepared, Path(HydraConfig.get().runtime.output_dir)).accuracy
+
+
+def prepare(
+    cfg: DictConfig,
+    state: Any,
+    overrides: Sequence[str],
+    setup: SetupTimes,
+    *,
+    in_sweep: bool = False,
+) -> Prepared | None:
+    """Check a composed config and its data; print the plan and return None for a dry run.
+
+    Args:
+        cfg: as composed by Hydra, without its own section.
+        state: the section `hydra`.
+        overrides: as typed, without those of Hydra.
+        setup: times of the start so far.
+        in_sweep: true for a job of a sweep.
+
+    Raises:
+        ConfigError: every problem of config and data.
+    """
+    recipes = recipe_files(state.runtime.choices, state.runtime.config_sources)
+    provenance = provenance_of(overrides, recipes)
     if not cfg.run.dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
@@ -176,7 +203,7 @@ def run(cfg: DictConfig) -> float:
         inputs = input_lines(config, prompts.data_sets, template)
         table = plan(config, shape, machine, reward_shape, inputs)
         (console if console.is_terminal else Console(width=160)).print(table)
-        return math.nan
+        return None
     model_folder(config.model)  # downloads once, not in every worker
     # Workers may have another current directory, and so may a resumed run.
     config.model.path = absolute_path(config.model.path)
@@ -189,7 +216,8 @@ def run(cfg: DictConfig) -> float:
 
     prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
     prepared.owns_checkpoints = config.resume == AUTO
-    return train_with_restarts(prepared, Path(state.runtime.output_dir))
+    prepared.callbacks = [callback_class(path)() for path in config.trainer.callbacks]
+    return prepared
 
 
 def _composed(line: CommandLine) -> Precomposed | None:

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +35,9 @@ from hybridrl.trainer.checkpointing.verification import ClusterVerification, Ver
 if TYPE_CHECKING:
     from hybridrl.app.session import RunInputs
     from hybridrl.data.sources.prompts import PromptSets
+    from hybridrl.trainer.callbacks import Callback
+    from hybridrl.trainer.ppo import PPOTrainer
+    from hybridrl.trainer.state import RunResult
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Prepared:
     Attributes:
         preflight: checks the machines; raises ConfigError if the run would fail there.
         owns_checkpoints: true if all checkpoints in its directory belong to this run.
+        callbacks: the user's, those of trainer.callbacks included.
     """
 
     result: Examined
@@ -61,9 +65,10 @@ class Prepared:
     setup: SetupTimes
     preflight: Callable[[], None]
     owns_checkpoints: bool = False
+    callbacks: "Sequence[Callback]" = ()
 
 
-def train_with_restarts(prepared: Prepared, folder: Path) -> float:
+def train_with_restarts(prepared: Prepared, folder: Path) -> "RunResult":
     """Train, with up to trainer.max_restarts restarts after failures of workers.
 
     A restart that cannot begin counts, and is followed by a pause.
@@ -76,8 +81,8 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> float:
     last = config.trainer.max_restarts
     for restart in range(last + 1):
         try:
-            with exclusive_run(folder):
-                return _train(prepared, folder, restart)
+            with running(prepared, folder, restart) as trainer:
+                return trainer.fit()
         except WorkerError as error:
             failed = error
             if restart < last:
@@ -177,8 +182,16 @@ def examine_data(result: Examined) -> "PromptSets | None":
     return prompts
 
 
-def _train(prepared: Prepared, folder: Path, restart: int) -> float:
-    """Start Ray and workers, train, and stop them; return the final held-out accuracy."""
+@contextmanager
+def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[PPOTrainer]":
+    """Yield the trainer, with the lock of the directory, Ray and workers during the block."""
+    with exclusive_run(folder), _started(prepared, folder, restart) as trainer:
+        yield trainer
+
+
+@contextmanager
+def _started(prepared: Prepared, folder: Path, restart: int) -> "Iterator[PPOTrainer]":
+    """Start Ray and workers, yield the trainer, and stop them."""
     from hybridrl.controller.ray.runtime import ray_runtime
 
     result, machine, setup = prepared.result, prepared.machine, prepared.setup
@@ -210,9 +223,11 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
                 )
             # A used directory was refused, or its later steps are quarantined.
             prepared.owns_checkpoints = True
-            from hybridrl.app.session import train
+            from hybridrl.app.session import open_trainer
 
-            return train(config, folder, machine, inputs, setup)
+            callbacks = prepared.callbacks
+            with open_trainer(config, folder, machine, inputs, setup, callbacks) as trainer:
+                yield trainer
 
 
 def _is_confirmed(config: RunConfig) -> bool:

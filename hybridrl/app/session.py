@@ -8,7 +8,8 @@ PPOTrainer.fit                   the loop
 
 import logging
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.callbacks import Callback
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
@@ -81,20 +83,23 @@ def read_inputs(
     return RunInputs(prompts, source, models, resume)
 
 
-def train(
-    config: RunConfig, run_dir: Path, machine: Machine, inputs: RunInputs, setup: SetupTimes
-) -> float:
-    """Train as configured, inside `ray_runtime`.
-
-    Returns:
-        Held-out accuracy after the last step, sampled at the training temperature.
-    """
+@contextmanager
+def open_trainer(
+    config: RunConfig,
+    run_dir: Path,
+    machine: Machine,
+    inputs: RunInputs,
+    setup: SetupTimes,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[PPOTrainer]:
+    """Yield the trainer of a run with its workers, inside `ray_runtime`."""
     prompts, resume = inputs.prompts, inputs.resume
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not os.environ.get("OMP_NUM_THREADS"):  # else torch uses the user's number
-        on_gpu = config.hardware.accelerator is Accelerator.gpu
-        torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
     with ExitStack() as stack:
+        if not os.environ.get("OMP_NUM_THREADS"):  # else torch uses the user's number
+            on_gpu = config.hardware.accelerator is Accelerator.gpu
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
         columns = SUPERVISED_COLUMNS if is_supervised(config) else COLUMNS
         console = stack.enter_context(RunConsole(config.trainer.total_steps, columns=columns))
         _route_logging(console, stack)
@@ -132,12 +137,14 @@ def train(
             Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, inputs.models),
             preemption,
             reporter,
+            callbacks,
+            resume,
         )
         setup.mark("driver")
         hosts = [("", host.describe()) for host in workers.pool.hosts]
         console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
-        return trainer.fit(resume)
+        yield trainer
 
 
 def _evaluator(

@@ -39,6 +39,15 @@ def link_problems(cfg: DictConfig) -> Iterator[str]:
                 yield _problem(f"{role}.{name}", name, found, raw.get(name))
 
 
+def restore_links(tree: dict[str, Any]) -> None:
+    """Replace roles' copies of shared nodes by links where they are equal, in a resolved config."""
+    for role, links in LINKS.items():
+        section = tree.get(role) or {}
+        for name in links:
+            if name in section and section[name] == tree.get(name):
+                section[name] = f"${{{name}}}"
+
+
 def _problem(key: str, target: str, found: Any, shared: Any) -> str:
     what, keys = f"{key} = {found}, expected the link ${{{target}}}", key
     if isinstance(found, dict) and isinstance(shared, dict):

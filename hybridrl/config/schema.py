@@ -268,6 +268,7 @@ class TrainerConfig(Section):
     max_skipped_steps: Annotated[int, at_least_one("1 ends the run at the first one"), FREE]
     max_restarts: Annotated[int, at_least_zero("0 means no restart"), FREE]
     profile_steps: Annotated[list[int], at_least_one("steps are counted from 1"), FREE]
+    callbacks: Annotated[list[str], FREE]
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,11 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.classes import environment_problems, reward_problems
+from hybridrl.config.user_code.classes import (
+    callback_problems,
+    environment_problems,
+    reward_problems,
+)
 
 # Checks of runs and evaluations.
 COMMON_CHECKS = (
@@ -49,6 +53,7 @@ TRAINING_CHECKS = (
     sizes.step_problems,
     resources.package_problems,
     reward_model_problems,
+    callback_problems,
 )
 MACHINE_CHECKS = (
     resources.accelerator_problems,

@@ -6,6 +6,7 @@ ignored after the first one. Under nohup it is always ignored.
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,15 +38,19 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def _handling(signals: Iterable[int], handler: Handler) -> Iterator[None]:
-    """Handle signals that are not ignored; afterwards restore the handlers, but of a SIGHUP."""
+    """Handle signals that are not ignored; afterwards restore the handlers, but of a SIGHUP.
+
+    Outside the main thread, where Python allows no handlers, nothing is handled.
+    """
 
     def handle(signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGHUP:
             signal.signal(signum, signal.SIG_IGN)
         handler(signum, frame)
 
+    is_main = threading.current_thread() is threading.main_thread()
     # A background job of a shell ignores Ctrl-C. None: a handler that Python cannot restore.
-    heeded = [s for s in signals if signal.getsignal(s) not in (signal.SIG_IGN, None)]
+    heeded = [s for s in signals if is_main and signal.getsignal(s) not in (signal.SIG_IGN, None)]
     previous = {signum: signal.signal(signum, handle) for signum in heeded}
     try:
         yield

@@ -32,6 +32,9 @@ class Ragged:
                 f"{tuple(self.values.shape)}"
             )
 
+    def __repr__(self) -> str:
+        return f"Ragged({len(self)} rows, {len(self.values)} values, {self.values.dtype})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_arrays, (self.values.numpy(), self.lengths.numpy())
 

@@ -40,13 +40,18 @@ class NamedShard:
 
 
 def named_shards(root: nn.Module) -> list[NamedShard]:
-    """Return this rank's shards of a TokenLogProbs by checkpoint name, tied duplicates included.
+    """Return this rank's shards of a TokenLogProbs; see `shards_of`."""
+    free_gathered_weights(root)
+    return shards_of(root.get_submodule("lm"))
+
+
+def shards_of(lm: nn.Module) -> list[NamedShard]:
+    """Return this rank's shards of a causal LM by checkpoint name, tied duplicates included.
 
     With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
-    lora_B.weight. The getters stay valid over optimizer steps and forwards.
+    lora_B.weight. The getters stay valid over optimizer steps and, between forwards, while no
+    weights are gathered.
     """
-    free_gathered_weights(root)
-    lm = root.get_submodule("lm")
     factors = adapter_parameters(lm)
     named = [(*item, bool(factors)) for item in checkpoint_parameters(lm, tied_twice=True)]
     named += [(*item, False) for item in factors.items()]

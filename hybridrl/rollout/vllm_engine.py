@@ -2,11 +2,12 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,14 +50,36 @@ SPARE_BYTES = 2**30
 WARM_UP_SIZES = (1, 16, 17)
 
 
-def prepare(config: RolloutConfig, device_type: str) -> None:
+def prepare(device_type: str, *, enforce_eager: bool) -> None:
     """Set the switches that vLLM reads once; call before its import, any number of times.
 
     Raises:
         ConfigError: this installation of vLLM cannot be used.
     """
     check_installation(Accelerator.gpu if device_type == "cuda" else Accelerator.cpu)
-    vllm_compat.set_environment(device_type, enforce_eager=config.enforce_eager)
+    vllm_compat.set_environment(device_type, enforce_eager=enforce_eager)
+
+
+@contextmanager
+def in_process(device_type: str, *, enforce_eager: bool = True) -> Iterator[None]:
+    """Import and build vLLM in this block, to run inside this process; see VLLMEngine."""
+    prepare(device_type, enforce_eager=enforce_eager)
+    with nullcontext() if device_type == "cuda" else vllm_compat.cpu_start():
+        yield
+
+
+def loader_trace(
+    llm: Any, sources: Sequence[tuple[str, tuple[int, ...]]]
+) -> tuple[Trace, dict[str, Tensor]]:
+    """Return the trace of the weight loader of an `LLM`, and the tensors that it writes, by name.
+
+    `sources` are names and shapes of the checkpoint's tensors. The tensors do not change.
+    """
+    model = llm.apply_model(lambda model: model)[0]
+    live = live_tensors(model)
+    dtype = llm.llm_engine.model_config.dtype
+    trace = trace_loader(model, model.load_weights, sources, dtype)
+    return trace, {name: live[name] for name in trace.parameters}
 
 
 class VLLMEngine:
@@ -92,9 +115,8 @@ class VLLMEngine:
         self._on_gpu = device_type == "cuda"
         self._calls = 0
         self.awake = frozenset(EnginePart)
-        prepare(config, device_type)
         times = StartTimes()
-        with nullcontext() if self._on_gpu else vllm_compat.cpu_start():
+        with in_process(device_type, enforce_eager=config.enforce_eager):
             with times.part("imports"):
                 from vllm import LLM
 

@@ -11,8 +11,10 @@ The trainer runs in the driver process. It holds no weights and calls the worker
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,8 +27,10 @@ from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.models.resolve import FINAL, read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator, KLControl, LossInputs, value_metrics
+from hybridrl.trainer.callbacks import Callback, call_each
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
@@ -43,7 +47,7 @@ from hybridrl.trainer.rewarding import (
     overlong_shaping,
 )
 from hybridrl.trainer.sampling import HybridEngine, Sampled, Sampling
-from hybridrl.trainer.state import TrainState
+from hybridrl.trainer.state import RunResult, TrainState
 from hybridrl.trainer.timing.engines import (
     StragglerAlarm,
     engine_place,
@@ -52,6 +56,8 @@ from hybridrl.trainer.timing.engines import (
 )
 from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
 from hybridrl.trainer.tracking.report import Reporter, is_due
+from hybridrl.trainer.tracking.rollout_log import RolloutRecord, rollout_records
+from hybridrl.trainer.tracking.tracker import Row
 
 # Calls of the forward phase, on the roles that the run has: field of the batch -> role, method.
 FORWARDS = {
@@ -76,6 +82,8 @@ class PPOTrainer:
         checkpoints: Checkpointer,
         preemption: Preemption,
         reporter: Reporter,
+        callbacks: Sequence[Callback] = (),
+        resume: Resume | None = None,
     ) -> None:
         self.config = config
         self.workers = workers
@@ -101,40 +109,63 @@ class PPOTrainer:
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
         self.state = TrainState(prompts, self.kl, self.engine, self.guard)
         self.metrics: dict[str, float | None] = {}
+        self.callbacks, self.resumes_from = callbacks, resume
+        self.has_begun = self.is_stopped = False
+        # Of the last step.
+        self.row: Row = {} if resume is None or not resume.rows else resume.rows[-1]
+        self.batch: RolloutBatch | None = None
+        self.scored: tuple[list[Prompt], Ragged, Rewarded] | None = None
 
     @cached_property
     def estimator(self) -> AdvantageEstimator:
         """The run's advantage estimator; supervised fine-tuning has none."""
         return AdvantageEstimator(self.config.algorithm)
 
-    def fit(self, resume: Resume | None = None) -> float:
-        """Train up to trainer.total_steps; return the final held-out accuracy.
+    def fit(self) -> RunResult:
+        """Train the remaining steps, up to trainer.total_steps, and save the model.
 
         Raises:
             Preempted: SIGTERM or SIGHUP arrived, and a checkpoint was written.
-            RunStopped: too many updates in a row were not finite.
+            RunStopped: too many updates in a row were not finite, or a callback failed.
         """
-        if resume is None:
-            self.begin()
-        else:
-            self.resume(resume)
-        for step in range(self.state.step + 1, self.config.trainer.total_steps + 1):
-            with self.profiler.step(step), self.phases.step():
-                self.train(step)
-                if self.evaluates(step):
-                    self.reshard()
-                    self.evaluate(step)
-                self.checkpoint(step)
-            self.log(step)
-            self.guard.check()
-            self.pause()
+        if not self.has_begun:
+            self.begin(evaluates=True)
+        while self.state.step < self.config.trainer.total_steps and not self.is_stopped:
+            self.step()
+        if self.is_stopped and self.config.checkpoint.every_steps:
+            self.checkpoint_now()
         self.checkpoints.finish()
         self.save()
         self.reporter.finish(self.checkpoints.failures)
-        return self.evaluator.last_accuracy
+        accuracy = self.evaluator.last_accuracy
+        return RunResult(accuracy, self.reporter.run_dir, self.state.step, self.row)
+
+    def step(self) -> Row:
+        """Sample, train, evaluate and checkpoint if due, report; return the metrics."""
+        step = self.state.step + 1
+        self.batch = None  # freed before the next one is sampled
+        with self.profiler.step(step), self.phases.step():
+            self.train(step)
+            if self.evaluates(step):
+                self.evaluation(step)
+            self.checkpoint(step)
+        self.log(step)
+        self.guard.check()
+        call_each(self.callbacks, "on_step_end", self, step, self.row)
+        self.pause()
+        return self.row
+
+    @property
+    def samples(self) -> list[RolloutRecord]:
+        """Texts and scores of the last step, in the order of `batch`."""
+        return [] if self.scored is None else rollout_records(*self.scored, frozenset())
+
+    def stop(self) -> None:
+        """Make `fit` end after the current step, with a checkpoint; for callbacks."""
+        self.is_stopped = True
 
     def train(self, step: int) -> None:
-        """Sample and train; the batch is freed before the next one is sampled."""
+        """Sample and train."""
         self.reshard()
         sampled = self.rollout(step)
         self.pause()
@@ -143,12 +174,15 @@ class PPOTrainer:
         self.pause()
         self.update(scheduled, step)
 
-    def begin(self) -> None:
-        """Evaluate the initial model."""
-        with self.phases.step():
-            self.reshard()
-            self.evaluate(step=0)
-        self.log(step=0)
+    def begin(self, *, evaluates: bool) -> None:
+        """Restore the checkpoint to resume from; without one, evaluate the initial model."""
+        self.has_begun = True
+        if self.resumes_from is not None:
+            return self.resume(self.resumes_from)
+        if evaluates:
+            with self.phases.step():
+                self.evaluation(step=0)
+            self.log(step=0)
         self.state.commit(step=0)
         self.checkpoints.step_ended()
 
@@ -168,9 +202,12 @@ class PPOTrainer:
         """
         self.checkpoints.poll()
         if self.preemption.is_asked:
-            self.engine.make_room_for_optimizer()
-            checkpoint = self.checkpoints.save_now(self.state.finished())
-            raise Preempted(self.preemption.asked_by[0], checkpoint)
+            raise Preempted(self.preemption.asked_by[0], self.checkpoint_now())
+
+    def checkpoint_now(self) -> Path | None:
+        """Write the checkpoint of the last finished step; return None if it failed."""
+        self.engine.make_room_for_optimizer()
+        return self.checkpoints.save_now(self.state.finished())
 
     def reshard(self) -> None:
         """Copy the actor's weights to vLLM, unless it holds them."""
@@ -219,6 +256,9 @@ class PPOTrainer:
         self.metrics |= mixed_fraction(outcome, self.config.rollout.responses_per_prompt)
         self.reporter.log_responses(step, sampled.prompts, responses, rewarded)
         rewarded.stop_if_all_failed(step)
+        self.scored = sampled.prompts, responses, rewarded
+        if self.callbacks:
+            call_each(self.callbacks, "on_samples", self, step, self.samples)
         return outcome_on_last_token(outcome, responses)
 
     def forward(self, sampled: Sampled, step: int) -> ScheduledBatch:
@@ -275,7 +315,7 @@ class PPOTrainer:
 
         An adaptive KL coefficient changes last, so that the whole step uses one value.
         """
-        calls = {}
+        self.batch, calls = scheduled.batch, {}
         if self.workers.critic is not None:
             calls["update_critic"] = Call(self.workers.critic, "update", (step,))
         trains_policy = not calls or step > self.config.trainer.critic_warmup_steps
@@ -293,9 +333,17 @@ class PPOTrainer:
 
     def evaluates(self, step: int) -> bool:
         """Return true if the step ends with an evaluation; after a signal, only the last does."""
-        if step == self.config.trainer.total_steps:
+        if step == self.config.trainer.total_steps or self.is_stopped:
             return True
         return is_due(self.config.eval.every_steps, step) and not self.preemption.is_asked
+
+    def evaluation(self, step: int) -> Row:
+        """Evaluate the actor's weights; return the metrics eval/..., which the callbacks get."""
+        self.reshard()
+        self.evaluate(step)
+        found = {name: value for name, value in self.metrics.items() if name.startswith("eval/")}
+        call_each(self.callbacks, "on_evaluation", self, step, found)
+        return found
 
     def evaluate(self, step: int) -> None:
         """Measure the held-out accuracy of the weights that vLLM holds."""
@@ -315,8 +363,8 @@ class PPOTrainer:
 
     def log(self, step: int) -> None:
         """Report the step's metrics and clear them."""
-        row = self.reporter.log(step, self.metrics | self.phases.metrics())
-        self.checkpoints.logged(step, row)
+        self.row = self.reporter.log(step, self.metrics | self.phases.metrics())
+        self.checkpoints.logged(step, self.row)
         self.grace.look(self.phases.timeline, self.checkpoints.write_s)
         self.metrics = {}
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,25 @@ from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.advantage import KLControl
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
 from hybridrl.trainer.sampling import HybridEngine
+from hybridrl.trainer.tracking.tracker import Row
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run.
+
+    Attributes:
+        accuracy: held-out accuracy of the last evaluation, sampled at the training temperature;
+            NaN without one.
+        folder: directory of the run.
+        step: last finished step.
+        metrics: the step's row of metrics.jsonl.
+    """
+
+    accuracy: float
+    folder: Path
+    step: int
+    metrics: Row = field(repr=False)
 
 
 @dataclass(frozen=True)

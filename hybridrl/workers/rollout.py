@@ -53,7 +53,7 @@ class RolloutWorker(Worker):
     @classmethod
     def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
         """Return vLLM's slow modules, after setting its environment variables."""
-        prepare(config, device_type)
+        prepare(device_type, enforce_eager=config.enforce_eager)
         return MODULES[device_type]
 
     def build_engine(self) -> VLLMEngine:

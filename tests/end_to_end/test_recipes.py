@@ -1,7 +1,8 @@
 """Recipes for two steps on a few problems, in one sweep, and in another that is slow.
 
-But gsm8k_ppo, calculator_tool and gsm8k_sft, which test_run.py, test_calculator_run.py and
-test_sft_slow.py run. A check of wiring; that they learn is shown by test_recipe_learns_slow.py.
+But gsm8k_ppo, gsm8k_grpo, calculator_tool and gsm8k_sft, which test_run.py, test_python.py,
+test_calculator_run.py and test_sft_slow.py run. A check of wiring; that they learn is shown by
+test_recipe_learns_slow.py.
 """
 
 import json
@@ -11,7 +12,7 @@ import pytest
 
 from tests.end_to_end.runs import ROOT, SMALL, started
 
-ELSEWHERE = ("gsm8k_ppo", "calculator_tool", "gsm8k_sft")
+ELSEWHERE = ("gsm8k_ppo", "gsm8k_grpo", "calculator_tool", "gsm8k_sft")
 # What is their own, advantages, loss or adapters, other tests hold.
 SLOW = ["gsm8k_gspo", "gsm8k_lora", "gsm8k_reinforce_pp", "gsm8k_rloo"]
 RECIPES = sorted(
@@ -59,9 +60,13 @@ def check_steps(rows):
     assert first["eval/accuracy"] is not None
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
-        assert row["actor/first_log_ratio_max"] == 0.0
-        assert row["actor/log_ratio_max"] > 0.0
-        assert all(value is None or math.isfinite(value) for value in row.values())
+        check_row(row)
+
+
+def check_row(row):
+    assert row["actor/first_log_ratio_max"] == 0.0
+    assert row["actor/log_ratio_max"] > 0.0
+    assert all(value is None or math.isfinite(value) for value in row.values())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -69,16 +74,6 @@ def test_without_a_critic_nothing_is_known_of_one(sweep, recipe):
     """All of these compare responses with each other or with a batch."""
     rows = sweep[1][recipe]
     assert not any("critic" in name or name == "time/values_s" for row in rows for name in row)
-
-
-def test_grpo_has_its_penalty_in_the_loss(sweep):
-    first, second = sweep[1]["gsm8k_grpo"][1:]
-    for row in (first, second):
-        assert row["actor/kl_coef"] == 0.04
-        assert row["actor/kl_loss"] >= 0.0
-        assert row["time/old_log_probs_s"] > 0.0 and row["time/ref_log_probs_s"] > 0.0
-    # The reference is where training began: the first step's KL is 0, the second's is not.
-    assert abs(first["actor/kl"]) < 1e-9 < second["actor/kl"]
 
 
 def test_dapo_samples_until_groups_are_mixed_and_has_no_reference(sweep):
@@ -89,10 +84,3 @@ def test_dapo_samples_until_groups_are_mixed_and_has_no_reference(sweep):
         assert missing == 0 or row["sampling/rounds"] == 4
         assert row["actor/kl"] is None and "time/ref_log_probs_s" not in row
         assert row["reward/overlong_penalty"] >= 0.0
-
-
-def test_rollout_correction_is_on_by_default_and_finds_nothing_on_a_cpu(sweep):
-    for row in sweep[1]["gsm8k_grpo"][1:]:
-        assert row["rollout/correction_weight_mean"] == pytest.approx(1.0, abs=1e-5)
-        assert row["rollout/corrected_fraction"] == 0.0
-        assert row["rollout/mismatch_ess"] == pytest.approx(1.0, abs=1e-5)

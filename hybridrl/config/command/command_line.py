@@ -17,7 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.own_functions import drop_inherited, override_leaves
@@ -80,11 +80,13 @@ class Precomposed(NamedTuple):
         problems: of unusable overrides.
         cfg: composed from the usable ones; of a sweep, its first job. None if that failed.
         overrides: the usable ones.
+        hydra: the section `hydra`, which `cfg` lacks.
     """
 
     problems: list[str]
     cfg: DictConfig | None
     overrides: list[str]
+    hydra: DictConfig | None = None
 
 
 def precompose(
@@ -105,6 +107,8 @@ def precompose(
         cfg = composer.compose(groups, problems)
         if cfg is None:
             return Precomposed(problems, None, [])
+        with open_dict(cfg):
+            hydra = cfg.pop("hydra")
         if underlay is not None:
             underlay(cfg, [o.key_or_group for o in groups])
         base = cfg
@@ -118,7 +122,7 @@ def precompose(
         except INPUT_ERRORS as error:
             problems.append(problem_of(error))
             cfg = None
-    return Precomposed(problems, cfg, [str(o.input_line) for o in usable])
+    return Precomposed(problems, cfg, [str(o.input_line) for o in usable], hydra)
 
 
 def _usable(
@@ -218,7 +222,7 @@ class _Composer:
         """Compose a sweep's first job, or the run; None, with the problem added, if that fails."""
         lines = [_first_job(o) for o in overrides if o.get_key_element() != "hydra.searchpath"]
         try:
-            return compose(CONFIG_NAME, [*lines, *self.search_path])
+            return compose(CONFIG_NAME, [*lines, *self.search_path], return_hydra_config=True)
         except INPUT_ERRORS as error:
             problems.append(f"{self._choice_with(error, overrides)}{problem_of(error)}")
             return None

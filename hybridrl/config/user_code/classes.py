@@ -28,6 +28,7 @@ BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
 # Roles whose section a run may leave out.
 OPTIONAL = ("reward_model",)
 WORKER_BASE = "hybridrl.workers.base.Worker"
+CALLBACK_BASE = "hybridrl.trainer.callbacks.Callback"
 
 
 def locate(key: str, path: str) -> Any:
@@ -137,6 +138,36 @@ def _reward_functions(
     yield "reward", config.reward, config.reward.signature
     for name, rule in config.eval.rules.items():
         yield f"eval.rules.{name}", rule, RewardSignature.auto
+
+
+def callback_problems(config: schema.RunConfig) -> Iterator[str]:
+    """Check the callbacks."""
+    for path in config.trainer.callbacks:
+        try:
+            callback_class(path)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def callback_class(path: str) -> Callable[[], Any]:
+    """Return the callback class of an entry of trainer.callbacks.
+
+    Raises:
+        ConfigError: it is none, or it cannot be made without arguments.
+    """
+    key = "trainer.callbacks"
+    check_import(key, path)
+    cls: Any = locate(key, path)
+    if not inspect.isclass(cls) or CALLBACK_BASE not in map(_full_name, cls.__mro__):
+        raise ConfigError(f"{key} = {path}, expected a subclass of hybridrl.Callback.")
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} = {path} cannot be made without arguments: {error}.\n"
+            f"Name a subclass that passes them to super().__init__."
+        ) from error
+    return cls
 
 
 def environment_problems(config: schema.RunConfig) -> Iterator[str]:

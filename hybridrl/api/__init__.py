@@ -1,0 +1,1 @@
+"""The interface from Python; `hybridrl` exports its names. Start with run.py."""

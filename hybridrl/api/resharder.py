@@ -1,0 +1,78 @@
+"""Weight sync between the user's own FSDP2 module and vLLM, in one process per rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hybridrl.distributed.mesh import AXES
+from hybridrl.distributed.regions import free_gathered_weights, shards_of
+from hybridrl.reshard import resharder
+from hybridrl.rollout.vllm_engine import in_process, loader_trace
+
+
+@contextmanager
+def vllm_in_process(device_type: str = "cuda") -> Iterator[None]:
+    """Import and build vLLM in this block, so that its weights can be written from this process.
+
+    The default process group exists, RANK and LOCAL_RANK are set (torchrun), and `LLM` gets
+    distributed_executor_backend="external_launcher". Keep the `LLM` until the process ends.
+    """
+    with in_process(device_type):
+        yield
+
+
+class Resharder(resharder.Resharder):
+    """Resharder from an FSDP2 module into vLLM's live parameters. All calls are collectives.
+
+    Args:
+        module: causal LM of transformers with float32 weights under `fully_shard`, over all ranks,
+            on a mesh of one dim or of (replicate, shard).
+        llm: vLLM's `LLM` of the same model, built in `vllm_in_process`, without quantization.
+        bucket_mb: MiB that a rank sends and receives at a time.
+
+    Raises:
+        ValueError: a weight is not a float32 DTensor of such a mesh, or the module does not have
+            all weights of the engine.
+        RuntimeError: vLLM's loader does more than copy weights, as that of quantized ones.
+    """
+
+    def __init__(self, module: nn.Module, llm: Any, *, bucket_mb: int = 256) -> None:
+        self._module, self._llm = module, llm
+        mesh = _mesh_of(module)
+        shards = shards_of(module)
+        trace, tensors = loader_trace(llm, [(shard.name, shard.shape) for shard in shards])
+        super().__init__(shards, trace, tensors, mesh, bucket_mb)
+
+    def sync(self, version: int, *, verify: bool = True, kept: bool = False) -> dict[str, float]:
+        """Write the module's weights into vLLM, and discard its prefix cache; see the base class.
+
+        `version` is for messages.
+        """
+        free_gathered_weights(self._module)
+        metrics = super().sync(version, verify=verify, kept=kept)
+        self._llm.reset_prefix_cache()
+        return metrics
+
+
+def _mesh_of(module: nn.Module) -> DeviceMesh:
+    """Return the mesh of a module's weights, with a dim for replicas."""
+    for name, weight in module.named_parameters():
+        if not isinstance(weight, DTensor) or weight.dtype is not torch.float32:
+            raise ValueError(
+                f"{name} is {type(weight).__name__} of {weight.dtype}: expected a "
+                "float32 DTensor. Load the model in float32 and call fully_shard."
+            )
+    mesh = weight.device_mesh
+    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"the module is sharded over ranks {mesh.mesh.tolist()}: expected all "
+            f"{dist.get_world_size()} ranks in order"
+        )
+    shape = (1, *mesh.shape)[-2:]
+    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=AXES)

@@ -1,0 +1,268 @@
+"""Training from Python: a whole run by `train`, or step by step by `Trainer`.
+
+Checks and session are those of the command line. Errors are raised, and nothing of the process is
+changed for good but the environment's variables of caches and sys.path.
+"""
+
+import copy
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.app.compose import composed, examine_config, find_machine
+from hybridrl.app.launch import Prepared, running, train_with_restarts
+from hybridrl.app.process import set_up_process
+from hybridrl.config.command.command_line import parse_argv, quoted
+from hybridrl.config.command.input_errors import problem_of
+from hybridrl.config.command.provenance import Provenance
+from hybridrl.config.command.secrets import config_secrets
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.links import restore_links
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.calls import SetupTimes
+from hybridrl.controller.output import lossy_text
+from hybridrl.main import prepare
+
+if TYPE_CHECKING:
+    from hybridrl.data.batch import RolloutBatch
+    from hybridrl.trainer.callbacks import Callback
+    from hybridrl.trainer.ppo import PPOTrainer
+    from hybridrl.trainer.state import RunResult
+    from hybridrl.trainer.tracking.rollout_log import RolloutRecord
+    from hybridrl.trainer.tracking.tracker import Row
+
+# Overrides as on the command line, or a whole config: composed by Hydra, or of a manifest.json.
+Config = Sequence[str] | Mapping[str, Any] | DictConfig | RunConfig
+CONFIG_DIR = "--config-dir"
+LOG = "main.log"
+
+
+def train(
+    config: Config, callbacks: "Sequence[Callback]" = (), *, folder: str | Path | None = None
+) -> "RunResult":
+    """Train as `python -m hybridrl.main` does with the same overrides.
+
+    Args:
+        config: overrides (["+recipe=gsm8k_ppo", "trainer.total_steps=2"]), or a whole config.
+        callbacks: called before those of trainer.callbacks.
+        folder: directory of the run, as hydra.run.dir.
+
+    Raises:
+        ConfigError: every problem of config and data.
+        RunStopped: too many updates were not finite, all rewards or a callback failed.
+        WorkerError: workers failed.
+    """
+    run = _checked(config, callbacks, folder)
+    from hybridrl.trainer.state import RunResult
+
+    if run.prepared is None:
+        return RunResult(math.nan, run.folder, 0, {})
+    with _logging(run):
+        return train_with_restarts(run.prepared, run.folder)
+
+
+class Trainer:
+    """A run, step by step. It checks the config at once, and starts Ray and workers when needed.
+
+        with hybridrl.Trainer(["+recipe=gsm8k_ppo"]) as trainer:
+            metrics = trainer.step()
+
+    Without `with`, such as over the cells of a notebook, call `close` at the end. After an error or
+    Ctrl-C in a method everything is closed: the workers may be in the middle of a call.
+
+    Attributes:
+        folder: directory of the run.
+        config: of the run, resolved.
+
+    Raises:
+        ConfigError: every problem of config and data.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        callbacks: "Sequence[Callback]" = (),
+        *,
+        folder: str | Path | None = None,
+    ) -> None:
+        self._run = _checked(config, callbacks, folder)
+        if self._run.prepared is None:
+            raise ConfigError("run.dry = true: a dry run has no steps.\nRemove run.dry.")
+        self.folder = self._run.folder
+        self.config: RunConfig = self._run.prepared.result.config
+        self._stack = ExitStack()
+        self._loop: PPOTrainer | None = None
+        self._is_closed = False
+
+    @property
+    def loop(self) -> "PPOTrainer":
+        """The loop that does the steps, with its parts; starts Ray and workers if needed."""
+        if self._is_closed:
+            raise RuntimeError("the trainer is closed; make a new one")
+        if self._loop is None:
+            assert self._run.prepared is not None
+            with ExitStack() as stack:
+                stack.enter_context(_logging(self._run))
+                loop = stack.enter_context(running(self._run.prepared, self.folder))
+                stack.push(lambda kind, *_: None if kind else loop.checkpoints.finish())
+                loop.begin(evaluates=False)
+                self._loop, self._stack = loop, stack.pop_all()
+        return self._loop
+
+    def step(self) -> "Row":
+        """Train one step; return its metrics, a row of metrics.jsonl.
+
+        Raises:
+            ConfigError: trainer.total_steps are done.
+            RunStopped, WorkerError: as `train`.
+        """
+        total = self.config.trainer.total_steps
+        with self._closing_after_errors() as loop:
+            if loop.state.step < total:
+                return loop.step()
+        raise ConfigError(
+            f"trainer.total_steps = {total}: all steps are done.\nSet more steps at the start."
+        )
+
+    def evaluate(self) -> "Row":
+        """Measure the held-out accuracy of the present weights; return the metrics eval/..."""
+        with self._closing_after_errors() as loop:
+            of_next_row, loop.metrics = loop.metrics, {}
+            found = loop.evaluation(loop.state.step)
+            loop.metrics = of_next_row
+        return found
+
+    def fit(self) -> "RunResult":
+        """Train the remaining steps, save the model, and print the summary."""
+        with self._closing_after_errors() as loop:
+            return loop.fit()
+
+    @property
+    def batch(self) -> "RolloutBatch | None":
+        """Responses of the last step, with scores, log-probs, advantages and returns."""
+        return self.loop.batch
+
+    @property
+    def samples(self) -> "list[RolloutRecord]":
+        """Prompts, texts and scores of `batch`, in its order."""
+        return self.loop.samples
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written, then end the workers and Ray."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        _ = self.loop  # starts
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_closed = True
+        self._stack.__exit__(*error)
+
+    @contextmanager
+    def _closing_after_errors(self) -> "Iterator[PPOTrainer]":
+        try:
+            yield self.loop
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+
+class _Run(NamedTuple):
+    """A checked run; `prepared` is None for a dry one."""
+
+    prepared: Prepared | None
+    folder: Path
+    secrets: set[str]
+
+
+def _checked(config: Config, callbacks: "Sequence[Callback]", folder: str | Path | None) -> _Run:
+    """Compose and check a run; nothing is written."""
+    set_up_process()
+    start = SetupTimes(time.time())
+    config = [config] if isinstance(config, str) else config
+    at = [] if folder is None else [f"hydra.run.dir={quoted(str(folder))}"]
+    if isinstance(config, RunConfig | Mapping | DictConfig):
+        _, hydra, _ = _composed(["hardware=cpu", *at])
+        cfg, overrides = _whole(config), list[str]()
+    else:
+        cfg, hydra, overrides = _composed([*config, *at])
+    directory = _folder(cfg, hydra)
+    prepared = prepare(cfg, hydra, overrides, start)
+    if prepared is not None:
+        prepared.callbacks = [*callbacks, *prepared.callbacks]
+    return _Run(prepared, directory, config_secrets(cfg))
+
+
+def _composed(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig, list[str]]:
+    """Return the config of overrides, Hydra's section, and the overrides of values and groups."""
+    options = [text for text in overrides if text.startswith("-")]
+    if wrong := [text for text in options if not text.startswith(f"{CONFIG_DIR}=")]:
+        raise ConfigError(
+            f"{wrong[0]}: expected overrides, such as +recipe=gsm8k_ppo, or {CONFIG_DIR}=...\n"
+            f"Sweeps and other options are the command line's."
+        )
+    found = composed(parse_argv(overrides), find_machine)
+    if found.problems:
+        known = found.cfg and examine_config(found.cfg, find_machine(), Provenance())
+        raise ConfigError(*found.problems, *(known.report.problems if known else []))
+    assert found.cfg is not None and found.hydra is not None
+    typed = [text for text in found.overrides if not text.lstrip("+~").startswith("hydra.")]
+    return found.cfg, found.hydra, typed
+
+
+def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
+    """Return a whole config as Hydra would compose it, with links of the roles."""
+    if isinstance(config, RunConfig):
+        config = asdict(config)
+    tree: Any = OmegaConf.to_container(OmegaConf.create(config))  # type: ignore[arg-type]
+    if not {"run", "hardware"} <= tree.keys():
+        raise ConfigError(
+            f"the config has only {', '.join(tree)}: expected a whole one, as of a manifest.json.\n"
+            f"For single values give a list of overrides: ['+recipe=gsm8k_ppo', 'seed=2']."
+        )
+    restore_links(tree)
+    return OmegaConf.create(tree)
+
+
+def _folder(cfg: DictConfig, hydra: DictConfig) -> Path:
+    """Return the directory of the run, which does not exist yet."""
+    whole = copy.deepcopy(cfg)
+    try:
+        with open_dict(whole):
+            whole.hydra = hydra
+        return Path(whole.hydra.run.dir).absolute()
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"hydra.run.dir: {problem_of(error)}.") from error
+
+
+@contextmanager
+def _logging(run: _Run) -> Iterator[None]:
+    """Log to <run>/main.log and, unless the caller has set up logging, to the console."""
+    root, ours = logging.getLogger(), logging.getLogger("hybridrl")
+    handlers: list[logging.Handler] = [] if root.handlers else [logging.StreamHandler()]
+    with suppress(OSError):  # reported when the directory is locked
+        run.folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(run.folder / LOG)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        file.setStream(lossy_text(file.baseFilename, run.secrets))
+        handlers.append(file)
+    before, level = list(root.handlers), ours.level
+    root.handlers = [*before, *handlers]
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.handlers = before
+        ours.setLevel(level)
+        for handler in handlers:
+            handler.close()
