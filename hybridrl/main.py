@@ -15,8 +15,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import hydra
 import psutil
@@ -32,7 +34,8 @@ from hybridrl.app.compose import (
     find_machine,
     stored_weight_problems,
 )
-from hybridrl.app.launch import Prepared, check_data, examine_data, train_with_restarts
+from hybridrl.app.folders import Claim, claim, set_up_hydra, template
+from hybridrl.app.launch import Prepared, examine_data, train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -41,11 +44,19 @@ from hybridrl.app.process import (
     show_problems,
 )
 from hybridrl.app.sweep import SWEEP_CONFIG, JobResult
-from hybridrl.config.checks.checkpoint import AUTO, auto_problem
+from hybridrl.config.checks.checkpoint import AUTO, NEW_EACH_TIME, auto_problem
 from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, Precomposed, parse_argv
+from hybridrl.config.command.command_line import (
+    CONFIG_NAME,
+    RUN_DIR,
+    SWEEP_DIR,
+    CommandLine,
+    Precomposed,
+    parse_argv,
+    quoted,
+)
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
 from hybridrl.config.command.secrets import (
@@ -55,6 +66,8 @@ from hybridrl.config.command.secrets import (
     without_secrets,
 )
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.load import Examined
+from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.plan_text import plan
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
@@ -74,6 +87,11 @@ def main() -> None:
     line = parse_argv(sys.argv[1:])
     with exit_codes():
         found = _composed(line)
+        claimed = None
+        if found is not None and line.starts:
+            claimed = _before_start(line, found)
+            if claimed is None:
+                return
         sys.argv = [sys.argv[0], *line.overrides, *line.options]
         command = hydra.main(
             version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME
@@ -82,6 +100,44 @@ def main() -> None:
             command()
         except INPUT_ERRORS as error:
             raise ConfigError(*_problems_around(error, line, found)) from error
+        except SystemExit as end:
+            if end.code == EXIT_CONFIG and claimed is not None:
+                claimed.release(".hydra", "main.log")
+            raise
+
+
+def _before_start(line: CommandLine, found: Precomposed) -> Claim | None:
+    """Check a run and make its folder, or a sweep's; None after a dry run, whose plan is printed.
+
+    Nothing is left of a run with problems. The jobs of a sweep check themselves.
+    """
+    assert found.cfg is not None and found.hydra is not None
+    key = SWEEP_DIR if line.sweeps else RUN_DIR
+    named = template(found, key)
+    problem = auto_problem(found.cfg.resume, key, named)
+    problems = [] if problem is None else [problem]
+    try:
+        folder = set_up_hydra(found, key)
+    except INPUT_ERRORS as error:
+        # An unresolvable value is also part of the directory's name.
+        problems += _further_problems(line, found)
+        raise ConfigError(*(problems or [problem_of(error)])) from error
+    examined = None if line.sweeps else _examine(found.cfg, found.overrides, found.hydra.runtime)
+    problems += examined.result.report.problems if examined is not None else []
+    try:
+        claimed = claim(folder, is_new=NEW_EACH_TIME in named)
+    except OSError as error:
+        raise ConfigError(_directory_problem(key, error), *problems) from error
+    is_dry = examined is not None and found.cfg.run.dry
+    if problems or is_dry:
+        claimed.release()
+    if problems:
+        raise ConfigError(*problems)
+    if is_dry:
+        _show_plan(examined)
+        return None
+    line.overrides.append(f"{key}={quoted(str(claimed.folder))}")
+    return claimed
 
 
 def job(cfg: DictConfig) -> float:
@@ -148,32 +204,14 @@ def run(cfg: DictConfig) -> float:
     """
     state = HydraConfig.get()
     overrides = _task_overrides()
-    recipes = recipe_files(state.runtime.choices, state.runtime.config_sources)
-    provenance = provenance_of(overrides, recipes)
     in_sweep = _in_sweep()
     setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
-    if not cfg.run.dry:  # first: wrong versions break the imports of other checks
-        on_cpu = cfg.hardware.accelerator == Accelerator.cpu
-        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
-    machine = find_machine()
-    # In a sweep a key without effect is only a warning: some jobs may use it.
-    result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
-    key = "hydra.sweep.dir" if in_sweep else "hydra.run.dir"
-    if result.report.usable(["resume"]):
-        problem = auto_problem(result.config, state.overrides.hydra, key)
-        if problem is not None:
-            result.report.add(problem)
-    if result.report.problems or cfg.run.dry:
-        check_data(result)
-    config, shape, reward_shape = result.config, result.shape, result.reward_shape
-    if in_sweep:
-        for text in effect_problems(config, provenance):
-            log.warning("%s", text)
-    assert shape is not None
+    examined = _examine(cfg, overrides, state.runtime, in_sweep=in_sweep)
+    result, machine, config = examined.result, examined.machine, examined.result.config
+    if result.report.problems:
+        raise ConfigError(*result.report.problems)
     if config.run.dry:
-        console = Console()
-        table = plan(config, shape, machine, reward_shape)
-        (console if console.is_terminal else Console(width=160)).print(table)
+        _show_plan(examined)
         return math.nan
     model_folder(config.model)  # downloads once, not in every worker
     # Workers may have another current directory, and so may a resumed run.
@@ -188,6 +226,41 @@ def run(cfg: DictConfig) -> float:
     prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
     prepared.owns_checkpoints = config.resume == AUTO
     return train_with_restarts(prepared, Path(state.runtime.output_dir))
+
+
+class _Checked(NamedTuple):
+    """A config after its checks, and the machine that it was checked for."""
+
+    result: Examined
+    machine: Machine
+
+
+def _examine(
+    cfg: DictConfig, overrides: Sequence[str], runtime: DictConfig, *, in_sweep: bool = False
+) -> _Checked:
+    """Check a composed config, and its data if it has problems or is dry; the report has them."""
+    if not cfg.run.dry:  # first: wrong versions break the imports of other checks
+        on_cpu = cfg.hardware.accelerator == Accelerator.cpu
+        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
+    machine = find_machine()
+    recipes = recipe_files(runtime.choices, runtime.config_sources)
+    provenance = provenance_of(overrides, recipes)
+    # In a sweep a key without effect is only a warning: some jobs may use it.
+    result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
+    if result.report.problems or cfg.run.dry:
+        examine_data(result)
+    elif in_sweep:
+        for text in effect_problems(result.config, provenance):
+            log.warning("%s", text)
+    return _Checked(result, machine)
+
+
+def _show_plan(checked: _Checked) -> None:
+    """Print the plan of a dry run."""
+    console, result = Console(), checked.result
+    assert result.shape is not None
+    table = plan(result.config, result.shape, checked.machine, result.reward_shape)
+    (console if console.is_terminal else Console(width=160)).print(table)
 
 
 def _composed(line: CommandLine) -> Precomposed | None:
@@ -205,7 +278,7 @@ def _composed(line: CommandLine) -> Precomposed | None:
 
 def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
     """Return the problems of the composed config and its data; none of a sweep: its jobs check."""
-    if found.cfg is None or line.args.multirun:
+    if found.cfg is None or found.hydra is None or line.sweeps:
         return []
     guard_logging(config_secrets(found.cfg))
     try:
@@ -224,14 +297,15 @@ def _problems_around(
     if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
         error = error.__cause__
     if isinstance(error, OSError | UnicodeEncodeError) or "null byte" in str(error):
-        key = "hydra.sweep.dir" if line.args.multirun else "hydra.run.dir"
-        folder = (
-            f"{key}: the directory cannot be created or written: {reason_of(error)}.\n"
-            f"Set {key}=<a writable directory>."
-        )
-        return [folder, *further]
-    # An unresolvable value is also part of the directory's name.
+        return [_directory_problem(SWEEP_DIR if line.sweeps else RUN_DIR, error), *further]
     return further or [problem_of(error)]
+
+
+def _directory_problem(key: str, error: BaseException) -> str:
+    return (
+        f"{key}: the directory cannot be created or written: {reason_of(error)}.\n"
+        f"Set {key}=<a writable directory>."
+    )
 
 
 if __name__ == "__main__":

@@ -191,12 +191,13 @@ def test_a_directory_that_cannot_be_written_to_or_named_is_a_problem(dry, tmp_pa
     found = [line for line in done.stderr.splitlines() if line.startswith("- ")]
     assert len(found) == len(problems), done.stderr
     assert all(f"- {words}" in done.stderr for words in problems), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "| true"])
 def test_a_command_goes_on_when_nobody_reads_what_it_prints(dry, tmp_path, closed):
     """Of a pipe's reader nothing is left; a closed stream must not become another file's."""
-    words = [sys.executable, "-m", "hybridrl.main", *dry, "hydra.run.dir=here"]
+    words = [sys.executable, "-m", "hybridrl.main", *dry, "-m", "seed=1", "hydra.sweep.dir=here"]
     script = f"set -o pipefail; {shlex.join(words)} {closed}"
     env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     done = subprocess.run(
@@ -204,7 +205,7 @@ def test_a_command_goes_on_when_nobody_reads_what_it_prints(dry, tmp_path, close
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "here" / ".hydra" / "config.yaml").read_text().startswith("model:")
+    assert (tmp_path / "here/0/.hydra/config.yaml").read_text().startswith("model:")
 
 
 def test_data_and_config_problems_are_in_one_report(dry, tmp_path):
@@ -230,8 +231,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(dry, tmp_path):
         "Dry run: nothing was started",
     ):
         assert words in done.stdout, words
-    assert (tmp_path / "here" / ".hydra" / "config.yaml").is_file()
-    assert not (tmp_path / "outputs").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_embedded_model_and_problems_pass_every_check(tmp_path):
