@@ -15,27 +15,27 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import hydra
 import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
+from hybridrl.app.before_start import (
+    before_start,
+    compose_line,
+    examine,
+    problems_around,
+    show_plan,
+)
 from hybridrl.app.compose import (
-    composed,
     conf_dir,
-    examine_config,
-    find_machine,
     stored_weight_problems,
 )
-from hybridrl.app.folders import Claim, claim, set_up_hydra, template
-from hybridrl.app.launch import Prepared, examine_data, train_with_restarts
+from hybridrl.app.launch import Prepared, train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -43,22 +43,13 @@ from hybridrl.app.process import (
     set_up_process,
     show_problems,
 )
-from hybridrl.app.sweep import SWEEP_CONFIG, JobResult
-from hybridrl.config.checks.checkpoint import AUTO, NEW_EACH_TIME, auto_problem
-from hybridrl.config.checks.effects import effect_problems
-from hybridrl.config.checks.installation import check_installation
-from hybridrl.config.choices import Accelerator
+from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, read_results, show_results
+from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import (
     CONFIG_NAME,
-    RUN_DIR,
-    SWEEP_DIR,
-    CommandLine,
-    Precomposed,
     parse_argv,
-    quoted,
 )
-from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
-from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
+from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -66,12 +57,10 @@ from hybridrl.config.command.secrets import (
     without_secrets,
 )
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import Examined
-from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.plan_text import plan
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
+from hybridrl.controller.signals import Interrupted
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
 
@@ -86,93 +75,89 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     line = parse_argv(sys.argv[1:])
     with exit_codes():
-        found = _composed(line)
+        found = compose_line(line)
         claimed = None
         if found is not None and line.starts:
-            claimed = _before_start(line, found)
+            claimed = before_start(line, found)
             if claimed is None:
                 return
         sys.argv = [sys.argv[0], *line.overrides, *line.options]
         command = hydra.main(
             version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME
         )(job)
+        start = time.time()
         try:
             command()
         except INPUT_ERRORS as error:
-            raise ConfigError(*_problems_around(error, line, found)) from error
+            results = read_results(claimed.folder, start) if claimed and line.sweeps else []
+            if not results:
+                raise ConfigError(*problems_around(error, line, found)) from error
+            # Of the sweeper after the jobs, such as Optuna's if none has an accuracy.
+            sys.stderr.write(f"{problem_of(error)}\n")
         except SystemExit as end:
             if end.code == EXIT_CONFIG and claimed is not None:
                 claimed.release(".hydra", "main.log")
             raise
+        if claimed is not None and line.sweeps:
+            results = read_results(claimed.folder, start)
+            show_results(claimed.folder, results)
+            if any(result.status == "failed" for result in results):
+                sys.exit(EXIT_FAILED)
 
 
-def _before_start(line: CommandLine, found: Precomposed) -> Claim | None:
-    """Check a run and make its folder, or a sweep's; None after a dry run, whose plan is printed.
+def job(cfg: DictConfig) -> float | None:
+    """Run Hydra's task: one run, or one job of a sweep, whose failure is a result.
 
-    Nothing is left of a run with problems. The jobs of a sweep check themselves.
+    Returns the final eval/accuracy; None without one, which Optuna takes for a failed trial.
     """
-    assert found.cfg is not None and found.hydra is not None
-    key = SWEEP_DIR if line.sweeps else RUN_DIR
-    named = template(found, key)
-    problem = auto_problem(found.cfg.resume, key, named)
-    problems = [] if problem is None else [problem]
-    try:
-        folder = set_up_hydra(found, key)
-    except INPUT_ERRORS as error:
-        # An unresolvable value is also part of the directory's name.
-        problems += _further_problems(line, found)
-        raise ConfigError(*(problems or [problem_of(error)])) from error
-    examined = None if line.sweeps else _examine(found.cfg, found.overrides, found.hydra.runtime)
-    problems += examined.result.report.problems if examined is not None else []
-    try:
-        claimed = claim(folder, is_new=NEW_EACH_TIME in named)
-    except OSError as error:
-        raise ConfigError(_directory_problem(key, error), *problems) from error
-    is_dry = examined is not None and found.cfg.run.dry
-    if problems or is_dry:
-        claimed.release()
-    if problems:
-        raise ConfigError(*problems)
-    if is_dry:
-        _show_plan(examined)
-        return None
-    line.overrides.append(f"{key}={quoted(str(claimed.folder))}")
-    return claimed
-
-
-def job(cfg: DictConfig) -> float:
-    """Run Hydra's task: one run, or one job of a sweep, whose failure is a result."""
     start = time.time()
     secrets = config_secrets(cfg)
     hide_in_files(_written_by_hydra(), secrets)
     guard_logging(secrets)
+
+    def end(status: str, metric: float | None = None, error: str = "") -> None:
+        error = without_secrets(error, secrets)
+        _write_result(status, metric, error, seconds=time.time() - start)
+
     try:
-        metric, error_text, code = run(cfg), "", 0
+        metric = run(cfg)
     except ConfigError as error:
         show_problems(error)
-        metric, error_text, code = math.nan, "; ".join(error.problems), EXIT_CONFIG
+        error_text, code = "; ".join(error.problems), EXIT_CONFIG
     except (WorkerError, RunStopped) as error:  # complete message
         log.error("%s", error)
-        metric, error_text, code = math.nan, str(error), EXIT_FAILED
+        error_text, code = str(error), EXIT_FAILED
     # Outermost frame: after any error, user code that exits included, the next job must run.
     except (Exception, SystemExit) as error:
         log.exception("The run failed")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED
-    if _in_sweep():
-        state, error_text = HydraConfig.get(), without_secrets(error_text, secrets)
-        JobResult(
-            job=int(state.job.num),
-            overrides=[argument_without_secret(override) for override in _task_overrides()],
-            status="failed" if code else "dry" if cfg.run.dry else "ok",
-            metric=metric if math.isfinite(metric) else None,
-            seconds=time.time() - start,
-            directory=state.runtime.output_dir,
-            error=error_text.splitlines()[0] if error_text else "",
-        ).write()
-    elif code:
+        error_text, code = f"{type(error).__name__}: {error}", EXIT_FAILED
+    except Interrupted as error:
+        end("stopped", error=str(error))
+        raise
+    else:
+        known = metric if math.isfinite(metric) else None
+        end("dry" if cfg.run.dry else "ok", known)
+        return known
+    if _in_sweep() or code == EXIT_FAILED:  # nothing is left of a refused run
+        end("failed", error=error_text)
+    if not _in_sweep():
         sys.exit(code)
-    return metric
+    return None
+
+
+def _write_result(status: str, metric: float | None, error: str, *, seconds: float) -> None:
+    """Write how a run or a job ended, for the table of its sweep and for `hybridrl runs`."""
+    state = HydraConfig.get()
+    JobResult(
+        job=int(state.job.num) if _in_sweep() else 0,
+        overrides=[argument_without_secret(override) for override in _task_overrides()],
+        status=status,
+        metric=metric,
+        seconds=seconds,
+        directory=state.runtime.output_dir,
+        error=error.splitlines()[0] if error else "",
+    ).write()
 
 
 def _in_sweep() -> bool:
@@ -206,12 +191,12 @@ def run(cfg: DictConfig) -> float:
     overrides = _task_overrides()
     in_sweep = _in_sweep()
     setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
-    examined = _examine(cfg, overrides, state.runtime, in_sweep=in_sweep)
+    examined = examine(cfg, overrides, state.runtime, in_sweep=in_sweep)
     result, machine, config = examined.result, examined.machine, examined.result.config
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     if config.run.dry:
-        _show_plan(examined)
+        show_plan(examined)
         return math.nan
     model_folder(config.model)  # downloads once, not in every worker
     # Workers may have another current directory, and so may a resumed run.
@@ -226,86 +211,6 @@ def run(cfg: DictConfig) -> float:
     prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
     prepared.owns_checkpoints = config.resume == AUTO
     return train_with_restarts(prepared, Path(state.runtime.output_dir))
-
-
-class _Checked(NamedTuple):
-    """A config after its checks, and the machine that it was checked for."""
-
-    result: Examined
-    machine: Machine
-
-
-def _examine(
-    cfg: DictConfig, overrides: Sequence[str], runtime: DictConfig, *, in_sweep: bool = False
-) -> _Checked:
-    """Check a composed config, and its data if it has problems or is dry; the report has them."""
-    if not cfg.run.dry:  # first: wrong versions break the imports of other checks
-        on_cpu = cfg.hardware.accelerator == Accelerator.cpu
-        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
-    machine = find_machine()
-    recipes = recipe_files(runtime.choices, runtime.config_sources)
-    provenance = provenance_of(overrides, recipes)
-    # In a sweep a key without effect is only a warning: some jobs may use it.
-    result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
-    if result.report.problems or cfg.run.dry:
-        examine_data(result)
-    elif in_sweep:
-        for text in effect_problems(result.config, provenance):
-            log.warning("%s", text)
-    return _Checked(result, machine)
-
-
-def _show_plan(checked: _Checked) -> None:
-    """Print the plan of a dry run."""
-    console, result = Console(), checked.result
-    assert result.shape is not None
-    table = plan(result.config, result.shape, checked.machine, result.reward_shape)
-    (console if console.is_terminal else Console(width=160)).print(table)
-
-
-def _composed(line: CommandLine) -> Precomposed | None:
-    """Compose the config as Hydra will; add `hardware` to `line` if it is not chosen.
-
-    Returns None for another primary config, or if nothing is composed.
-    """
-    if not line.composes:
-        return None
-    found = composed(line, find_machine)
-    if found.problems:
-        raise ConfigError(*found.problems, *_further_problems(line, found))
-    return found
-
-
-def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
-    """Return the problems of the composed config and its data; none of a sweep: its jobs check."""
-    if found.cfg is None or found.hydra is None or line.sweeps:
-        return []
-    guard_logging(config_secrets(found.cfg))
-    try:
-        result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
-    except ConfigError as error:
-        return error.problems
-    examine_data(result)
-    return result.report.problems
-
-
-def _problems_around(
-    error: BaseException, line: CommandLine, found: Precomposed | None
-) -> list[str]:
-    """Return the problem of Hydra's error, and further problems of the config."""
-    further = _further_problems(line, found) if found is not None else []
-    if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
-        error = error.__cause__
-    if isinstance(error, OSError | UnicodeEncodeError) or "null byte" in str(error):
-        return [_directory_problem(SWEEP_DIR if line.sweeps else RUN_DIR, error), *further]
-    return further or [problem_of(error)]
-
-
-def _directory_problem(key: str, error: BaseException) -> str:
-    return (
-        f"{key}: the directory cannot be created or written: {reason_of(error)}.\n"
-        f"Set {key}=<a writable directory>."
-    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
     guard_standard_output()
     parser = argument_parser("runs", DESCRIPTION)
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="(outputs multirun)")
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, metavar="FOLDER", help="(outputs multirun)")
     args = parser.parse_args()
     run_command(lambda: list_runs(args.folders))
 

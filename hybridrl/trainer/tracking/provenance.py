@@ -11,7 +11,7 @@ from datetime import datetime
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -85,10 +85,11 @@ def _command() -> dict[str, Any]:
     if not HydraConfig.initialized():
         return {}
     state = HydraConfig.get()
-    overrides = OmegaConf.to_container(state.overrides.task, resolve=False)
+    # As typed: reading the list would resolve their links.
+    overrides = cast(list[str], OmegaConf.to_container(state.overrides.task, resolve=False))
     sources = state.runtime.config_sources
     return {
-        "overrides": [argument_without_secret(str(text)) for text in list(overrides)],
+        "overrides": [argument_without_secret(text) for text in overrides],
         "directory": state.runtime.cwd,
         "config_dirs": [
             source.path
