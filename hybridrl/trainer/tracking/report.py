@@ -15,7 +15,12 @@ from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
-from hybridrl.trainer.tracking.rollout_log import pick_samples, rollout_records, write_rollouts
+from hybridrl.trainer.tracking.rollout_log import (
+    pick_samples,
+    rollout_records,
+    samples_text,
+    write_rollouts,
+)
 from hybridrl.trainer.tracking.tracker import Row, Tracker
 
 # Counts that cause a warning.
@@ -68,7 +73,9 @@ class Reporter:
             return
         records = rollout_records(prompts, responses, rewarded, self._secrets)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
-        self._console.samples(step, pick_samples(records))
+        samples = pick_samples(records)
+        self._console.samples(step, samples)
+        self._tracker.text("samples", step, samples_text(samples))
 
     def _warn_of_failures(
         self, step: int, prompts: list[Prompt], failures: Sequence[Failure]
