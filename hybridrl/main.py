@@ -60,7 +60,6 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
-from hybridrl.controller.signals import Interrupted
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
 
@@ -132,7 +131,7 @@ def job(cfg: DictConfig) -> float | None:
         log.exception("The run failed")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         error_text, code = f"{type(error).__name__}: {error}", EXIT_FAILED
-    except Interrupted as error:
+    except KeyboardInterrupt as error:  # also Interrupted, which Ray may reduce to it
         end("stopped", error=str(error))
         raise
     else:

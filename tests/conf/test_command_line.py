@@ -58,6 +58,8 @@ def overrides_of(*argv: str) -> list[str]:
         (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean gsm8k_ppo"]),
         (["recipe=gsm8k_ppo"], ["Type +recipe=gsm8k_ppo"]),
         (["seed=1,2"], ["several values need --multirun"]),
+        (["-m", "actor.optim.lr=interval(1e-6,1e-4)"], ["intervals", "Type hydra/sweeper=optuna"]),
+        (["-m", "hydra/launcher=nope"], ["hydra/launcher has no nope", "hybridrl[sweeps]"]),
         (["actor.fsdp.dp_shard=2"], ["actor.fsdp is a link to fsdp", "Set fsdp.dp_shard=2"]),
         (["actor.model.path=x"], ["Set model.path=x"]),
         (["actor.algorithm.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
@@ -125,6 +127,16 @@ def test_all_wrong_overrides_are_named_at_once():
 )
 def test_right_overrides_pass(argv):
     assert overrides_of("hardware=cpu", *argv) == []
+
+
+def test_the_first_job_of_a_sweep_stands_for_it():
+    """Of an interval its start: the config is checked with it before Optuna draws one."""
+    argv = ["-m", "hydra.sweeper._target_=my.Sweeper", "hardware=cpu", "seed=range(3,5)"]
+    argv += ["actor.optim.lr=tag(log,interval(1e-6,1e-4))", "algorithm=choice(grpo,ppo)"]
+    found = precompose(parse_argv(argv), conf_dir())
+    assert found.problems == [] and found.cfg is not None
+    assert (found.cfg.seed, found.cfg.actor.optim.lr) == (3, 1e-6)
+    assert found.cfg.algorithm.advantage == "grpo"
 
 
 def test_options_may_stand_anywhere():
@@ -232,6 +244,34 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(dry, tmp_path):
     ):
         assert words in done.stdout, words
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_takes_the_runs_command_and_directory(dry, tmp_path):
+    """From anywhere: relative paths are those of the directory the run was started in."""
+    for name in ("project", "runs/mine", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    problem = '{"question": "1+1?", "answer": "#### 2"}\n'
+    (tmp_path / "project" / "my.jsonl").write_text(problem * 4)
+    command_of_run = ["data.train_files=my.jsonl", "data.eval_files=my.jsonl", "seed=7"]
+    manifest = {
+        **{"run": "mine", "started": "2026-01-01T00:00:00+00:00", "config_dirs": []},
+        **{"config": {"trainer": {"total_steps": 5}}, "directory": str(tmp_path / "project")},
+        "overrides": [*dry, *command_of_run, "data.held_out_overlap=keep", "data.duplicates=keep"],
+    }
+    (tmp_path / "runs" / "mine" / "manifest.json").write_text(json.dumps(manifest))
+    call = [sys.executable, "-m", "hybridrl.cli", "resume", "../runs/mine", "seed=8"]
+    done = subprocess.run(
+        call,
+        cwd=tmp_path / "elsewhere",
+        env=dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Dry run: nothing was started" in done.stdout and "seed 8" in done.stdout
+    assert [path.name for path in (tmp_path / "runs" / "mine").iterdir()] == ["manifest.json"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_the_embedded_model_and_problems_pass_every_check(tmp_path):
