@@ -250,16 +250,24 @@ def test_a_resume_takes_the_runs_command_and_directory(dry, tmp_path):
     """From anywhere: relative paths are those of the directory the run was started in."""
     for name in ("project", "runs/mine", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
-    problem = '{"question": "1+1?", "answer": "#### 2"}\n'
-    (tmp_path / "project" / "my.jsonl").write_text(problem * 4)
-    command_of_run = ["data.train_files=my.jsonl", "data.eval_files=my.jsonl", "seed=7"]
+    rows = [{"question": f"1+{n}?", "answer": f"#### {1 + n}"} for n in range(100)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "project" / "my.jsonl").write_text("".join(lines))
+    own = ["data.train_files=my.jsonl", "data.num_eval_problems=9", "seed=7"]
     manifest = {
         **{"run": "mine", "started": "2026-01-01T00:00:00+00:00", "config_dirs": []},
         **{"config": {"trainer": {"total_steps": 5}}, "directory": str(tmp_path / "project")},
-        "overrides": [*dry, *command_of_run, "data.held_out_overlap=keep", "data.duplicates=keep"],
+        "overrides": [*dry, *own],
     }
     (tmp_path / "runs" / "mine" / "manifest.json").write_text(json.dumps(manifest))
-    call = [sys.executable, "-m", "hybridrl.cli", "resume", "../runs/mine", "seed=8"]
+    call = [
+        sys.executable,
+        "-m",
+        "hybridrl.cli",
+        "resume",
+        "../runs/mine",
+        "data.prompts_per_step=32",
+    ]
     done = subprocess.run(
         call,
         cwd=tmp_path / "elsewhere",
@@ -269,7 +277,8 @@ def test_a_resume_takes_the_runs_command_and_directory(dry, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "Dry run: nothing was started" in done.stdout and "seed 8" in done.stdout
+    assert "Dry run: nothing was started" in done.stdout
+    assert "32 prompts x 8 = 256" in done.stdout
     assert [path.name for path in (tmp_path / "runs" / "mine").iterdir()] == ["manifest.json"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
