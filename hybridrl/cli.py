@@ -10,6 +10,8 @@ USAGE = """usage: hybridrl <command> [arguments]
   export   write a checkpoint as a folder for transformers and vLLM
   eval     score a checkpoint or a model on a data set: pass@1, pass@k, completions
   replay   repeat the batch for which a run was stopped
+  resume   go on with a run, without typing its command again
+  runs     list runs: step, accuracy, state, path
 
 hybridrl train +recipe=gsm8k_ppo, hybridrl <any other> --help
 """
@@ -21,6 +23,8 @@ COMMANDS = {
     "export": "hybridrl.commands.export",
     "eval": "hybridrl.commands.evaluate",
     "replay": "hybridrl.commands.replay",
+    "resume": "hybridrl.commands.resume",
+    "runs": "hybridrl.commands.runs",
 }
 
 

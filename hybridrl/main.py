@@ -25,16 +25,19 @@ import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
+from hybridrl.app.before_start import (
+    before_start,
+    compose_line,
+    examine,
+    problems_around,
+    show_plan,
+)
 from hybridrl.app.compose import (
-    composed,
     conf_dir,
-    examine_config,
-    find_machine,
     stored_weight_problems,
 )
-from hybridrl.app.launch import Prepared, check_data, examine_data, train_with_restarts
+from hybridrl.app.launch import Prepared, train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -42,14 +45,13 @@ from hybridrl.app.process import (
     set_up_process,
     show_problems,
 )
-from hybridrl.app.sweep import SWEEP_CONFIG, JobResult
-from hybridrl.config.checks.checkpoint import AUTO, auto_problem
-from hybridrl.config.checks.effects import effect_problems
-from hybridrl.config.checks.installation import check_installation
-from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, Precomposed, parse_argv
-from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
-from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
+from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, read_results, show_results
+from hybridrl.config.checks.checkpoint import AUTO
+from hybridrl.config.command.command_line import (
+    CONFIG_NAME,
+    parse_argv,
+)
+from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -57,7 +59,6 @@ from hybridrl.config.command.secrets import (
     without_secrets,
 )
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.plan_text import plan
 from hybridrl.config.user_code.classes import callback_class
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
@@ -76,50 +77,89 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     line = parse_argv(sys.argv[1:])
     with exit_codes():
-        found = _composed(line)
+        found = compose_line(line)
+        claimed = None
+        if found is not None and line.starts:
+            claimed = before_start(line, found)
+            if claimed is None:
+                return
         sys.argv = [sys.argv[0], *line.overrides, *line.options]
         command = hydra.main(
             version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME
         )(job)
+        start = time.time()
         try:
             command()
         except INPUT_ERRORS as error:
-            raise ConfigError(*_problems_around(error, line, found)) from error
+            results = read_results(claimed.folder, start) if claimed and line.sweeps else []
+            if not results:
+                raise ConfigError(*problems_around(error, line, found)) from error
+            # Of the sweeper after the jobs, such as Optuna's if none has an accuracy.
+            sys.stderr.write(f"{problem_of(error)}\n")
+        except SystemExit as end:
+            if end.code == EXIT_CONFIG and claimed is not None:
+                claimed.release(".hydra", "main.log")
+            raise
+        if claimed is not None and line.sweeps:
+            results = read_results(claimed.folder, start)
+            show_results(claimed.folder, results)
+            if any(result.status == "failed" for result in results):
+                sys.exit(EXIT_FAILED)
 
 
-def job(cfg: DictConfig) -> float:
-    """Run Hydra's task: one run, or one job of a sweep, whose failure is a result."""
+def job(cfg: DictConfig) -> float | None:
+    """Run Hydra's task: one run, or one job of a sweep, whose failure is a result.
+
+    Returns the final eval/accuracy; None without one, which Optuna takes for a failed trial.
+    """
     start = time.time()
     secrets = config_secrets(cfg)
     hide_in_files(_written_by_hydra(), secrets)
     guard_logging(secrets)
+
+    def end(status: str, metric: float | None = None, error: str = "") -> None:
+        error = without_secrets(error, secrets)
+        _write_result(status, metric, error, seconds=time.time() - start)
+
     try:
-        metric, error_text, code = run(cfg), "", 0
+        metric = run(cfg)
     except ConfigError as error:
         show_problems(error)
-        metric, error_text, code = math.nan, "; ".join(error.problems), EXIT_CONFIG
+        error_text, code = "; ".join(error.problems), EXIT_CONFIG
     except (WorkerError, RunStopped) as error:  # complete message
         log.error("%s", error)
-        metric, error_text, code = math.nan, str(error), EXIT_FAILED
+        error_text, code = str(error), EXIT_FAILED
     # Outermost frame: after any error, user code that exits included, the next job must run.
     except (Exception, SystemExit) as error:
         log.exception("The run failed")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED
-    if _in_sweep():
-        state, error_text = HydraConfig.get(), without_secrets(error_text, secrets)
-        JobResult(
-            job=int(state.job.num),
-            overrides=[argument_without_secret(override) for override in _task_overrides()],
-            status="failed" if code else "dry" if cfg.run.dry else "ok",
-            metric=metric if math.isfinite(metric) else None,
-            seconds=time.time() - start,
-            directory=state.runtime.output_dir,
-            error=error_text.splitlines()[0] if error_text else "",
-        ).write()
-    elif code:
+        error_text, code = f"{type(error).__name__}: {error}", EXIT_FAILED
+    except KeyboardInterrupt as error:  # also Interrupted, which Ray may reduce to it
+        end("stopped", error=str(error))
+        raise
+    else:
+        known = metric if math.isfinite(metric) else None
+        end("dry" if cfg.run.dry else "ok", known)
+        return known
+    if _in_sweep() or code == EXIT_FAILED:  # nothing is left of a refused run
+        end("failed", error=error_text)
+    if not _in_sweep():
         sys.exit(code)
-    return metric
+    return None
+
+
+def _write_result(status: str, metric: float | None, error: str, *, seconds: float) -> None:
+    """Write how a run or a job ended, for the table of its sweep and for `hybridrl runs`."""
+    state = HydraConfig.get()
+    JobResult(
+        job=int(state.job.num) if _in_sweep() else 0,
+        overrides=[argument_without_secret(override) for override in _task_overrides()],
+        status=status,
+        metric=metric,
+        seconds=seconds,
+        directory=state.runtime.output_dir,
+        error=error.splitlines()[0] if error else "",
+    ).write()
 
 
 def _in_sweep() -> bool:
@@ -177,32 +217,12 @@ def prepare(
     Raises:
         ConfigError: every problem of config and data.
     """
-    recipes = recipe_files(state.runtime.choices, state.runtime.config_sources)
-    provenance = provenance_of(overrides, recipes)
-    if not cfg.run.dry:  # first: wrong versions break the imports of other checks
-        on_cpu = cfg.hardware.accelerator == Accelerator.cpu
-        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
-    machine = find_machine()
-    # In a sweep a key without effect is only a warning: some jobs may use it.
-    result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
-    key = "hydra.sweep.dir" if in_sweep else "hydra.run.dir"
-    if result.report.usable(["resume"]):
-        problem = auto_problem(result.config, state.overrides.hydra, key)
-        if problem is not None:
-            result.report.add(problem)
-    prompts = check_data(result) if result.report.problems or cfg.run.dry else None
-    config, shape, reward_shape = result.config, result.shape, result.reward_shape
-    if in_sweep:
-        for text in effect_problems(config, provenance):
-            log.warning("%s", text)
-    assert shape is not None
-    if prompts is not None:
-        from hybridrl.trainer.tracking.header import input_lines
-
-        console, template = Console(), prompts.template
-        inputs = input_lines(config, prompts.data_sets, template)
-        table = plan(config, shape, machine, reward_shape, inputs)
-        (console if console.is_terminal else Console(width=160)).print(table)
+    checked = examine(cfg, overrides, state.runtime, in_sweep=in_sweep)
+    result, machine, config = checked.result, checked.machine, checked.result.config
+    if result.report.problems:
+        raise ConfigError(*result.report.problems)
+    if config.run.dry:
+        show_plan(checked)
         return None
     model_folder(config.model)  # downloads once, not in every worker
     # Workers may have another current directory, and so may a resumed run.
@@ -218,50 +238,6 @@ def prepare(
     prepared.owns_checkpoints = config.resume == AUTO
     prepared.callbacks = [callback_class(path)() for path in config.trainer.callbacks]
     return prepared
-
-
-def _composed(line: CommandLine) -> Precomposed | None:
-    """Compose the config as Hydra will; add `hardware` to `line` if it is not chosen.
-
-    Returns None for another primary config, or if nothing is composed.
-    """
-    if not line.composes:
-        return None
-    found = composed(line, find_machine)
-    if found.problems:
-        raise ConfigError(*found.problems, *_further_problems(line, found))
-    return found
-
-
-def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
-    """Return the problems of the composed config and its data; none of a sweep: its jobs check."""
-    if found.cfg is None or line.args.multirun:
-        return []
-    guard_logging(config_secrets(found.cfg))
-    try:
-        result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
-    except ConfigError as error:
-        return error.problems
-    examine_data(result)
-    return result.report.problems
-
-
-def _problems_around(
-    error: BaseException, line: CommandLine, found: Precomposed | None
-) -> list[str]:
-    """Return the problem of Hydra's error, and further problems of the config."""
-    further = _further_problems(line, found) if found is not None else []
-    if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
-        error = error.__cause__
-    if isinstance(error, OSError | UnicodeEncodeError) or "null byte" in str(error):
-        key = "hydra.sweep.dir" if line.args.multirun else "hydra.run.dir"
-        folder = (
-            f"{key}: the directory cannot be created or written: {reason_of(error)}.\n"
-            f"Set {key}=<a writable directory>."
-        )
-        return [folder, *further]
-    # An unresolvable value is also part of the directory's name.
-    return further or [problem_of(error)]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.app.compose import composed, examine_config, find_machine
 from hybridrl.app.launch import Prepared, running, train_with_restarts
 from hybridrl.app.process import set_up_process
-from hybridrl.config.command.command_line import parse_argv, quoted
+from hybridrl.config.checks.checkpoint import auto_problem
+from hybridrl.config.command.command_line import RUN_DIR, parse_argv, quoted
 from hybridrl.config.command.input_errors import problem_of
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.secrets import config_secrets
@@ -196,6 +197,9 @@ def _checked(config: Config, callbacks: "Sequence[Callback]", folder: str | Path
         cfg, overrides = _whole(config), list[str]()
     else:
         cfg, hydra, overrides = _composed([*config, *at])
+    tree: Any = OmegaConf.to_container(hydra, resolve=False)
+    if problem := auto_problem(cfg.resume, RUN_DIR, str(tree["run"]["dir"])):
+        raise ConfigError(problem)
     directory = _folder(cfg, hydra)
     prepared = prepare(cfg, hydra, overrides, start)
     if prepared is not None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from hybridrl.app.folders import link_latest
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.choices import Accelerator
@@ -110,8 +111,9 @@ def open_trainer(
             found = None if resume is None else resume.found
             facts = {"hardware": machine, "data": prompts.data_sets, "models": inputs.models}
             write_manifest(run_dir, config, facts, started=started, found=found)
-        except OSError as error:  # the run does not need it
-            log.warning("the manifest could not be written: %s", error)
+            link_latest(run_dir)
+        except OSError as error:  # the run does not need them
+            log.warning("the manifest or outputs/latest could not be written: %s", error)
         _show_header(config, run_dir, machine, prompts, resume, console)
         decode = decoder(load_tokenizer(config.model.path))
         environment = open_environment(config, stack)

@@ -6,23 +6,21 @@ the table, too. A job without the file has failed.
 
 import json
 import logging
-import time
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hybridrl.app.runs import RESULT_FILE, accuracy_text, progress
 from hybridrl.trainer.tracking.best_effort_files import replace_file
 
 log = logging.getLogger(__name__)
 
-RESULT_FILE = "result.json"
 SWEEP_FILE = "sweep.json"
 # Written by Hydra at the start of a sweep.
 SWEEP_CONFIG = "multirun.yaml"
@@ -34,13 +32,15 @@ UNKNOWN_JOB = -1
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job of a sweep.
+    """How a run, or a job of a sweep, ended.
 
     Attributes:
         overrides: as composed; empty without a readable result.
-        status: ok | dry | failed.
+        status: ok | dry | failed | stopped (by a signal).
         metric: final eval/accuracy, by which jobs are ranked; None if there is none.
         error: first line of the reason of a failure; else empty.
+        ci95: half-width of the metric's 95 % interval.
+        reward, kl: reward/mean and actor/kl of the last step.
     """
 
     job: int
@@ -50,39 +50,34 @@ class JobResult:
     seconds: float
     directory: str
     error: str = ""
+    ci95: float | None = None
+    reward: float | None = None
+    kl: float | None = None
 
     def write(self) -> None:
-        """Write result.json to the job's directory; a disk error is only logged."""
+        """Write result.json, with the run's last metrics, to its directory; logs a disk error."""
         path = Path(self.directory) / RESULT_FILE
+        known = progress(path.parent)
+        numbers = {"ci95": known.ci95, "reward": known.reward, "kl": known.kl}
         try:
-            _write_json(path, asdict(self))
+            _write_json(path, asdict(self) | (numbers if known.step is not None else {}))
         except OSError as error:
             log.error("%s could not be written: %s; the sweep counts it as failed", path, error)
 
 
-class SweepTable(Callback):
-    """Hydra callback: prints the ranked table and writes sweep.json when a sweep ends."""
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Record the time, to skip results of an earlier sweep in the same directory."""
-        self._started = time.time()
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Show the results; exits with 1 if a job failed, which hydra.main does not report."""
-        directory = Path(config.hydra.sweep.dir)
-        results = ranked(read_results(directory, since=self._started))
-        # Without a terminal: wide enough for all cells.
-        console = Console()
-        console = console if console.is_terminal else Console(width=200)
-        console.print(sweep_table(results))
-        path = directory / SWEEP_FILE
-        try:
-            _write_json(path, [asdict(result) for result in results])
-            console.print(f"Written to {path}", markup=False)
-        except OSError as error:
-            console.print(f"{path} could not be written: {error}", markup=False)
-        if any(result.status == "failed" for result in results):
-            raise SystemExit(1)
+def show_results(directory: Path, results: list[JobResult]) -> None:
+    """Print the table of a sweep and write sweep.json to its directory."""
+    results = ranked(results)
+    # Without a terminal: wide enough for all cells.
+    console = Console()
+    console = console if console.is_terminal else Console(width=200)
+    console.print(sweep_table(results))
+    path = directory / SWEEP_FILE
+    try:
+        _write_json(path, [asdict(result) for result in results])
+        console.print(f"Written to {path}", markup=False)
+    except OSError as error:
+        console.print(f"{path} could not be written: {error}", markup=False)
 
 
 def read_results(directory: Path, since: float) -> list[JobResult]:
@@ -130,22 +125,45 @@ def ranked(results: list[JobResult]) -> list[JobResult]:
     return sorted(results, key=lambda r: (r.metric is None, -(r.metric or 0.0), r.job))
 
 
+def is_within_noise(best: JobResult, other: JobResult) -> bool:
+    """Return whether two accuracies differ by no more than the 95 % interval of the difference.
+
+    The half-widths add up as of independent samples. Jobs share their held-out problems, which
+    makes the difference more certain than that.
+    """
+    if best.metric is None or best.ci95 is None or other.metric is None or other.ci95 is None:
+        return False
+    return abs(best.metric - other.metric) <= math.hypot(best.ci95, other.ci95)
+
+
 def sweep_table(results: list[JobResult]) -> Table:
-    """Return a table of the results with the overrides in which jobs differ."""
+    """Return a table of ranked results with the overrides in which jobs differ.
+
+    All jobs within noise of the best have rank 1.
+    """
     known = [set(r.overrides) for r in results if r.overrides]
     common = set.intersection(*known) if len(known) > 1 else set()
-    table = Table(title="Sweep, best first", title_justify="left")
-    for name in ("rank", "job", "overrides", "eval/accuracy", "minutes", "status"):
+    table = Table(title="Sweep, best first", title_justify="left", caption_justify="left")
+    names = ("rank", "job", "overrides", "held-out accuracy", "reward", "KL", "minutes", "status")
+    for name in names:
         table.add_column(name)
+    alike = [result for result in results[1:] if is_within_noise(results[0], result)]
     for rank, result in enumerate(results, start=1):
         own = " ".join(o for o in result.overrides if o not in common)
         status = result.status + (f": {result.error}" if result.error else "")
         table.add_row(
-            str(rank) if result.metric is not None else "-",
+            "-" if result.metric is None else "1" if result in alike else str(rank),
             str(result.job),
             escape(own),
-            "-" if result.metric is None else f"{result.metric:.4f}",
+            accuracy_text(result.metric, result.ci95),
+            "-" if result.reward is None else f"{result.reward:.3f}",
+            "-" if result.kl is None else f"{result.kl:.4f}",
             f"{result.seconds / 60:.1f}",
             escape(status),
+        )
+    if alike:
+        table.caption = (
+            f"Rank 1: {len(alike) + 1} jobs within noise of the best: their held-out accuracies do "
+            f"not differ at 95 %. More problems (data.num_eval_problems) may tell them apart."
         )
     return table

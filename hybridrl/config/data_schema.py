@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from hybridrl.config.annotations import (
+    FREE,
     LARGEST_COUNT,
     Range,
     Section,
@@ -32,7 +33,9 @@ class MixturePart(Section):
     prompt_key: str | None
     answer_key: str | None
     solution_key: str | None
-    num_eval_problems: Annotated[int | None, at_least_one("null means data.num_eval_problems")]
+    num_eval_problems: Annotated[
+        int | None, at_least_one("null means data.num_eval_problems"), FREE
+    ]
     system_prompt: str | None
 
 
@@ -45,7 +48,7 @@ class DataConfig(Section):
     eval_files: Any
     prompt_key: str
     answer_key: str
-    num_eval_problems: Annotated[int | None, at_least_one("null evaluates all problems")]
+    num_eval_problems: Annotated[int | None, at_least_one("null evaluates all problems"), FREE]
     system_prompt: str | None
     few_shot: Annotated[int, at_least_zero("it counts examples; 0 means none")]
     solution_key: str | None

@@ -58,6 +58,8 @@ def overrides_of(*argv: str) -> list[str]:
         (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean", "gsm8k_ppo?"]),
         (["recipe=gsm8k_ppo"], ["Type +recipe=gsm8k_ppo"]),
         (["seed=1,2"], ["several values need --multirun"]),
+        (["-m", "actor.optim.lr=interval(1e-6,1e-4)"], ["intervals", "Type hydra/sweeper=optuna"]),
+        (["-m", "hydra/launcher=nope"], ["hydra/launcher has no nope", "hybridrl[sweeps]"]),
         (["actor.fsdp.dp_shard=2"], ["actor.fsdp is a link to fsdp", "Set fsdp.dp_shard=2"]),
         (["actor.model.path=x"], ["Set model.path=x"]),
         (["actor.algorithm.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
@@ -127,6 +129,16 @@ def test_right_overrides_pass(argv):
     assert overrides_of("hardware=cpu", *argv) == []
 
 
+def test_the_first_job_of_a_sweep_stands_for_it():
+    """Of an interval its start: the config is checked with it before Optuna draws one."""
+    argv = ["-m", "hydra.sweeper._target_=my.Sweeper", "hardware=cpu", "seed=range(3,5)"]
+    argv += ["actor.optim.lr=tag(log,interval(1e-6,1e-4))", "algorithm=choice(grpo,ppo)"]
+    found = precompose(parse_argv(argv), conf_dir())
+    assert found.problems == [] and found.cfg is not None
+    assert (found.cfg.seed, found.cfg.actor.optim.lr) == (3, 1e-6)
+    assert found.cfg.algorithm.advantage == "grpo"
+
+
 def test_options_may_stand_anywhere():
     line = parse_argv(["+recipe=x", "-m", "seed=1,2", "--config-dir", "here", "a=b"])
     assert line.overrides == ["+recipe=x", "seed=1,2", "a=b"]
@@ -191,12 +203,13 @@ def test_a_directory_that_cannot_be_written_to_or_named_is_a_problem(dry, tmp_pa
     found = [line for line in done.stderr.splitlines() if line.startswith("- ")]
     assert len(found) == len(problems), done.stderr
     assert all(f"- {words}" in done.stderr for words in problems), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "| true"])
 def test_a_command_goes_on_when_nobody_reads_what_it_prints(dry, tmp_path, closed):
     """Of a pipe's reader nothing is left; a closed stream must not become another file's."""
-    words = [sys.executable, "-m", "hybridrl.main", *dry, "hydra.run.dir=here"]
+    words = [sys.executable, "-m", "hybridrl.main", *dry, "-m", "seed=1", "hydra.sweep.dir=here"]
     script = f"set -o pipefail; {shlex.join(words)} {closed}"
     env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     done = subprocess.run(
@@ -204,7 +217,7 @@ def test_a_command_goes_on_when_nobody_reads_what_it_prints(dry, tmp_path, close
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "here" / ".hydra" / "config.yaml").read_text().startswith("model:")
+    assert (tmp_path / "here/0/.hydra/config.yaml").read_text().startswith("model:")
 
 
 def test_data_and_config_problems_are_in_one_report(dry, tmp_path):
@@ -230,8 +243,44 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(dry, tmp_path):
         "Dry run: nothing was started",
     ):
         assert words in done.stdout, words
-    assert (tmp_path / "here" / ".hydra" / "config.yaml").is_file()
-    assert not (tmp_path / "outputs").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_takes_the_runs_command_and_directory(dry, tmp_path):
+    """From anywhere: relative paths are those of the directory the run was started in."""
+    for name in ("project", "runs/mine", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    rows = [{"question": f"1+{n}?", "answer": f"#### {1 + n}"} for n in range(100)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "project" / "my.jsonl").write_text("".join(lines))
+    own = ["data.train_files=my.jsonl", "data.num_eval_problems=9", "seed=7"]
+    manifest = {
+        **{"run": "mine", "started": "2026-01-01T00:00:00+00:00", "config_dirs": []},
+        **{"config": {"trainer": {"total_steps": 5}}, "directory": str(tmp_path / "project")},
+        "overrides": [*dry, *own],
+    }
+    (tmp_path / "runs" / "mine" / "manifest.json").write_text(json.dumps(manifest))
+    call = [
+        sys.executable,
+        "-m",
+        "hybridrl.cli",
+        "resume",
+        "../runs/mine",
+        "data.prompts_per_step=32",
+    ]
+    done = subprocess.run(
+        call,
+        cwd=tmp_path / "elsewhere",
+        env=dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Dry run: nothing was started" in done.stdout
+    assert "32 prompts x 8 = 256" in done.stdout
+    assert [path.name for path in (tmp_path / "runs" / "mine").iterdir()] == ["manifest.json"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_the_embedded_model_and_problems_pass_every_check(tmp_path):

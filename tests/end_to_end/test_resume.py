@@ -42,7 +42,7 @@ from tests.end_to_end.kill_and_resume import (
     wait_until,
 )
 from tests.end_to_end.metric_names import explained
-from tests.end_to_end.runs import ROOT, SMALL, started
+from tests.end_to_end.runs import ROOT, SMALL, launched, started
 from tests.run_configs import run_config
 from tests.unit.checkpoint.checkpoint_cases import huge_checkpoint
 
@@ -291,8 +291,10 @@ def test_the_command_refuses_with_code_2(reference, copied, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_does_nothing_to_a_finished_run_but_says_so(copied, reference):
-    output = finished(copied, *EVERYTHING, env=ONE_THREAD)
+def test_the_command_does_nothing_to_a_finished_run_but_says_so(copied, reference, tmp_path):
+    """Also without being typed again, and from another directory."""
+    with launched(tmp_path / "x", "hybridrl.cli", "resume", str(copied), env=ONE_THREAD) as run:
+        output = run.output()
     assert f"all {STEPS} steps are done" in " ".join(output.split()), output
     assert f"step {STEPS}/{STEPS}" not in output
     assert_same_end(copied, reference[0])

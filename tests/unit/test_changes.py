@@ -44,6 +44,7 @@ def test_what_is_computed_matters(key):
     [
         *("run.name", "cluster.gpus_per_node", "fsdp.dp_shard", "fsdp.offload", "fsdp.compile"),
         *("rollout.tensor_parallel_size", "rollout.sleep", "eval.every_steps", "resume"),
+        *("data.num_eval_problems", "eval.greedy"),
         *(
             "model.path",
             "checkpoint.every_steps",

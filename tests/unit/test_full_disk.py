@@ -122,11 +122,11 @@ for step in range(3000):
 
 
 def on_small_disk(folder: Path, code: str, output: str = "") -> subprocess.CompletedProcess[str]:
-    """Run code with a tmpfs of 256 KiB at `folder`, which is shown on stdout of `sh` at the end."""
+    """Run code with a tmpfs of 288 KiB at `folder`, which is shown on stdout of `sh` at the end."""
     can = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
     require(can.returncode == 0, "needs mount namespaces (unshare -m)")
     script = (
-        f'mount -t tmpfs -o size=256k tmpfs {folder}; cd /; "$0" -c "$1" {folder} {output}; '
+        f'mount -t tmpfs -o size=288k tmpfs {folder}; cd /; "$0" -c "$1" {folder} {output}; '
         f"code=$?; cat {folder}/*.log 2>/dev/null || true; exit $code"
     )
     return subprocess.run(

@@ -3,12 +3,10 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from omegaconf import OmegaConf
-
-from hybridrl.app.sweep import JobResult, SweepTable, ranked, read_results, sweep_table
+from hybridrl.app.sweep import JobResult, ranked, read_results, show_results, sweep_table
 
 
 def result(folder: Path, job: int) -> JobResult:
@@ -44,31 +42,25 @@ def make_old(folder: Path) -> None:
         os.utime(path, (time.time() - 3600,) * 2)
 
 
-def test_a_job_without_a_result_has_failed_and_the_sweep_with_it(tmp_path, capsys):
+def test_a_job_without_a_result_has_failed(tmp_path):
     """Lost by its launcher, or on a full disk; what an earlier sweep left is not its result."""
     for job in (0, 3):
         result(tmp_path, job).write()
         make_old(tmp_path / str(job))
     begin(tmp_path / "4")
     make_old(tmp_path / "4")
-    table = SweepTable()
-    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
-    table.on_multirun_start(config)
+    start = time.time()
     begin(tmp_path / "0")
     result(tmp_path, 1).write()
     (tmp_path / "2").mkdir()
     begin(tmp_path / "seed=4" / "lr=1")
-    with pytest.raises(SystemExit) as raised:
-        table.on_multirun_end(config)
-    assert raised.value.code == 1
-    rows = json.loads((tmp_path / "sweep.json").read_text())
-    assert [(row["job"], row["status"], row["error"]) for row in rows] == [
+    rows = ranked(read_results(tmp_path, start))
+    assert [(row.job, row.status, row.error) for row in rows] == [
         (1, "ok", ""),
         (-1, "failed", "left no result.json in seed=4/lr=1"),
         (0, "failed", "left no result.json in 0"),
         (2, "failed", "left no result.json in 2"),
     ]
-    assert "left no result.json" in capsys.readouterr().out
 
 
 def test_a_result_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path, caplog):
@@ -80,23 +72,38 @@ def test_a_result_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path, ca
 
 
 def test_a_table_that_cannot_be_written_is_shown(tmp_path, capsys):
-    result(tmp_path, 0).write()
     (tmp_path / "sweep.json").mkdir()  # in the way
-    table = SweepTable()
-    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
-    table.on_multirun_start(config)
-    table.on_multirun_end(config)
+    show_results(tmp_path, [result(tmp_path, 0)])
     shown = capsys.readouterr().out
-    assert "0.5000" in shown and "sweep.json could not be written" in shown
+    assert "0.500" in shown and "sweep.json could not be written" in shown
     assert "Written to" not in shown
 
 
 def test_the_table_is_written_best_first(tmp_path, capsys):
-    for job in range(2):
-        result(tmp_path, job).write()
-    table = SweepTable()
-    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
-    table.on_multirun_start(config)
-    table.on_multirun_end(config)
+    show_results(tmp_path, [result(tmp_path, job) for job in (1, 0)])
     assert [row["job"] for row in json.loads((tmp_path / "sweep.json").read_text())] == [0, 1]
     assert f"Written to {tmp_path / 'sweep.json'}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_result_has_the_last_numbers_of_its_run(tmp_path):
+    rows = [{"step": 0, "eval/accuracy": 0.5, "eval/ci95": 0.15}]
+    rows += [{"step": 1, "eval/accuracy": None, "reward/mean": 0.25, "actor/kl": 0.002}]
+    one = result(tmp_path, 0)
+    (tmp_path / "0" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one.write()
+    (read,) = read_results(tmp_path, since=0.0)
+    assert read == replace(one, ci95=0.15, reward=0.25, kl=0.002)
+    cells = [next(iter(column.cells)) for column in sweep_table([read]).columns]
+    assert cells[3:7] == ["0.500 +- 0.150", "0.250", "0.0020", "1.0"]
+
+
+def test_accuracies_that_do_not_differ_share_the_first_rank(tmp_path):
+    """0.50 and 0.45 of 40 problems are the same, 0.10 is less; of 4,000 problems 0.45 is less."""
+    of_40 = {0.5: 0.149, 0.45: 0.152, 0.1: 0.13}
+    results = [replace(result(tmp_path, job), metric=m) for job, m in enumerate([*of_40, 0.05])]
+    few = [replace(one, ci95=of_40[one.metric]) for one in results[:3]]
+    table = sweep_table([*few, results[3]])
+    assert [*table.columns[0].cells] == ["1", "1", "3", "4"]
+    assert "2 jobs within noise of the best" in str(table.caption)
+    many = sweep_table([replace(one, ci95=0.0155) for one in results[:3]])
+    assert [*many.columns[0].cells] == ["1", "2", "3"] and many.caption is None

@@ -81,6 +81,7 @@ def test_tensorboard_gets_the_finite_numbers(tmp_path):
         (event.step, value.tag, value.tensor.float_val[0])
         for event in EventFileLoader(str(path)).Load()
         for value in event.summary.value
+        if value.tag != "config/text_summary"
     ]
     assert scalars == [(0, "reward/mean", 0.0), (1, "reward/mean", 0.5), (2, "reward/mean", 1.0)]
 
@@ -90,6 +91,29 @@ def tensorboard_steps(folder):
     shown = EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
     return [(event.step, event.value) for event in shown.Scalars("reward/mean")]
+
+
+def test_tensorboard_shows_config_and_samples(tmp_path):
+    config = run_config("trainer.samples_every_steps=2", "+reward.args.api_key=hunter22")
+    tracker = Tracker(tmp_path, config)
+    reporter = Reporter(config, tmp_path, RunConsole(1), tracker, Throughput(None, 1, None))
+    for step in (1, 2):
+        prompt = Prompt(1, [1], "<user> 1+1?", "q", {"answer": "#### 2"}, {})
+        responses = Ragged.from_rows([[1, 2]], torch.int64)
+        reporter.log_responses(step, [prompt], responses, Rewarded(["a\n# b"], [0.5], []))
+        reporter.log(step, {"reward/mean": 0.5})
+    tracker.close()
+    assert tracker.failures() == []
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    ((config_step, config_text), (step, sample)) = [
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for name in ("config", "samples")
+        for event in shown.Tensors(f"{name}/text_summary")
+    ]
+    assert config_step == 0 and "      api_key: '***'\n" in config_text
+    assert "    trainer:\n      total_steps: " in config_text
+    assert step == 2 and "**score 0.5, 2 tokens, expected #### 2**" in sample
+    assert "    <user> 1+1?\n" in sample and "    a\n    # b\n" in sample
 
 
 def test_tensorboard_shows_each_step_of_a_run_that_goes_on_once(tmp_path):

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import expanded, reason_of
@@ -11,6 +11,8 @@ from hybridrl.config.schema import RunConfig
 
 # Values of `resume` besides a path.
 NONE, AUTO = "none", "auto"
+# Part of a directory's name that differs between starts.
+NEW_EACH_TIME = "${now:"
 METRIC = re.compile(r"-?\w+/\S+")
 
 
@@ -30,18 +32,17 @@ def resume_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def auto_problem(config: RunConfig, hydra_overrides: Collection[str], key: str) -> str | None:
-    """Return the problem of resume=auto without a fixed run directory.
+def auto_problem(resume: str, key: str, folder: str) -> str | None:
+    """Return the problem of resume=auto in a directory that is new at each start.
 
-    `key` is hydra.run.dir, or hydra.sweep.dir in a sweep.
+    `key` is hydra.run.dir, or hydra.sweep.dir in a sweep; `folder` its value, links unresolved.
     """
-    given = any(text.lstrip("+").startswith(f"{key}=") for text in hydra_overrides)
-    if config.resume != AUTO or given:
+    if resume != AUTO or NEW_EACH_TIME not in folder:
         return None
     return (
         f"resume = auto, but {key} is not set: each start gets a new directory without "
         f"checkpoints.\n"
-        f"Set {key}=<directory>, the same for each start, or resume=<path of a checkpoint>."
+        f"Set {key}=<directory>, the same for each start, or type hybridrl resume <run>."
     )
 
 

@@ -16,7 +16,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, open_dict
 
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
@@ -28,7 +28,11 @@ from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
 CONFIG_NAME = "config"
 # Output directories of runs and sweeps.
-DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir")
+DIRECTORIES = RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
+# Groups whose further choices come with packages.
+PLUGGED_IN = ("hydra/sweeper", "hydra/launcher")
+# The sweeper that tries every combination; it knows no intervals.
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 # Changes a config composed of groups before values are set in it; gets the chosen groups.
 Underlay = Callable[[DictConfig, Sequence[str]], None]
@@ -47,6 +51,16 @@ class CommandLine(NamedTuple):
         a = self.args
         own = a.config_name is not None or a.config_path is not None
         return not (own or a.hydra_help or a.shell_completion or a.experimental_rerun)
+
+    @property
+    def starts(self) -> bool:
+        """True if Hydra will start a run or a sweep of our config, not only show it."""
+        return self.composes and not (self.args.cfg or self.args.info or self.args.help)
+
+    @property
+    def sweeps(self) -> bool:
+        """True for a sweep."""
+        return bool(self.args.multirun) or "hydra.mode=MULTIRUN" in self.overrides
 
 
 def parse_argv(argv: Sequence[str]) -> CommandLine:
@@ -101,14 +115,15 @@ def precompose(
         loader = GlobalHydra.instance().config_loader()
         parsed = _parsed(line.overrides, loader, problems)
         composer = _Composer(loader, _search_path(line, parsed))
-        sweep = line.args.multirun or "hydra.mode=MULTIRUN" in line.overrides
-        usable = _usable(parsed, lambda o: composer.problem(o, sweep), problems)
+        usable = _usable(parsed, lambda o: composer.problem(o, line.sweeps), problems)
         groups = [o for o in usable if composer.is_group(o) or o.is_hydra_override()]
         cfg = composer.compose(groups, problems)
         if cfg is None:
             return Precomposed(problems, None, [])
         with open_dict(cfg):
             hydra = cfg.pop("hydra")
+        if not any(o.key_or_group == "hydra/sweeper" for o in parsed):
+            usable = _usable(usable, lambda o: _interval_problem(o, hydra), problems)
         if underlay is not None:
             underlay(cfg, [o.key_or_group for o in groups])
         base = cfg
@@ -213,6 +228,8 @@ class _Composer:
             if isinstance(value, str) and value not in options:
                 guess = did_you_mean(value, options) if options else ""
                 near = f" {guess}" if guess.startswith("Did you") else ""
+                if group in PLUGGED_IN:
+                    near = "\nOptuna, joblib and submitit: pip install 'hybridrl[sweeps]'"
                 return (
                     f"{text}: {group} has no {value}, expected one of {', '.join(options)}.{near}"
                 )
@@ -249,10 +266,23 @@ def _values(override: Override) -> list[Any]:
 
 
 def _first_job(override: Override) -> str:
-    """Return the override of a sweep's first job."""
-    if not override.is_sweep_override() or not override.is_discrete_sweep():
+    """Return the override of a sweep's first job; of an interval, its start."""
+    if not override.is_sweep_override():
         return str(override.input_line)
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return f"{override.get_key_element()}={value.start}"
     return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+
+
+def _interval_problem(override: Override, hydra: DictConfig) -> str | None:
+    """Return the problem of an interval without a sweeper that draws from it."""
+    if not override.is_interval_sweep() or hydra.sweeper.get("_target_") != BASIC_SWEEPER:
+        return None
+    return (
+        f"{override.input_line}: Hydra's basic sweeper tries lists of values, not intervals.\n"
+        f"Type hydra/sweeper=optuna (pip install 'hybridrl[sweeps]'), or list the values."
+    )
 
 
 def _key_problem(override: Override, base: DictConfig) -> str | None:

@@ -11,7 +11,10 @@ from datetime import datetime
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 import hybridrl
 from hybridrl.checkpoint.find import Found
@@ -65,6 +68,7 @@ def write_manifest(
         "seed": config.seed,
         "started": started.isoformat(timespec="seconds"),
         "argv": [argument_without_secret(argument) for argument in argv],
+        **_command(),
         "resumed_from": None if found is None else str(found.folder),
         "config": plain(config),
         "versions": versions(),
@@ -74,6 +78,25 @@ def write_manifest(
         "earlier_starts": [] if found is None else _starts(path),
     }
     return replace_text(path, json.dumps(manifest, indent=2) + "\n")
+
+
+def _command() -> dict[str, Any]:
+    """Describe how Hydra composed the config: what `hybridrl resume` needs to do it again."""
+    if not HydraConfig.initialized():
+        return {}
+    state = HydraConfig.get()
+    # As typed: reading the list would resolve their links.
+    overrides = cast(list[str], OmegaConf.to_container(state.overrides.task, resolve=False))
+    sources = state.runtime.config_sources
+    return {
+        "overrides": [argument_without_secret(text) for text in overrides],
+        "directory": state.runtime.cwd,
+        "config_dirs": [
+            source.path
+            for source in sources
+            if source.schema == "file" and source.provider != "main"
+        ],
+    }
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,12 @@ from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.health import Health
 from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
-from hybridrl.trainer.tracking.rollout_log import pick_samples, rollout_records, write_rollouts
+from hybridrl.trainer.tracking.rollout_log import (
+    pick_samples,
+    rollout_records,
+    samples_text,
+    write_rollouts,
+)
 from hybridrl.trainer.tracking.tracker import Row, Tracker
 
 
@@ -62,7 +67,9 @@ class Reporter:
             return
         records = rollout_records(prompts, responses, rewarded, self._secrets)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
-        self._console.samples(step, pick_samples(records))
+        samples = pick_samples(records)
+        self._console.samples(step, samples)
+        self._tracker.text("samples", step, samples_text(samples))
 
     def _warn_of_failures(
         self, step: int, prompts: list[Prompt], failures: Sequence[Failure]

@@ -11,6 +11,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.best_effort_files import replace_text
+from hybridrl.trainer.tracking.sinks import code_block
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,12 @@ def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     pairs = [(best, min(others(best), key=score)), (max(others(worst), key=score), worst)]
     best, worst = max(pairs, key=lambda pair: pair[0].score - pair[1].score)
     return [best] if best.score == worst.score else [best, worst]
+
+
+def samples_text(records: Sequence[RolloutRecord]) -> str:
+    """Format responses with their prompts and scores as Markdown."""
+    return "\n".join(
+        f"**score {record.score:g}, {record.length} tokens, expected {record.answer}**\n\n"
+        f"{code_block(record.prompt)}\nresponse:\n\n{code_block(record.response)}"
+        for record in records
+    )

@@ -17,6 +17,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.keys import leaves
 from hybridrl.config.schema import RunConfig
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TENSORBOARD = "TensorBoard"
 # Length of the queue for a slow server; further steps are dropped and counted.
 MAX_WAITING = 200
 # Characters shown of a failure.
@@ -72,6 +75,10 @@ class BackgroundSink:
             return
         self._submit(lambda: self._sink.get().log(step, metrics))
 
+    def text(self, name: str, step: int, text: str) -> None:
+        """Queue a text; return at once. Only TensorBoard shows texts."""
+        self._submit(lambda: self._sink.get().text(name, step, text))
+
     def start_closing(self) -> None:
         """Queue the close of the sink; return at once."""
         self._submit(lambda: self._sink.get().close())
@@ -108,8 +115,8 @@ def open_sinks(
     """Open the sinks of conf/tracking; `before` has the steps before a resume."""
     tracking, sinks = config.tracking, []
     if tracking.tensorboard:
-        opening = partial(TensorBoardSink, run_dir / "tensorboard", before)
-        sinks.append(BackgroundSink("TensorBoard", opening))
+        opening = partial(TensorBoardSink, run_dir / "tensorboard", before, plain(config))
+        sinks.append(BackgroundSink(TENSORBOARD, opening))
     remote = (config.run.name, run_dir, plain(config))
     goes_on = config.resume != NONE
     if tracking.wandb_project is not None:
@@ -141,9 +148,10 @@ class TensorBoardSink:
         folder: of the files.
         before: steps up to the checkpoint of a resumed run. Those missing in earlier files are
             written again; later ones are purged.
+        config: shown as a text.
     """
 
-    def __init__(self, folder: Path, before: Sequence[Known]) -> None:
+    def __init__(self, folder: Path, before: Sequence[Known], config: Mapping[str, Any]) -> None:
         import torch.utils.tensorboard  # noqa: F401  # imported before the first step
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,12 +159,18 @@ class TensorBoardSink:
         self._folder = folder
         # The last one that is shown may lack metrics.
         self._missing = [known for known in before if known[0] >= shown]
+        first = self._missing[0][0] if self._missing else 0
+        self._texts = [("config", first, code_block(yaml.safe_dump(config, sort_keys=False)))]
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write scalars."""
+        """Write scalars, and texts before them."""
         self._missing.append((step, metrics))
         self._write()
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """Keep a text, in Markdown, for the next write."""
+        self._texts.append((name, step, text))
 
     def close(self) -> None:
         """Write what is missing, and close the file."""
@@ -172,11 +186,14 @@ class TensorBoardSink:
 
         names = [name for _, metrics in self._missing for name in metrics]
         needed = OTHERS_BYTES + sum(map(len, names)) + METRIC_BYTES * len(names)
+        needed += sum(len(text.encode()) for _, _, text in self._texts)
         if shutil.disk_usage(self._folder).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=self._missing[0][0])
         try:
+            for name, step, text in self._texts:
+                self._writer.add_text(name, text, step)
             for step, metrics in self._missing:
                 for name, value in metrics.items():
                     self._writer.add_scalar(name, value, step)
@@ -185,6 +202,7 @@ class TensorBoardSink:
             self._writer = None
             raise
         self._missing.clear()
+        self._texts.clear()
 
 
 def _last_shown(folder: Path) -> int:
@@ -194,6 +212,11 @@ def _last_shown(folder: Path) -> int:
     shown = EventAccumulator(str(folder), {"scalars": 0}).Reload()
     tags = shown.Tags()["scalars"]
     return max((event.step for tag in tags for event in shown.Scalars(tag)), default=-1)
+
+
+def code_block(text: str) -> str:
+    """Return a text as Markdown that is shown as it is."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 class WandbSink:

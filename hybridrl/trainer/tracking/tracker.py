@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_file
-from hybridrl.trainer.tracking.sinks import close_all, open_sinks
+from hybridrl.trainer.tracking.sinks import TENSORBOARD, close_all, open_sinks
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,12 @@ class Tracker:
         for sink in self._sinks:
             sink.log(*_known(row))
         return row
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """Show a text, in Markdown, in TensorBoard, with the next step's metrics."""
+        for sink in self._sinks:
+            if sink.name == TENSORBOARD:
+                sink.text(name, step, text)
 
     @property
     def lost(self) -> int:

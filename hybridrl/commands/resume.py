@@ -1,0 +1,116 @@
+"""`hybridrl resume`: goes on with a run in its folder, by the command that its manifest records."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridrl import main as training
+from hybridrl.app.process import exit_codes
+from hybridrl.app.runs import RunOnDisk, find_runs, run_at
+from hybridrl.checkpoint.files import CHECKPOINTS
+from hybridrl.commands.running import UsageError, argument_parser
+from hybridrl.commands.runs import FOLDERS
+from hybridrl.config.checks.checkpoint import AUTO
+from hybridrl.config.command.command_line import RUN_DIR, quoted
+from hybridrl.config.command.input_errors import expanded
+from hybridrl.config.command.secrets import HIDDEN
+
+LATEST = "latest"
+EPILOG = """\
+Exit codes: those of hybridrl train. Changes that affect the results are refused as by resume=auto,
+unless checkpoint.allow_config_changes=true.
+"""
+DESCRIPTION = """\
+Go on with a run from its newest whole checkpoint, in its folder, with the settings it was started
+with. Its command is taken from its manifest, so none needs to be typed again.
+
+  hybridrl resume latest                              the newest run in outputs/ and multirun/
+  hybridrl resume gsm8k_ppo                           the run of that name (hybridrl runs)
+  hybridrl resume outputs/x trainer.total_steps=60    with other settings
+
+It may be called from anywhere: relative paths are seen from the directory the run was started in.
+"""
+
+
+def main() -> None:
+    """Run the command; exits by SystemExit unless all goes well."""
+    parser = argument_parser("resume", DESCRIPTION, EPILOG)
+    parser.add_argument("run", metavar="RUN", help="folder or name of a run, or latest")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="other settings")
+    args = parser.parse_args()
+    with exit_codes():
+        run = find_run(args.run)
+        words = arguments(run, args.overrides)
+        _enter_directory(run)
+    sys.argv = [sys.argv[0], *words]
+    training.main()
+
+
+def find_run(name: str) -> RunOnDisk:
+    """Return the run of a folder, of a name that `hybridrl runs` prints, or the latest.
+
+    Raises:
+        UsageError: there is none, or several have the name.
+    """
+    folder = expanded(name)
+    if run := run_at(folder.resolve()):
+        return run
+    if CHECKPOINTS in folder.parts:
+        raise UsageError(
+            f"{name}: expected a run, this is inside one.\n"
+            f"Name the run; resume={name} is a setting for a new run that begins there."
+        )
+    runs = find_runs(FOLDERS)
+    named = runs[:1] if name == LATEST else [run for run in runs if run.name == name]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        listed = "\n".join(f"  {run.folder}" for run in named)
+        raise UsageError(f"{name}: {len(named)} runs have this name:\n{listed}\nType one of these.")
+    raise UsageError(
+        f"{name}: no run has this folder or name (seen from {Path.cwd()}).\n"
+        f"hybridrl runs lists those in {' and '.join(f'{folder}/' for folder in FOLDERS)}; of "
+        f"others type the folder."
+    )
+
+
+def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of `hybridrl train` that go on with a run; `overrides` replace its own.
+
+    Raises:
+        UsageError: the manifest has no command, or it has a secret, which manifests hide.
+    """
+    if "overrides" not in run.manifest:
+        raise UsageError(
+            f"{run.folder}: its manifest does not record how it was started.\n"
+            f"Type the whole command again, with resume={AUTO} {RUN_DIR}={run.folder}"
+        )
+    own = [str(override) for override in run.manifest["overrides"]]
+    new = {_key(override) for override in overrides} | {"resume"}
+    if any(_key(override) == "hardware.reason" for override in own):
+        new |= {"hardware", "hardware.reason"}  # it was not chosen by the user
+    kept = [override for override in own if _key(override) not in new]
+    hidden = [override for override in kept if HIDDEN in override]
+    if hidden:
+        listed = " ".join(f"{override.partition('=')[0]}=<value>" for override in hidden)
+        raise UsageError(f"{run.folder} records no secrets.\nAdd {listed}")
+    words = [*kept, *overrides, f"resume={AUTO}", f"{RUN_DIR}={quoted(str(run.folder.resolve()))}"]
+    folders = [quoted(f"file://{folder}") for folder in run.manifest["config_dirs"]]
+    return [*words, f"hydra.searchpath=[{','.join(folders)}]"] if folders else words
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _enter_directory(run: RunOnDisk) -> None:
+    """Go where the run was started; if that is gone, stay here and say so."""
+    directory = Path(run.manifest["directory"])
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        sys.stderr.write(
+            f"{directory}, where the run was started, cannot be entered ({error.strerror}): "
+            f"relative paths are seen from {Path.cwd()}\n"
+        )

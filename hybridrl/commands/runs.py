@@ -1,0 +1,72 @@
+"""`hybridrl runs`: a table of the runs in a folder."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hybridrl.app.runs import RunOnDisk, find_runs, progress, state_of
+from hybridrl.commands.running import UsageError, argument_parser, run_command
+from hybridrl.controller.output import guard_standard_output
+
+# Where runs and jobs of sweeps are unless hydra.run.dir or hydra.sweep.dir says otherwise.
+FOLDERS = [Path("outputs"), Path("multirun")]
+
+DESCRIPTION = """\
+List runs, newest start first: name, start, step, accuracy, state and path.
+
+  hybridrl runs              those in outputs/ and multirun/
+  hybridrl runs FOLDER ...   those in other folders
+
+The accuracy is that of the last evaluation on held-out problems, with its 95 % interval.
+States: running; finished; stopped (Ctrl-C, SIGTERM, SIGHUP); failed (its log says why); killed
+(it ended without a word: SIGKILL, no memory left, power cut); unknown (started on another machine,
+and nothing here says how it ended).
+"""
+
+
+def main() -> None:
+    """Run the command; exits by SystemExit unless all goes well."""
+    guard_standard_output()
+    parser = argument_parser("runs", DESCRIPTION)
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, metavar="FOLDER", help="(outputs multirun)")
+    args = parser.parse_args()
+    run_command(lambda: list_runs(args.folders))
+
+
+def list_runs(folders: list[Path]) -> None:
+    """Print the table; UsageError if a folder does not exist or there are no runs."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: there is no such folder (seen from {Path.cwd()}).")
+    runs = find_runs(folders or FOLDERS)
+    if not runs:
+        where = " and ".join(f"{folder}/" for folder in folders or FOLDERS)
+        raise UsageError(
+            f"no runs in {where} (seen from {Path.cwd()}).\n"
+            f"Name the folder they are in: hybridrl runs FOLDER"
+        )
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table(runs))
+
+
+def table(runs: list[RunOnDisk]) -> Table:
+    """Return the table of runs."""
+    result = Table(box=None, pad_edge=False)
+    for title in ("name", "started", "step", "accuracy", "state"):
+        result.add_column(title, no_wrap=True)
+    result.add_column("path", overflow="fold")
+    for run in runs:
+        numbers = progress(run.folder)
+        step = "-" if numbers.step is None else numbers.step
+        result.add_row(
+            escape(run.name),
+            run.started.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+            f"{step} of {run.total_steps}",
+            numbers.accuracy_text,
+            state_of(run),
+            escape(str(run.folder)),
+        )
+    return result

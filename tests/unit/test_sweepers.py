@@ -1,0 +1,78 @@
+"""Hydra's plugins: Optuna draws the values, joblib and submitit start the jobs. Dry runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.unit.deploy_stubs import IN_CI
+
+EXTRA = "pip install 'hybridrl[sweeps]'"
+DRY = ["+recipe=gsm8k_grpo", "hardware=cpu", "run.dry=true", "-m"]
+OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=2"]
+
+
+def swept(folder: Path, *arguments: str) -> list[dict]:
+    """The results of a sweep's jobs, in their order."""
+    call = [sys.executable, "-m", "hybridrl.main", *DRY, *arguments]
+    done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Sweep, best first" in done.stdout and "setup plugin" not in done.stdout
+    (file,) = folder.glob("multirun/gsm8k_grpo/*/sweep.json")
+    return sorted(json.loads(file.read_text()), key=lambda job: job["job"])
+
+
+def value(job: dict, key: str) -> str:
+    """A key's value in the overrides of a job."""
+    (found,) = [text for text in job["overrides"] if text.startswith(f"{key}=")]
+    return found.partition("=")[2]
+
+
+def test_optuna_draws_from_intervals_and_choices(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason=EXTRA)
+    spaces = ["actor.optim.lr=tag(log,interval(1e-6,1e-4))", "seed=range(1,3)"]
+    spaces += ["rollout.temperature=interval(0.5,1.0)", "algorithm=choice(grpo,rloo)"]
+    jobs = swept(tmp_path, *OPTUNA, *spaces)
+    assert [(job["job"], job["status"]) for job in jobs] == [(0, "dry"), (1, "dry")]
+    for job in jobs:
+        assert 1e-6 <= float(value(job, "actor.optim.lr")) <= 1e-4
+        assert 0.5 <= float(value(job, "rollout.temperature")) <= 1.0
+        assert value(job, "algorithm") in ("grpo", "rloo")
+    assert value(jobs[0], "actor.optim.lr") != value(jobs[1], "actor.optim.lr")
+
+
+def test_optuna_maximises_the_accuracy(tmp_path):
+    """As main calls it, with a task that returns the share of its seed instead of training."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason=EXTRA)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import hybridrl.main as main\n"
+        "main.run = lambda cfg: cfg.seed / 4 if cfg.seed > 1 else float('nan')\n"
+        "main.main()\n"
+    )
+    call = [sys.executable, str(script), *DRY, "hydra.sweep.dir=here", "hydra/sweeper=optuna"]
+    call += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "seed=choice(1,2,3)"]
+    call += ["hydra/sweeper/sampler=grid"]
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    best = yaml.safe_load((tmp_path / "here" / "optimization_results.yaml").read_text())
+    assert best == {"name": "optuna", "best_params": {"seed": 3}, "best_value": 0.75}
+
+
+@pytest.mark.parametrize(
+    "launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.slow)]
+)
+def test_jobs_at_once_have_folders_of_their_own(tmp_path, launcher):
+    package = f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher"
+    if not (IN_CI and "submitit" in launcher):
+        pytest.importorskip(package, reason=EXTRA)
+    options = ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else []
+    jobs = swept(tmp_path, f"hydra/launcher={launcher}", *options, "seed=1,2")
+    assert [(job["job"], job["status"]) for job in jobs] == [(0, "dry"), (1, "dry")]
+    assert [value(job, "seed") for job in jobs] == ["1", "2"]
+    assert len({job["directory"] for job in jobs}) == 2
+    assert all(os.path.isfile(f"{job['directory']}/.hydra/config.yaml") for job in jobs)
