@@ -87,7 +87,7 @@ def rank_phases(
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
         process["checkpoint staging"] = staged_bytes(config, shape)
-    rollout = _rollout(config, shape, gpu_bytes)
+    rollout = rollout_parts(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
     bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
@@ -200,7 +200,7 @@ def _resident(
     return parts
 
 
-def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
+def rollout_parts(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
     """Return vLLM's memory during generation."""
     size = BYTES[config.rollout.dtype]
     weights = size * shape.parameters // config.rollout.tensor_parallel_size

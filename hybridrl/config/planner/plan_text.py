@@ -38,16 +38,16 @@ def plan(
     """Return the output of `run.dry=true`; `reward_shape` is None without a reward model."""
     roles = ("role", "worker", "holds")
     return Group(
-        _table("Run", (), _heading(config, shape, machine, reward_shape)),
+        table("Run", (), _heading(config, shape, machine, reward_shape)),
         *_placement(config, machine),
-        _table("Every rank holds", roles, _roles(config)),
-        _table("Batches", (), _batches(config)),
+        table("Every rank holds", roles, _roles(config)),
+        table("Batches", (), _batches(config)),
         *_memory(config, shape, machine, reward_shape),
         *_remarks(config),
     )
 
 
-def _table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """Return a table; without columns one of names and values."""
     named = list(columns)
     table = Table(title=title, title_justify="left", show_header=bool(named))
@@ -106,7 +106,7 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     columns = ("rank", "node", device, "dp_replicate", "dp_shard", "engine", "tp")
     if len(places) > len(rows):
         rows.append(["..."] * len(columns))
-    return title, _table(None, columns, rows)
+    return title, table(None, columns, rows)
 
 
 def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -176,7 +176,7 @@ def _memory(
         limit = f"at least; {needed} on a node with the driver; it has {there}"
     yield f"Memory of one rank by phase ({limit}); without parts below 1 %"
     rows = ((phase.name, gib(phase.total), listed_parts(phase.parts)) for phase in phases)
-    yield _table(None, ("phase", "total", "of which"), rows)
+    yield table(None, ("phase", "total", "of which"), rows)
     if machine.gpus:
         parts = host_parts(config, shape, reward_shape)
         yield (
