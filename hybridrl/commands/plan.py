@@ -1,4 +1,4 @@
-"""`hybridrl plan`: does a run fit into GPUs that need not be here, what helps, how long it takes."""
+"""`hybridrl plan`: does a run fit GPUs that need not be here, what helps, what a step takes."""
 
 import re
 import shlex

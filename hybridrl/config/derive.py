@@ -33,10 +33,9 @@ def machine_of(config: RunConfig, machine: Machine) -> Machine:
     """Return the machine that a dry run plans for: this one, or one of cluster.gpu_memory_gb."""
     cluster, placement = config.cluster, config.placement
     with suppress(Unusable):
-        counts = placement.slots_on_nodes or [cluster.gpus_per_node] * cluster.nodes
-        if cluster.gpu_memory_gb is not None and config.run.dry and None not in counts:
-            gpu = GPU("GPU", int(cluster.gpu_memory_gb * GIB))
-            return planned_machine([count or 0 for count in counts], gpu)
+        counts = placement.slots_on_nodes or [cluster.gpus_per_node or 0] * cluster.nodes
+        if cluster.gpu_memory_gb is not None and config.run.dry and all(counts):
+            return planned_machine(counts, GPU("GPUs", int(cluster.gpu_memory_gb * GIB)))
     return machine
 
 

@@ -226,11 +226,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
-def listed_parts(parts: dict[str, int]) -> str:
-    """Return 'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
+def listed_parts(parts: dict[str, int], least: float = 0.01) -> str:
+    """Return 'actor weights 4.0 GiB, ...': parts of at least this share, largest first."""
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size * 100 >= total)
+    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size >= least * total)
 
 
 def describe(phase: Phase) -> str:

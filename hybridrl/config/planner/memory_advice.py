@@ -67,8 +67,11 @@ def remedy(case: MemoryCase, room: float = 1.0) -> Remedy | None:
 
 def advice(case: MemoryCase, worst: Phase) -> str:
     """List what each setting saves in the largest phase, and some that fit together."""
-    strongest = {s.change.key: s for s in sorted(savings(case), key=lambda s: s.saved_bytes)}
-    saved = ", ".join(f"{s.change} {gib(s.saved_bytes)}" for s in strongest.values())
+    found_savings = savings(case)
+    strongest = {s.change.key: s for s in sorted(found_savings, key=lambda s: s.saved_bytes)}
+    saved = ", ".join(
+        f"{s.change} {gib(s.saved_bytes)}" for s in found_savings if s in strongest.values()
+    )
     alone = f"Alone these save in {worst.name}: {saved}.\n" if saved else ""
     found = remedy(case)
     if found is None:

@@ -87,9 +87,9 @@ def _summary(
     if remedy is None:
         yield "No settings below make it fit, on any number of GPUs."
     elif remedy.sizes:
-        there, more = world_size(config), world_size(remedy.case.config)
+        gpus, more = world_size(config), world_size(remedy.case.config)
         yield (
-            f"No settings make it fit on {there} GPU{'s' * (there > 1)}. On {more} GPUs it fits, "
+            f"No settings make it fit on {gpus} GPU{'s' * (gpus > 1)}. On {more} GPUs it fits, "
             f"with {gib(remedy.case.peak())}: {remedy}"
         )
     else:
@@ -97,13 +97,13 @@ def _summary(
 
 
 def _phases(case: MemoryCase) -> Iterator[RenderableType]:
-    limit = case.gpu.memory_bytes
+    limit, least = case.gpu.memory_bytes, 0.05
     rows = (
-        (p.name, gib(p.total), "yes" if p.total <= limit else "no", listed_parts(p.parts))
+        (p.name, gib(p.total), "no" if p.total > limit else "yes", listed_parts(p.parts, least))
         for p in case.phases()
     )
     yield ""
-    yield table("Memory of a GPU by phase", ("phase", "needs", "fits", "of which"), rows)
+    yield table("Memory of a GPU by phase", ("phase", "needs", "fits", "of which (from 5 %)"), rows)
     needed = node_ram(case.config, case.shape, case.reward_shape)
     there = "" if case.node_bytes >= UNKNOWN_RAM else f"; it has {gib(case.node_bytes)}"
     yield f"RAM of a node: {gib(needed)} at least{there}."
@@ -134,7 +134,7 @@ def _time(case: MemoryCase) -> Iterator[RenderableType]:
     config, rates = case.config, _rates(case)
     yield ""
     if rates is None:
-        yield "Time of a step: not estimated, as the kind of GPU is not known (gpus=8xL40S names it)."
+        yield "Time of a step: not estimated for an unknown GPU; gpus=8xL40S names it."
         return
     like = "" if rates_of(case.gpu.name) else f", if these are {DEFAULT_GPU}s"
     parts = step_seconds(config, case.shape, case.reward_shape, case.gpu)
@@ -143,7 +143,8 @@ def _time(case: MemoryCase) -> Iterator[RenderableType]:
     link = NVLINK if config.cluster.nodes == 1 else NETWORK
     yield (
         f"Time of a step: {total:.0f} s +- {rates.error:.0%}{like}. Prompts and responses "
-        f"count with their longest lengths; shorter ones take less. {steps} steps {steps * total / 3600:.1f} h.\n"
+        f"count with their longest lengths; shorter ones take less. "
+        f"{steps} steps: {steps * total / 3600:.1f} h.\n"
         f"Seconds: {listed}."
     )
     scaled = " scaled to this GPU's data sheet;" if rates.error == SCALED_ERROR else ""
