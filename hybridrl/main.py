@@ -172,7 +172,7 @@ def run(cfg: DictConfig) -> float:
     assert shape is not None
     if config.run.dry:
         console = Console()
-        table = plan(config, shape, machine, reward_shape)
+        table = plan(config, shape, result.machine, reward_shape)
         (console if console.is_terminal else Console(width=160)).print(table)
         return math.nan
     model_folder(config.model)  # downloads once, not in every worker

@@ -183,9 +183,9 @@ def _model_config(path: str) -> dict[str, Any]:
 def _alternatives(case: MemoryCase, overrides: list[str], machine: Machine) -> Iterator[str]:
     """Yield smaller ways to train that fit the same GPUs."""
     found = []
-    for changes in ALTERNATIVES:
-        if changes == ("algorithm=grpo",) and not uses_critic(case.config):
-            continue
+    without_critic = () if uses_critic(case.config) else ("algorithm=grpo",)
+    wanted = [tuple(c for c in changes if c not in without_critic) for changes in ALTERNATIVES]
+    for changes in filter(None, dict.fromkeys(wanted)):
         try:
             other = make_plan([*overrides, *changes], machine).case
         except ConfigError:

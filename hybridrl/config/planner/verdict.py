@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.planner.machine import UNKNOWN_RAM
 from hybridrl.config.planner.memory import gib, listed_parts, node_ram
 from hybridrl.config.planner.memory_advice import Remedy, savings
-from hybridrl.config.planner.plan_text import table
+from hybridrl.config.planner.plan_text import ram_text, table
 from hybridrl.config.planner.step_time import (
     DEFAULT_GPU,
     MFU,
@@ -19,7 +18,7 @@ from hybridrl.config.planner.step_time import (
     rates_of,
     step_seconds,
 )
-from hybridrl.config.planner.switches import FASTEST, Change, MemoryCase
+from hybridrl.config.planner.switches import FASTEST, LEAST_CACHE, Change, MemoryCase
 from hybridrl.config.planner.world import world_size, world_text
 
 # GPUs of unknown name with at least this much memory are taken for DEFAULT_GPU.
@@ -83,7 +82,7 @@ def _summary(
                 f"that you set stand."
             )
         return
-    yield f"It does not fit: {worst.name} needs {gib(worst.total)}, a GPU has {there}."
+    yield f"It does not fit: {_reason(case)}."
     if remedy is None:
         yield "No settings below make it fit, on any number of GPUs."
     elif remedy.sizes:
@@ -96,6 +95,21 @@ def _summary(
         yield f"It fits, with {gib(remedy.case.peak())}, with: {remedy}"
 
 
+def _reason(case: MemoryCase) -> str:
+    """Return what does not fit: a phase, vLLM into its share, or the ranks of a node."""
+    worst, there = case.worst(), case.gpu.memory_bytes
+    if worst.total > there:
+        return f"{worst.name} needs {gib(worst.total)}, a GPU has {gib(there)}"
+    needed = node_ram(case.config, case.shape, case.reward_shape)
+    if needed > case.node_bytes:
+        return f"a node needs {gib(needed)} of RAM and has {gib(case.node_bytes)}"
+    share = case.config.rollout.gpu_memory_utilization
+    return (
+        f"rollout.gpu_memory_utilization = {share} gives vLLM {gib(share * there)}, too little for "
+        f"its weights and {gib(LEAST_CACHE)} of KV cache"
+    )
+
+
 def _phases(case: MemoryCase) -> Iterator[RenderableType]:
     limit, least = case.gpu.memory_bytes, 0.05
     rows = (
@@ -105,8 +119,7 @@ def _phases(case: MemoryCase) -> Iterator[RenderableType]:
     yield ""
     yield table("Memory of a GPU by phase", ("phase", "needs", "fits", "of which (from 5 %)"), rows)
     needed = node_ram(case.config, case.shape, case.reward_shape)
-    there = "" if case.node_bytes >= UNKNOWN_RAM else f"; it has {gib(case.node_bytes)}"
-    yield f"RAM of a node: {gib(needed)} at least{there}."
+    yield f"RAM of a node: {gib(needed)} at least{ram_text(case.node_bytes)}."
 
 
 def _switches(base: MemoryCase, taken: Sequence[Change]) -> Iterator[RenderableType]:
