@@ -9,7 +9,7 @@ from hybridrl.commands.plan import make_plan, plan
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import load_resolved
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node, planned_machine
-from hybridrl.config.planner.memory_advice import remedy, savings
+from hybridrl.config.planner.memory_advice import remedy
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.step_time import step_seconds
 from hybridrl.config.planner.switches import ROOM
@@ -98,8 +98,6 @@ def test_seven_b_does_not_fit_small_gpus_and_the_advice_is_right():
     two_nodes = planned_machine([8, 8], GPU("GPUs", 24 * GIB))
     after = make_plan([SEVEN_B, *settings], two_nodes)
     assert after.case.fits(ROOM) and after.case.peak() == found.case.peak()
-    ranked = [saving.seconds / saving.saved_bytes for saving in savings(made.case)]
-    assert len(ranked) > 4 and ranked == sorted(ranked)
 
 
 @pytest.mark.parametrize(("model", "count", "gib"), [("7b", 8, 40), ("1_5b", 1, 40)])
@@ -169,6 +167,11 @@ def test_the_command_says_what_fits_and_what_to_type(empty_folder, capsys):
     assert code == 0
     assert "It fits: at most 61.6 GiB (update actor) of a GPU's 80.0 GiB." in said
     assert re.search(r"Time of a step: \d+ s \+- 30%", said)
+    switches = re.findall(r"([\w.]+=\w+) │ ([\d.]+) GiB │ ([\d.]+) s a step", said)
+    assert [name for name, _, _ in switches][:2] == chosen(planned(SEVEN_B))
+    assert "fsdp.activation_checkpointing=true" in [name for name, _, _ in switches]
+    rates = [float(seconds) / float(saved) for _, saved, seconds in switches]
+    assert rates == sorted(rates)
     assert "hybridrl train +recipe=qwen2_5_7b_grpo_8gpu " in said
     assert list(empty_folder.iterdir()) == []
 

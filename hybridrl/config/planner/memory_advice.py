@@ -39,7 +39,7 @@ class Saving(NamedTuple):
 
 
 def savings(case: MemoryCase) -> list[Saving]:
-    """Return the settings that save memory in the largest phase, cheapest by GiB first."""
+    """Return the settings that save memory in the largest phase, by key, weaker ones first."""
     worst, seconds = case.worst(), case.seconds()
     found = []
     for change in chain(*memory_changes(case.config), *_rollout_changes(case.config)):
@@ -47,7 +47,7 @@ def savings(case: MemoryCase) -> list[Saving]:
         saved = worst.total - next(p.total for p in then.phases() if p.name == worst.name)
         if saved > 0:
             found.append(Saving(change, saved, then.seconds() - seconds))
-    return sorted(found, key=lambda saving: saving.seconds / saving.saved_bytes)
+    return found
 
 
 def remedy(case: MemoryCase, room: float = 1.0) -> Remedy | None:
@@ -67,11 +67,8 @@ def remedy(case: MemoryCase, room: float = 1.0) -> Remedy | None:
 
 def advice(case: MemoryCase, worst: Phase) -> str:
     """List what each setting saves in the largest phase, and some that fit together."""
-    found_savings = savings(case)
-    strongest = {s.change.key: s for s in sorted(found_savings, key=lambda s: s.saved_bytes)}
-    saved = ", ".join(
-        f"{s.change} {gib(s.saved_bytes)}" for s in found_savings if s in strongest.values()
-    )
+    strongest = {saving.change.key: saving for saving in savings(case)}
+    saved = ", ".join(f"{s.change} {gib(s.saved_bytes)}" for s in strongest.values())
     alone = f"Alone these save in {worst.name}: {saved}.\n" if saved else ""
     found = remedy(case)
     if found is None:

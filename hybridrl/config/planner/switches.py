@@ -85,13 +85,13 @@ class MemoryCase(NamedTuple):
         """Predict memory by phase."""
         return rank_phases(self.config, self.shape, self.gpu.memory_bytes, self.reward_shape)
 
-    def peak(self) -> int:
-        """Return the memory of the largest phase."""
-        return max(phase.total for phase in self.phases())
-
     def worst(self) -> Phase:
         """Return the largest phase."""
         return max(self.phases(), key=lambda phase: phase.total)
+
+    def peak(self) -> int:
+        """Return the memory of the largest phase."""
+        return self.worst().total
 
     def fits(self, room: float = 1.0) -> bool:
         """Return whether the run fits into this share of the GPU, and into the node."""
@@ -142,10 +142,12 @@ def cheapest(
     Of equal ones those with fewer changes; None if none fit.
     """
     strongest = [of_key[-1] for of_key in changes]
-    if case.changed(strongest).peak() > room * case.gpu.memory_bytes:
+    # A single micro-batch may need less than several, whose gradients are kept.
+    one_batch = [change for change in strongest if change.key != "actor.max_tokens_per_gpu"]
+    limit = room * case.gpu.memory_bytes
+    if min(case.changed(least).peak() for least in (strongest, one_batch)) > limit:
         return None
     choices = product(*([None, *of_key] for of_key in changes))
     found = [[change for change in choice if change] for choice in choices]
-    costs = {id(c): (round(case.changed(c).seconds(), 3), len(c)) for c in found}
-    ordered = sorted(found, key=lambda c: costs[id(c)])
-    return next((c for c in ordered if case.changed(c).fits(room)), None)
+    found.sort(key=lambda choice: (round(case.changed(choice).seconds(), 3), len(choice)))
+    return next((choice for choice in found if case.changed(choice).fits(room)), None)

@@ -133,7 +133,7 @@ def _switches(base: MemoryCase, taken: Sequence[Change]) -> Iterator[RenderableT
             (f"{max(0.0, saving.seconds):.1f} s a step: " * timed) + COSTS[saving.change.key],
             "yes" if saving.change in taken else "",
         )
-        for saving in savings(base)
+        for saving in sorted(savings(base), key=lambda saving: saving.seconds / saving.saved_bytes)
     ]
     columns = ("setting", "saves", "costs about", "taken")
     worst = base.worst()
