@@ -20,7 +20,7 @@ from hybridrl.config.estimators import uses_critic
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
 from hybridrl.config.planner.memory import gib
-from hybridrl.config.planner.memory_advice import NODE_GPUS, Remedy, remedy
+from hybridrl.config.planner.memory_advice import MOST_GPUS, NODE_GPUS, Remedy, remedy
 from hybridrl.config.planner.switches import ROOM, MemoryCase
 from hybridrl.config.planner.verdict import verdict
 from hybridrl.config.schema import RunConfig
@@ -165,10 +165,11 @@ def _machine(gpus: str | None) -> tuple[list[str], Machine]:
     size = NAMED[name] if name else float(match[3])
     if match[1] is None and count > NODE_GPUS and count % NODE_GPUS == 0:
         nodes, count = count // NODE_GPUS, NODE_GPUS
-    if not nodes or not count or not size or (match[1] is None and count > NODE_GPUS):
+    uneven = match[1] is None and count > NODE_GPUS
+    if uneven or not size or not 0 < nodes * count <= MOST_GPUS:
         raise UsageError(
-            f"gpus={gpus}, expected at least one GPU and 1 GB, and whole nodes of {NODE_GPUS}, or "
-            f"nodes x GPUs x memory: {EXAMPLES}."
+            f"gpus={gpus}, expected 1 to {MOST_GPUS} GPUs with some memory, in whole nodes of "
+            f"{NODE_GPUS}, or nodes x GPUs x memory: {EXAMPLES}."
         )
     gpu = GPU(f"NVIDIA {name}" if name else "GPUs", int(size * GIB))
     settings = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={count}"]
@@ -229,8 +230,8 @@ def job_text(config: RunConfig, command: list[str]) -> str:
     name, cluster = config.run.name, config.cluster
     sizes = {"job-name": name, "nodes": cluster.nodes, "gpus-per-node": cluster.gpus_per_node}
     lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    for key, value in sizes.items():
-        lines = [re.sub(rf"(--{key}=).*", rf"\g<1>{value}", line) for line in lines]
+    lines = [line for line in lines if not re.search(rf"--({'|'.join(sizes)})=", line)]
+    lines += [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in sizes.items()]
     for key, value in (("resume", "auto"), ("hydra.run.dir", f"outputs/{name}")):
         if not any(argument.startswith(f"{key}=") for argument in command):
             command = [*command, f"{key}={value}"]

@@ -188,8 +188,9 @@ def test_the_command_says_what_does_not_fit_and_what_does(empty_folder, capsys):
     ("arguments", "words"),
     [
         (["gpus=8x80"], "gpus=8x80, expected GPUs and their memory: 8x80GB"),
-        (["gpus=0x80GB"], "at least one GPU"),
-        (["gpus=9x80GB"], "whole nodes of 8"),
+        (["gpus=0x80GB"], "expected 1 to 1024 GPUs"),
+        (["gpus=99999999x80GB"], "expected 1 to 1024 GPUs"),
+        (["gpus=9x80GB"], "in whole nodes of 8"),
         (["gpus=8xRTX4090"], "8xH100 (or A100"),
         (["gpus=1x80GB", "modle=qwen2_5_7b"], "Did you mean model"),
         (["gpus=1x80GB", "-m"], "-m: hybridrl plan has no such option"),
