@@ -75,6 +75,7 @@ def main() -> None:
     """Run the command; exits by SystemExit."""
     guard_standard_output()
     parser = argument_parser("plan", DESCRIPTION, EPILOG)
+    parser.usage = "hybridrl plan [gpus=NxMGB] [sbatch=FILE] [+recipe=NAME] [key=value ...]"
     _, rest = parser.parse_known_args()
     run_command(lambda: plan(rest))
 
