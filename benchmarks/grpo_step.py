@@ -30,7 +30,6 @@ Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -40,9 +39,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.shapes import QWEN2_5
+from benchmarks.shapes import QWEN2_5, make_model
 from hybridrl.models.cache import cache_folder
-from hybridrl.models.resolve import resolve_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,9 +66,6 @@ RECIPE, SHAPE = "gsm8k_grpo", "1.5b"
 
 # Parts of moving the weights; around them memory is mapped and given back.
 SYNC = ("prepare", "move", "verify")
-
-# Names of ends that a tokenizer's files may give a response; without them none ends early.
-ENDS = ("eos_token", "eos_token_id")
 
 RECIPES = {"gsm8k_grpo": ["algorithm.kl.coef=0"], "gsm8k_ppo": []}
 COMMON = [
@@ -125,20 +120,6 @@ PRESETS = {
 }
 # Of SmolLM2's tokenizer; else the shape's own.
 VOCABULARIES = {"one_gpu": 49152, "field": 49152}
-
-
-def make_model(folder: Path, shape: dict[str, Any]) -> None:
-    """Write config.json of a Qwen2 shape and SmolLM2's tokenizer without an end token."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = shape | {"torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    source = resolve_model("smollm2_135m")
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        if (source / name).is_file():
-            shutil.copy(source / name, folder / name)
-    tokenizer = json.loads((source / "tokenizer_config.json").read_text())
-    kept = {name: value for name, value in tokenizer.items() if name not in ENDS}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2))
 
 
 def run(args: argparse.Namespace, preset: str, extra: list[str], folder: Path) -> Path:

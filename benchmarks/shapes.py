@@ -1,43 +1,50 @@
-"""config.json of the models whose shapes benchmarks take, with random weights."""
+"""config.json of the models whose shapes benchmarks take, with random weights.
 
+    python benchmarks/shapes.py 1.5b FOLDER
+
+writes such a model's config.json to FOLDER, with SmolLM2's tokenizer without an end token: a run
+with model.path=FOLDER model.init=random then needs no hub, and no response ends early.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
-_QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hybridrl.models import known_shapes
+from hybridrl.models.resolve import resolve_model
 
-def _qwen2(
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    layers: int,
-    intermediate: int,
-    vocab: int,
-    *,
-    tied: bool,
-) -> dict[str, Any]:
-    return _QWEN2 | {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": layers,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
-
-
-QWEN2_5 = {
-    "0.5b": _qwen2(896, 14, 2, 24, 4864, 151936, tied=True),
-    "1.5b": _qwen2(1536, 12, 2, 28, 8960, 151936, tied=True),
-    "7b": _qwen2(3584, 28, 4, 28, 18944, 152064, tied=False),
-}
+QWEN2_5 = {size: known_shapes.QWEN2_5[size.upper()] for size in ("0.5b", "1.5b", "7b")}
 # For CPUs: head sizes that vLLM's kernels there take.
-TINY = _qwen2(256, 4, 2, 2, 512, 501, tied=False)
+TINY = known_shapes.QWEN2_5["0.5B"] | {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 512,
+    "vocab_size": 501,
+    "tie_word_embeddings": False,
+}
+# Names of ends that a tokenizer's files may give a response; without them none ends early.
+ENDS = ("eos_token", "eos_token_id")
+
+
+def make_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Write config.json of a Qwen2 shape and SmolLM2's tokenizer without an end token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = shape | {"torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    source = resolve_model("smollm2_135m")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+    tokenizer = json.loads((source / "tokenizer_config.json").read_text())
+    kept = {name: value for name, value in tokenizer.items() if name not in ENDS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2))
+
+
+if __name__ == "__main__":
+    make_model(Path(sys.argv[2]), QWEN2_5[sys.argv[1]])

@@ -6,6 +6,7 @@ import sys
 USAGE = """usage: hybridrl <command> [arguments]
 
   train    python -m hybridrl.main: one run, or with -m a sweep
+  plan     does a run fit, what helps, how long does a step take: gpus=8x80GB
   doctor   python -m hybridrl.doctor: check the machines and the config before a run
   export   write a checkpoint as a folder for transformers and vLLM
   eval     score a checkpoint or a model on a data set: pass@1, pass@k, completions
@@ -19,6 +20,7 @@ EXIT_USAGE = 2
 # command -> the module with its `main`, imported only then
 COMMANDS = {
     "train": "hybridrl.main",
+    "plan": "hybridrl.commands.plan",
     "doctor": "hybridrl.doctor.main",
     "export": "hybridrl.commands.export",
     "eval": "hybridrl.commands.evaluate",

@@ -80,7 +80,7 @@ def show_plan(checked: Checked) -> None:
     console, result, prompts = Console(), checked.result, checked.prompts
     assert result.shape is not None and prompts is not None
     inputs = input_lines(result.config, prompts.data_sets, prompts.template)
-    table = plan(result.config, result.shape, checked.machine, result.reward_shape, inputs)
+    table = plan(result.config, result.shape, result.machine, result.reward_shape, inputs)
     (console if console.is_terminal else Console(width=160)).print(table)
 
 

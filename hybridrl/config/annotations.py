@@ -1,7 +1,8 @@
 """Base of config sections, and annotations of their fields.
 
-Annotations are the range of a number, and FREE for keys that a resume may change. They stand in
-`typing.Annotated` at the field itself (schema.py); typed.py checks ranges.
+Annotations are the range of a number, FREE for keys that a resume may change, and CHOSEN for those
+that may be null. They stand in `typing.Annotated` at the field itself (schema.py); typed.py checks
+ranges.
 """
 
 import math
@@ -31,6 +32,8 @@ class Section:
 
 # A field without effect, up to rounding, on what a resumed run computes.
 FREE = object()
+# A field that may be null before `derive`, which then chooses a value for the GPUs' memory.
+CHOSEN = object()
 
 
 class Range(NamedTuple):

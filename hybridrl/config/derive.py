@@ -1,6 +1,7 @@
-"""Derivation of config values: nulls (GPUs, shards, sequences, processes) and shares."""
+"""Derivation of config values: nulls (GPUs, shards, sequences, processes, memory) and shares."""
 
 import math
+from collections.abc import Collection
 from contextlib import suppress
 
 from hybridrl.config.annotations import Unusable
@@ -10,13 +11,33 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import is_supervised
-from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
+from hybridrl.config.planner.memory import gib
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.switches import (
+    FASTEST,
+    ROOM,
+    Change,
+    MemoryCase,
+    cheapest,
+    memory_changes,
+)
 from hybridrl.config.planner.world import world_size, world_text
 from hybridrl.config.schema import RunConfig
 
 MAX_REWARD_PROCESSES = 8
 # vLLM's own default on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
 MAX_NUM_SEQS = 1024
+
+
+def machine_of(config: RunConfig, machine: Machine) -> Machine:
+    """Return the machine that a dry run plans for: this one, or one of cluster.gpu_memory_gb."""
+    cluster, placement = config.cluster, config.placement
+    with suppress(Unusable):
+        counts = placement.slots_on_nodes or [cluster.gpus_per_node or 0] * cluster.nodes
+        if cluster.gpu_memory_gb is not None and config.run.dry and all(counts):
+            return planned_machine(counts, GPU("GPUs", int(cluster.gpu_memory_gb * GIB)))
+    return machine
 
 
 def derive(config: RunConfig, machine: Machine, report: Report) -> None:
@@ -104,3 +125,45 @@ def _num_seqs(config: RunConfig, machine: Machine) -> int:
 
 def _processes(config: RunConfig, machine: Machine) -> int:
     return max(1, min(MAX_REWARD_PROCESSES, machine.nodes[0].cores))
+
+
+def choose_for_memory(
+    config: RunConfig, shape: ModelShape | None, reward_shape: ModelShape | None, machine: Machine
+) -> list[Change]:
+    """Replace nulls that cost memory by the fastest values with which the run fits into its GPUs.
+
+    Values that the user set stand. If nothing fits, all are the fastest. The result depends on
+    config, model and machine only, so that a resume there chooses the same.
+
+    Returns:
+        The values that are not the fastest; hardware.reason says so.
+    """
+    chosen = {}
+    for change in FASTEST:
+        section, name = change.key.split(".")
+        if vars(vars(config)[section]).get(name, 0) is None:
+            setattr(vars(config)[section], name, change.value)
+            chosen[change.key] = section, name
+    found: list[Change] = []
+    with suppress(Unusable):
+        if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
+            case = MemoryCase.of(config, shape, reward_shape, machine)
+            found = _cheapest(case, chosen)
+            if found:
+                then, without = (gib(one.peak()) for one in (case.changed(found), case))
+                config.hardware.reason += (
+                    f"; chosen for its memory: {' '.join(map(str, found))} "
+                    f"({then} at most, {without} otherwise)"
+                )
+    for change in found:
+        section, name = chosen[change.key]
+        setattr(vars(config)[section], name, change.value)
+    return found
+
+
+def _cheapest(case: MemoryCase, keys: Collection[str]) -> list[Change]:
+    """Return the cheapest values of these keys that fit, with some room if possible."""
+    if case.fits(ROOM):
+        return []
+    changes = [of_key for of_key in memory_changes(case.config) if of_key[0].key in keys]
+    return cheapest(case, changes, ROOM) or cheapest(case, changes) or []

@@ -11,15 +11,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config.annotations import Unusable
+from hybridrl.config.checks.memory import memory_problems
 from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH, reward_model_shape
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
-from hybridrl.config.derive import derive
+from hybridrl.config.derive import choose_for_memory, derive, machine_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.switches import Change
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys
 from hybridrl.config.typed import (
@@ -29,7 +31,7 @@ from hybridrl.config.typed import (
 )
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 from hybridrl.config.user_code.files import make_files_absolute
-from hybridrl.config.validate import run_checks
+from hybridrl.config.validate import run, run_checks
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,16 @@ class Examined:
         shape: the model's sizes; None if it could not be read.
         reward_shape: the reward model's sizes; None if there is none or it could not be read.
         report: every problem, and the keys without usable values.
+        machine: the nodes; of a dry run those of cluster.gpu_memory_gb.
+        chosen: settings that were null and are not the fastest, for the GPUs' memory.
     """
 
     config: RunConfig
     shape: ModelShape | None
     reward_shape: ModelShape | None
     report: Report
+    machine: Machine
+    chosen: list[Change]
 
 
 def examine(
@@ -56,6 +62,7 @@ def examine(
     read_model: Callable[[str], dict[str, Any]],
     provenance: Provenance,
     trains: bool = True,
+    checks_memory: bool = True,
 ) -> Examined:
     """Type, resolve and check a composed config; collects problems instead of raising.
 
@@ -65,10 +72,12 @@ def examine(
         read_model: a model's path -> its config.json; may raise ConfigError.
         provenance: keys that the user set.
         trains: false for an evaluation.
+        checks_memory: false if the caller judges memory itself.
     """
     report = Report()
     report.problems += [*_top_level_problems(cfg), *link_problems(cfg)]
     config = typed_run(cfg, report)
+    machine = machine_of(config, machine)
     derive(config, machine, report)
     shape = _read(lambda: model_shape(read_model(config.model.path)), report, broken="model.path")
     reward_shape = _read(
@@ -78,8 +87,11 @@ def examine(
         report,
         broken=REWARD_MODEL_PATH,
     )
+    chosen = choose_for_memory(config, shape if trains else None, reward_shape, machine)
     run_checks(config, machine, shape, reward_shape, provenance, report, trains=trains)
-    return Examined(config, shape, reward_shape, report)
+    if trains and checks_memory and shape is not None:
+        run([memory_problems(config, shape, machine, reward_shape)], report)
+    return Examined(config, shape, reward_shape, report, machine, chosen)
 
 
 def load_resolved(config: Mapping[str, Any]) -> RunConfig:

@@ -1,7 +1,8 @@
 """The typed configuration: types, ranges and resume rules. Defaults and comments are in conf/.
 
-`Annotated` fields carry a Range, and FREE if a resume may change them (annotations.py). A role's
-worker class names its dataclass as `config_class`; a subclass of both may add keys.
+`Annotated` fields carry a Range, FREE if a resume may change them, and CHOSEN if they may be null
+(annotations.py). A role's worker class names its dataclass as `config_class`; a subclass of both
+may add keys.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 from hybridrl.config.algorithm_schema import AlgorithmConfig, FunctionConfig
 from hybridrl.config.annotations import (
     BETWEEN_0_AND_1,
+    CHOSEN,
     FREE,
     LARGEST_COUNT,
     LONGEST_S,
@@ -76,13 +78,13 @@ class FSDPConfig(Section):
     reshard_after_forward: Annotated[bool, FREE]
     param_dtype: DType
     reduce_dtype: DType
-    activation_checkpointing: Annotated[bool, FREE]
-    accumulation: Annotated[Accumulation, FREE]
+    activation_checkpointing: Annotated[bool, FREE, CHOSEN]
+    accumulation: Annotated[Accumulation, FREE, CHOSEN]
     layout: Annotated[Layout, FREE]
     tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
     columns: Annotated[list[str] | None, FREE]
     ulysses_size: Annotated[int, at_least_one("1 means no sequence parallelism"), FREE]
-    offload: Annotated[Offload, FREE]
+    offload: Annotated[Offload, FREE, CHOSEN]
     compile: Annotated[bool, FREE]
 
     @property
@@ -94,10 +96,11 @@ class FSDPConfig(Section):
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):
-    """conf/cluster. gpus_per_node may be null before `derive`."""
+    """conf/cluster. gpus_per_node may be null before `derive`; gpu_memory_gb is in GiB."""
 
     nodes: Annotated[int, at_least_one("a run needs a node")]
     gpus_per_node: Annotated[int | None, at_least_one("a node needs a process; null is all GPUs")]
+    gpu_memory_gb: Annotated[float | None, above_zero("it is the memory of a GPU")]
     rendezvous_ports: Annotated[list[int], Range("lower ports need root", 1024, high=65535)]
     start_timeout_s: Annotated[
         float, seconds("workers need time to start; the longest wait is 3 weeks")
@@ -169,7 +172,7 @@ class ActorConfig(RoleConfig):
         Range("an optimizer step needs responses", 0, LARGEST_COUNT, low_open=True),
     ]
     epochs: Annotated[int, at_least_one("responses must be used at least once")]
-    max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE]
+    max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE, CHOSEN]
     entropy_coef: Annotated[float, Range("a negative bonus punishes exploration", 0)]
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
     optim: OptimConfig

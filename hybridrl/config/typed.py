@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.annotations import Range, Unusable
+from hybridrl.config.annotations import CHOSEN, Range, Unusable
 from hybridrl.config.command.input_errors import reason_of
 from hybridrl.config.command.report import Report, shown
 from hybridrl.config.keys import nothing_reads, raw_tree
@@ -105,8 +105,10 @@ class Builder:
         """Return a leaf's value, converted by OmegaConf's rules and within its range."""
         if cls not in self._structured:
             self._structured[cls] = OmegaConf.structured(cls)
-        typed = self._structured[cls]
-        value = node[name]
+        typed, value = self._structured[cls], node[name]
+        may_be_null = CHOSEN in annotations_of(cls, name)
+        if value is None and may_be_null:
+            return None
         try:
             if isinstance(value, DictConfig | ListConfig):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
@@ -115,7 +117,8 @@ class Builder:
             if isinstance(found, DictConfig | ListConfig):
                 found = OmegaConf.to_object(found)
         except (OmegaConfBaseException, OverflowError):  # an integer too large for a float
-            problem = f"{key} = {shown(value)}, expected {type_name(hint)}."
+            or_null = " or null" * may_be_null
+            problem = f"{key} = {shown(value)}, expected {type_name(hint)}{or_null}."
             self._refuse(key, None if self._is_link(node, name) else problem)
         if found is not None and not OmegaConf.is_interpolation(node, name):
             for note in annotations_of(cls, name):

@@ -1,4 +1,4 @@
-"""All checks of a typed config.
+"""All checks of a typed config, but for memory (checks/memory.py).
 
 A check ends at the first value that it reads and that has no usable value (`Unusable`). So checks
 need not handle wrong types, and one error does not cause another message.
@@ -10,7 +10,6 @@ from contextlib import suppress
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
 from hybridrl.config.checks.effects import effect_problems
-from hybridrl.config.checks.memory import memory_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
@@ -81,7 +80,7 @@ def run_checks(
     if trains:
         for key, problems_of in (("advantage", estimator_problems), ("loss", loss_problems)):
             before = len(report.problems)
-            _run([problems_of(config)], report)
+            run([problems_of(config)], report)
             if len(report.problems) > before:  # other checks do not use a wrong one
                 delattr(config.algorithm, key)
     checks = [check(config) for check in COMMON_CHECKS]
@@ -93,15 +92,14 @@ def run_checks(
         checks.append(effect_problems(config, provenance))
     if trains and shape is not None:
         checks += [check(config, shape) for check in TRAINING_MODEL_CHECKS]
-        checks.append(memory_problems(config, shape, machine, reward_shape))
         if reward_shape is not None:
             checks.append(reward_shape_problems(config, shape, reward_shape))
-    _run(checks, report)
+    run(checks, report)
     for key, problems in data.source_problems(config):
-        _run([problems], report, broken=key)
+        run([problems], report, broken=key)
 
 
-def _run(checks: Iterable[Iterable[str]], report: Report, *, broken: str | None = None) -> None:
+def run(checks: Iterable[Iterable[str]], report: Report, *, broken: str | None = None) -> None:
     """Add the problems of checks, each as far as its keys have usable values."""
     for problems in checks:
         with suppress(Unusable):

@@ -11,12 +11,15 @@ from omegaconf import DictConfig, OmegaConf
 from hybridrl.config.command.provenance import provenance_of, recipe_files
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
+from hybridrl.config.planner.switches import FASTEST
 from hybridrl.main import conf_dir
 from tests.model_shapes import QWEN, TINY
 
 REPO = Path(__file__).resolve().parents[2]
 LAPTOP = Machine((Node("laptop", cores=2, memory_bytes=32 * GIB),))
 H200 = GPU("NVIDIA H200", 140 * GIB)
+# As the user's own choice: nothing is chosen for the GPUs' memory.
+FASTEST_SET = [str(change) for change in FASTEST]
 GPU_NODE = Machine((Node("big", cores=64, memory_bytes=1024 * GIB, gpus=(H200,) * 8),))
 
 

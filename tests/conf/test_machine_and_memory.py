@@ -7,7 +7,7 @@ from io import StringIO
 
 import pytest
 import torch
-from composing import GPU_NODE, H200, LAPTOP, QWEN, TINY, examined, problems
+from composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, QWEN, TINY, examined, problems
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -148,7 +148,8 @@ def test_what_vllm_keeps_asleep_counts_in_training(sleep, present):
 
 def test_a_run_that_does_not_fit_is_told_of_offload():
     small = Machine((Node("small", 16, 512 * GIB, gpus=(GPU("L4", 22 * GIB),)),))
-    (problem,) = problems("hardware=gpu", "actor.mini_batch_size=16", machine=small)[:1]
+    overrides = ["hardware=gpu", *FASTEST_SET, "actor.mini_batch_size=16"]
+    (problem,) = problems(*overrides, machine=small)[:1]
     assert "GPU has 22.0 GiB" in problem and "fsdp.offload=idle_all" in problem
 
 

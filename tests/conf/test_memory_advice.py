@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from composing import examined
+from composing import FASTEST_SET, examined
 
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 from hybridrl.config.planner.memory import rank_phases
@@ -44,7 +44,9 @@ def nodes(number, gib=2048):
 
 def refused(size, *overrides, machine):
     """The problems of memory, and the phases, of a run with a model of this size."""
-    found = examined(["hardware=gpu", *overrides], machine=machine, model=SHAPES[size])
+    found = examined(
+        ["hardware=gpu", *FASTEST_SET, *overrides], machine=machine, model=SHAPES[size]
+    )
     phases = rank_phases(found.config, found.shape, 80 * GIB)
     told = [text for text in found.report.problems if "GiB" in text]
     return told, {phase.name: phase.total for phase in phases}

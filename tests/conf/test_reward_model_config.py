@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from composing import GPU_NODE, LAPTOP, REPO, composed, examined, problems
+from composing import FASTEST_SET, GPU_NODE, LAPTOP, REPO, composed, examined, problems
 from rich.console import Console
 
 from hybridrl.config.checks.reward_model import reward_model_shape
@@ -159,7 +159,12 @@ def test_one_too_large_for_the_gpu_is_named():
     large = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
     large |= {"num_attention_heads": 40, "num_key_value_heads": 8}
     found = with_reward_model(
-        "hardware=gpu", "cluster.gpus_per_node=1", machine=GPU_NODE, policy=QWEN, **large
+        "hardware=gpu",
+        "cluster.gpus_per_node=1",
+        *FASTEST_SET,
+        machine=GPU_NODE,
+        policy=QWEN,
+        **large,
     ).report.problems
     assert any(p.startswith("reward_model.model.path = /rm: score reward_model") for p in found)
 

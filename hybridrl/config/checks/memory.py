@@ -15,8 +15,9 @@ from hybridrl.config.planner.memory import (
     on_node,
     rank_phases,
 )
-from hybridrl.config.planner.memory_advice import MemoryCase, advice
+from hybridrl.config.planner.memory_advice import advice
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.switches import MemoryCase
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
 
@@ -35,9 +36,7 @@ def memory_problems(
         phases = rank_phases(config, shape, None, reward_shape)
         yield from _slot_problems(config, phases, machine)
     elif machine.gpus:
-        gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
-        node_bytes = min(node.memory_bytes for node in machine.nodes)
-        yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, node_bytes))
+        yield from _gpu_problems(MemoryCase.of(config, shape, reward_shape, machine))
         yield from _host_problems(config, shape, machine, reward_shape)
 
 
@@ -68,7 +67,7 @@ def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> 
 
 def _gpu_problems(case: MemoryCase) -> Iterator[str]:
     """Yield one problem for all phases that do not fit, and one for the reward model's."""
-    config, gpu_bytes = case.config, case.gpu_bytes
+    config, gpu_bytes = case.config, case.gpu.memory_bytes
     over = [phase for phase in case.phases() if phase.total > gpu_bytes]
     for of_reward_model in (False, True):
         phases = [phase for phase in over if (phase.name == REWARD_PHASE) is of_reward_model]

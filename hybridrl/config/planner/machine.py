@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,9 @@ GIB = 2**30
 # Threads of torch's CPU operations on a host with GPUs. Idle threads spin between operations: with
 # one per core in several processes they would slow down the threads that feed the GPUs.
 MAX_THREADS_BESIDE_GPU = 8
+
+# RAM of a node that is planned, not there.
+UNKNOWN_RAM = 2**60
 
 # As the first entry of CUDA_VISIBLE_DEVICES these hide every GPU.
 NONE_VISIBLE = ("", "-1")
@@ -62,12 +65,19 @@ class Machine:
         errors = [f"{node.gpu_error} (on {node.name})" for node in self.nodes if node.gpu_error]
         return errors[0] if errors and not self.gpus else ""
 
+    @property
+    def has_known_ram(self) -> bool:
+        """False for a planned machine."""
+        return all(node.memory_bytes < UNKNOWN_RAM for node in self.nodes)
+
     def describe(self) -> str:
         """Return one line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
         nodes = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
         none = "GPUs unknown, as nvidia-smi failed" if self.gpu_error else "no NVIDIA GPU"
         gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else none
+        if not self.has_known_ram:
+            return f"{nodes}{gpus}, planned"
         cores = sum(node.cores for node in self.nodes)
         ram = sum(node.memory_bytes for node in self.nodes) / GIB
         return f"{nodes}{gpus}, {cores} core{'s' if cores != 1 else ''}, {ram:.0f} GiB RAM"
@@ -78,6 +88,16 @@ def local_machine() -> Machine:
     gpus, error = _gpus()
     node = Node(socket.gethostname(), _usable_cores(), memory_limit(), tuple(gpus), error)
     return Machine((node,))
+
+
+def planned_machine(counts: Iterable[int], gpu: GPU) -> Machine:
+    """Return a machine that is not there: nodes with these numbers of such GPUs."""
+    return Machine(
+        tuple(
+            Node(f"node {index}", count * MAX_THREADS_BESIDE_GPU, UNKNOWN_RAM, (gpu,) * count)
+            for index, count in enumerate(counts)
+        )
+    )
 
 
 def _usable_cores() -> int:

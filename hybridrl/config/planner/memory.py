@@ -87,7 +87,7 @@ def rank_phases(
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
         process["checkpoint staging"] = staged_bytes(config, shape)
-    rollout = _rollout(config, shape, gpu_bytes)
+    rollout = rollout_parts(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
     bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
@@ -200,7 +200,7 @@ def _resident(
     return parts
 
 
-def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
+def rollout_parts(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
     """Return vLLM's memory during generation."""
     size = BYTES[config.rollout.dtype]
     weights = size * shape.parameters // config.rollout.tensor_parallel_size
@@ -226,11 +226,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
-def listed_parts(parts: dict[str, int]) -> str:
-    """Return 'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
+def listed_parts(parts: dict[str, int], least: float = 0.01) -> str:
+    """Return 'actor weights 4.0 GiB, ...': parts of at least this share, largest first."""
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size * 100 >= total)
+    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size >= least * total)
 
 
 def describe(phase: Phase) -> str:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hybridrl.config.choices import Accelerator, Init, Layout
 from hybridrl.config.estimators import is_supervised, uses_critic
-from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.machine import UNKNOWN_RAM, Machine
 from hybridrl.config.planner.memory import (
     gib,
     host_parts,
@@ -47,16 +47,16 @@ def plan(
     inputs = inputs or [("data", data)]
     roles = ("role", "worker", "holds")
     return Group(
-        _table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),
+        table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),
         *_placement(config, machine),
-        _table("Every rank holds", roles, _roles(config)),
-        _table("Batches", (), _batches(config)),
+        table("Every rank holds", roles, _roles(config)),
+        table("Batches", (), _batches(config)),
         *_memory(config, shape, machine, reward_shape),
         *_remarks(config),
     )
 
 
-def _table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """Return a table; without columns one of names and values."""
     named = list(columns)
     table = Table(title=title, title_justify="left", show_header=bool(named))
@@ -113,7 +113,7 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     columns = ("rank", "node", device, "dp_replicate", "dp_shard", "engine", "tp")
     if len(places) > len(rows):
         rows.append(["..."] * len(columns))
-    return title, _table(None, columns, rows)
+    return title, table(None, columns, rows)
 
 
 def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -176,24 +176,28 @@ def _memory(
     on_gpu = config.hardware.accelerator is Accelerator.gpu
     gpu_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0) if on_gpu else None
     phases = rank_phases(config, shape, gpu_bytes, reward_shape)
-    there = gib(min(node.memory_bytes for node in machine.nodes))
+    there = ram_text(min(node.memory_bytes for node in machine.nodes))
     if on_gpu:
         limit = "predicted; " + (
             f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown, so not checked"
         )
     else:
         needed = gib(node_peak(config, phases))
-        limit = f"at least; {needed} on a node with the driver; it has {there}"
+        limit = f"at least; {needed} on a node with the driver{there}"
     yield f"Memory of one rank by phase ({limit}); without parts below 1 %"
     rows = ((phase.name, gib(phase.total), listed_parts(phase.parts)) for phase in phases)
-    yield _table(None, ("phase", "total", "of which"), rows)
+    yield table(None, ("phase", "total", "of which"), rows)
     if machine.gpus:
         parts = host_parts(config, shape, reward_shape)
         yield (
             f"Host memory of one rank: {gib(sum(parts.values()))} ({listed_parts(parts)}); "
-            f"{gib(node_ram(config, shape, reward_shape))} on a node with the driver; it has "
-            f"{there}."
+            f"{gib(node_ram(config, shape, reward_shape))} on a node with the driver{there}."
         )
+
+
+def ram_text(size: int) -> str:
+    """Return '; it has 64.0 GiB', or nothing for a node that is only planned."""
+    return f"; it has {gib(size)}" if size < UNKNOWN_RAM else ""
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:

@@ -1,0 +1,268 @@
+"""`hybridrl plan`: does a run fit GPUs that need not be here, what helps, what a step takes."""
+
+import re
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from hybridrl.app.compose import composed, conf_dir, find_machine
+from hybridrl.commands.running import UsageError, argument_parser, run_command
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.provenance import provenance_of
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.estimators import uses_critic
+from hybridrl.config.load import Examined, examine
+from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
+from hybridrl.config.planner.memory import gib
+from hybridrl.config.planner.memory_advice import MOST_GPUS, NODE_GPUS, Remedy, remedy
+from hybridrl.config.planner.switches import ROOM, MemoryCase
+from hybridrl.config.planner.verdict import verdict
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.output import guard_standard_output
+from hybridrl.models.known_shapes import KNOWN
+from hybridrl.models.resolve import read_model_config
+
+DESCRIPTION = """\
+Plan a run: its memory by phase, settings with which it fits, estimated seconds a step, the command.
+Needs neither GPU nor network nor the model's weights.
+
+  hybridrl plan model=qwen2_5_7b gpus=8x80GB              GPUs that are not here
+  hybridrl plan +recipe=gsm8k_grpo gpus=8xA100            A100, H100, H200, B200 or L40S
+  hybridrl plan model=qwen2_5_7b gpus=2x8x80GB            two nodes of eight
+  hybridrl plan +recipe=gsm8k_grpo                        the GPUs of this machine
+  hybridrl plan model.path=FOLDER gpus=1x24GB             a folder with a config.json
+  hybridrl plan +recipe=qwen2_5_7b_grpo_8gpu gpus=8x80GB sbatch=job.sbatch
+                                                          also writes the job for Slurm
+
+Everything else is as in hybridrl train: +recipe=, groups, key=value.
+"""
+EPILOG = "Exit codes: 0 it fits, 1 it does not, 2 a wrong argument or config."
+GPUS = re.compile(
+    r"(?:(\d+)x)?(\d+)x(?:(\d+(?:\.\d+)?)(?:GB|GiB)|([A-Z]+\d+[A-Z]*))", re.IGNORECASE
+)
+# Memory in GiB by name.
+NAMED = {"A100": 80, "H100": 80, "H200": 140, "B200": 179, "L40S": 45}
+EXAMPLES = f"8x80GB, 2x8x80GB (nodes x GPUs), 8xH100 (or {', '.join(NAMED)})"
+EXIT_DOES_NOT_FIT = 1
+# Keys of a plan that a run does not need.
+ONLY_PLANNED = ("run.dry", "cluster.gpu_memory_gb")
+MADE_BY = "# Made by hybridrl plan"
+# Smaller ways to train, largest first.
+ALTERNATIVES = (
+    ("algorithm=grpo",),
+    ("lora=default",),
+    ("algorithm=grpo", "lora=default"),
+    ("model=qwen2_5_1_5b",),
+    ("algorithm=grpo", "model=qwen2_5_1_5b", "lora=default"),
+    ("model=qwen2_5_0_5b",),
+)
+
+
+class Plan(NamedTuple):
+    """An examined run, and its memory."""
+
+    examined: Examined
+    case: MemoryCase
+
+
+def main() -> None:
+    """Run the command; exits by SystemExit."""
+    guard_standard_output()
+    parser = argument_parser("plan", DESCRIPTION, EPILOG)
+    parser.usage = "hybridrl plan [gpus=NxMGB] [sbatch=FILE] [+recipe=NAME] [key=value ...]"
+    _, rest = parser.parse_known_args()
+    run_command(lambda: plan(rest))
+
+
+def plan(arguments: list[str]) -> None:
+    """Print the plan of a run, and write its job; exits with 1 if it does not fit.
+
+    Raises:
+        ConfigError: an argument or the config is wrong.
+    """
+    own, overrides = _own_arguments(arguments)
+    if own.sbatch is not None:
+        _check_job_file(own.sbatch)
+    nodes, machine = _machine(own.gpus)
+    made = make_plan([*overrides, *nodes], machine)
+    case, found = made.case, None
+    if not (fits := case.fits()):
+        found = remedy(case, ROOM) or remedy(case)
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(width=120, highlight=False)
+    for part in verdict(case, made.examined.chosen, found):
+        console.print(part, markup=False)
+    if not fits:
+        for line in _alternatives(case, [*overrides, *nodes], machine):
+            console.print(line, markup=False)
+    if fits or found:
+        planned = found.case.config if found else case.config
+        command = _command(overrides, planned, found)
+        console.print(f"\nCommand:\n  {shlex.join(command)}", markup=False, soft_wrap=True)
+        _tell_job(own.sbatch, planned, command, console)
+    sys.exit(0 if fits else EXIT_DOES_NOT_FIT)
+
+
+def make_plan(overrides: list[str], machine: Machine) -> Plan:
+    """Return the plan of a run with these overrides on a machine.
+
+    Raises:
+        ConfigError: the config has other problems than memory.
+    """
+    line = parse_argv([*overrides, "run.dry=true"])
+    found = composed(line, lambda: machine)
+    if found.problems or found.cfg is None:
+        raise ConfigError(*found.problems)
+    examined = examine(
+        found.cfg,
+        machine=machine,
+        read_model=_model_config,
+        provenance=provenance_of(found.overrides, []),
+        checks_memory=False,
+    )
+    if examined.report.problems:
+        raise ConfigError(*examined.report.problems)
+    config, shape = examined.config, examined.shape
+    assert shape is not None
+    if config.hardware.accelerator is not Accelerator.gpu or not examined.machine.gpus:
+        raise UsageError(
+            f"no GPUs to plan for: {machine.describe()}.\nType gpus=: {EXAMPLES}. A run without "
+            f"GPU is planned by hybridrl train ... hardware=cpu run.dry=true."
+        )
+    return Plan(examined, MemoryCase.of(config, shape, examined.reward_shape, examined.machine))
+
+
+def _own_arguments(arguments: list[str]) -> tuple[Namespace, list[str]]:
+    """Split off gpus= and sbatch=."""
+    own, rest = Namespace(gpus=None, sbatch=None), []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name == "gpus":
+            own.gpus = value
+        elif name == "sbatch":
+            own.sbatch = Path(value)
+        elif argument.startswith("-"):
+            raise UsageError(f"{argument}: hybridrl plan has no such option.\nType key=value.")
+        else:
+            rest.append(argument)
+    return own, rest
+
+
+def _machine(gpus: str | None) -> tuple[list[str], Machine]:
+    """Return the machine of gpus=, with its settings, or the one that is here."""
+    if gpus is None:
+        return [], find_machine()
+    match = GPUS.fullmatch(gpus)
+    name = match[4].upper() if match and match[4] else ""
+    if match is None or (name and name not in NAMED):
+        raise UsageError(f"gpus={gpus}, expected GPUs and their memory: {EXAMPLES}.")
+    nodes, count = int(match[1] or 1), int(match[2])
+    size = NAMED[name] if name else float(match[3])
+    if match[1] is None and count > NODE_GPUS and count % NODE_GPUS == 0:
+        nodes, count = count // NODE_GPUS, NODE_GPUS
+    uneven = match[1] is None and count > NODE_GPUS
+    if uneven or not size or not 0 < nodes * count <= MOST_GPUS:
+        raise UsageError(
+            f"gpus={gpus}, expected 1 to {MOST_GPUS} GPUs with some memory, in whole nodes of "
+            f"{NODE_GPUS}, or nodes x GPUs x memory: {EXAMPLES}."
+        )
+    gpu = GPU(f"NVIDIA {name}" if name else "GPUs", int(size * GIB))
+    settings = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={count}"]
+    return settings, planned_machine([count] * nodes, gpu)
+
+
+def _model_config(path: str) -> dict[str, Any]:
+    """Return a model's config.json; of known models without their files."""
+    return KNOWN[path] if path in KNOWN and not Path(path).exists() else read_model_config(path)
+
+
+def _alternatives(case: MemoryCase, overrides: list[str], machine: Machine) -> Iterator[str]:
+    """Yield smaller ways to train that fit the same GPUs."""
+    found = []
+    without_critic = () if uses_critic(case.config) else ("algorithm=grpo",)
+    wanted = [tuple(c for c in changes if c not in without_critic) for changes in ALTERNATIVES]
+    for changes in filter(None, dict.fromkeys(wanted)):
+        try:
+            other = make_plan([*overrides, *changes], machine).case
+        except ConfigError:
+            continue
+        smaller = other.shape.parameters < case.shape.parameters
+        is_model = any(change.startswith("model=") for change in changes)
+        if other.fits() and smaller >= is_model:
+            found.append(f"{' '.join(changes)} ({gib(other.peak())})")
+    if found:
+        yield f"\nOn these GPUs fit: {'; '.join(found)}."
+
+
+def _command(overrides: list[str], planned: RunConfig, remedy: Remedy | None) -> list[str]:
+    """Return the training command, with the settings that make it fit."""
+    kept = [o for o in overrides if o.split("=")[0].lstrip("+") not in ONLY_PLANNED]
+    kept += map(str, [*remedy.sizes, *remedy.changes] if remedy else [])
+    nodes = planned.cluster.nodes
+    if nodes > 1 and not any(o.startswith("cluster.nodes=") for o in kept):
+        kept.append(f"cluster.nodes={nodes}")
+    return ["hybridrl", "train", *kept]
+
+
+def _tell_job(path: Path | None, planned: RunConfig, command: list[str], console: Console) -> None:
+    """Write the job for Slurm, or say how."""
+    if path is None:
+        console.print("With sbatch=FILE this is written as a job for Slurm.", markup=False)
+        return
+    try:
+        path.write_text(job_text(planned, command))
+    except OSError as error:
+        raise UsageError(f"sbatch={path} cannot be written: {error.strerror}.") from error
+    console.print(f"Job: sbatch {shlex.quote(str(path))}", markup=False, soft_wrap=True)
+
+
+def job_text(config: RunConfig, command: list[str]) -> str:
+    """Return a job for Slurm: the settings of deploy/slurm/train.sbatch, which runs the command.
+
+    A job that is requeued goes on from its newest checkpoint.
+    """
+    script = _deploy() / "slurm" / "train.sbatch"
+    name, cluster = config.run.name, config.cluster
+    sizes = {"job-name": name, "nodes": cluster.nodes, "gpus-per-node": cluster.gpus_per_node}
+    lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    lines = [line for line in lines if not re.search(rf"--({'|'.join(sizes)})=", line)]
+    lines += [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in sizes.items()]
+    for key, value in (("resume", "auto"), ("hydra.run.dir", f"outputs/{name}")):
+        if not any(argument.startswith(f"{key}=") for argument in command):
+            command = [*command, f"{key}={value}"]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            f"{MADE_BY}; submit it from a folder on storage that the nodes share.",
+            *lines,
+            "",
+            "# Modules or an environment that the nodes need: load them here.",
+            "",
+            f"export HYBRIDRL_DEPLOY={shlex.quote(str(_deploy()))}",
+            f'exec bash "$HYBRIDRL_DEPLOY/slurm/train.sbatch" \\\n  {shlex.join(command)}',
+            "",
+        ]
+    )
+
+
+def _deploy() -> Path:
+    return conf_dir().parent / "deploy"
+
+
+def _check_job_file(path: Path) -> None:
+    """Refuse a job's file that cannot be written, or that is not ours."""
+    if not (_deploy() / "slurm" / "train.sbatch").is_file():
+        raise UsageError(
+            f"sbatch={path} needs the folder deploy/ of hybridrl's repository, which an installed "
+            f"package lacks.\nRun hybridrl from a clone of it."
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"sbatch={path}, expected a file in a folder that exists.")
+    if path.is_file() and MADE_BY not in path.read_text(errors="replace"):
+        raise UsageError(f"sbatch={path} exists, and is no job of hybridrl plan.\nName another.")

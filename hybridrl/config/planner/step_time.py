@@ -1,0 +1,173 @@
+"""Estimated seconds of a training step, from FLOPs, bytes and measured rates.
+
+Every prompt and response counts with its longest length, so shorter ones take less. Training is a
+share of the GPU's peak, plus what is exchanged between ranks, as if nothing of it were hidden.
+Decoding steps are time on the host, plus products or weights, whichever is slower, plus the cache.
+Rates are those of benchmarks/RESULTS.md, for 1.5 B parameters on one to four H200s; other GPUs are
+scaled by their data sheets.
+
+Symbols:  c = sequences decoded together   P = parameters   n = shards
+Units:    seconds, bytes, operations
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from hybridrl.config.choices import Accumulation, Offload
+from hybridrl.config.estimators import uses_critic
+from hybridrl.config.planner.flops import bf16_peak, forward_flops, training_flops
+from hybridrl.config.planner.machine import GPU
+from hybridrl.config.planner.memory import (
+    ADAM_BYTES,
+    LEFT_FOR_CACHE,
+    roles_of,
+    rollout_parts,
+    workload,
+)
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES
+from hybridrl.config.planner.world import world_size
+from hybridrl.config.schema import RunConfig
+
+# Bytes per second of the GPU's own memory by nvidia-smi's name, from data sheets.
+BANDWIDTHS = (
+    (r"\bH100 PCIe\b", 2.0e12),
+    (r"\b(H200|GH200)\b", 4.8e12),
+    (r"\b(H100|H800)\b", 3.35e12),
+    (r"\b(A100|A800)\b", 2.0e12),
+    (r"\bB200\b", 8e12),
+    (r"\bL40S\b", 0.864e12),
+)
+# The GPU that stands for one without a known name.
+DEFAULT_GPU = "H100"
+# Shares of the peak in updates and forwards, with compiled and with eager layers.
+MFU, EAGER_MFU = 0.5, 0.4
+# Host time of a decoding step, and of a sequence in it; hosts with slow cores take twice as long.
+DECODE_S, DECODE_SEQUENCE_S = 1.5e-3, 7.8e-6
+# Bytes per second that a rank exchanges with others: NVLink (measured), and between nodes (400
+# Gb/s a GPU, assumed).
+NVLINK, NETWORK = 264e9, 50e9
+# Bytes per second between GPU and pinned host memory.
+TO_HOST = 53e9
+# Time that a micro-batch of half the tokens adds: smaller products. Assumed, not measured.
+HALVING = 0.02
+# Tokens of the micro-batches that the rates were measured with.
+MEASURED_TOKENS = 16384
+# Share of a step for sleep and wake-up of vLLM, rewards and scheduling: 7 to 10 % measured.
+OUTSIDE = 0.08
+# How far off an estimate may be: on H100 and H200, and on GPUs that were never measured.
+ERROR, SCALED_ERROR = 0.3, 0.5
+
+
+class Rates(NamedTuple):
+    """Peak bfloat16 operations and bytes per second of one GPU, and the relative error."""
+
+    peak: float
+    bandwidth: float
+    error: float
+
+
+def rates_of(name: str) -> Rates | None:
+    """Return the rates of a GPU by nvidia-smi's name; None if it is unknown."""
+    peak = bf16_peak(name)
+    bandwidth = next((rate for pattern, rate in BANDWIDTHS if re.search(pattern, name)), None)
+    if peak is None or bandwidth is None:
+        return None
+    return Rates(peak, bandwidth, ERROR if re.search(r"\bH[12]00\b", name) else SCALED_ERROR)
+
+
+def step_seconds(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, gpu: GPU
+) -> dict[str, float]:
+    """Estimate a step: part -> seconds. An unknown GPU counts as DEFAULT_GPU."""
+    rates = rates_of(gpu.name) or rates_of(DEFAULT_GPU)
+    assert rates is not None
+    parts = {
+        "rollout": _rollout(config, shape, rates, gpu),
+        **_training(config, shape, reward_shape, rates),
+        "exchange of weights and gradients": _exchange(config, shape),
+        "offload": _offload(config, shape, reward_shape),
+    }
+    outside = sum(parts.values()) * OUTSIDE / (1 - OUTSIDE)
+    return {name: seconds for name, seconds in parts.items() if seconds} | {"other": outside}
+
+
+def _rollout(config: RunConfig, shape: ModelShape, rates: Rates, gpu: GPU) -> float:
+    """Return the time of prefill and of all decoding steps of one engine."""
+    rollout, tp = config.rollout, config.rollout.tensor_parallel_size
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    engines = max(1, world_size(config) // tp)
+    prompts = -(-config.data.prompts_per_step // engines)
+    sequences = prompts * rollout.responses_per_prompt
+    size = BYTES[rollout.dtype]
+    of_token = 2 * size * shape.layers * shape.kv_heads * shape.head_dim / tp
+    awake = rollout_parts(config, shape, gpu.memory_bytes)
+    cache = awake.get(LEFT_FOR_CACHE, awake.get("KV cache", 0))
+    room = max(1.0, cache / (longest * of_token))
+    together = min(sequences, rollout.max_num_seqs or sequences, room)
+    products = 2 * shape.parameters * together / tp / (rates.peak * MFU)
+    weights = size * shape.parameters / tp / rates.bandwidth
+    context = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
+    read = together * context * of_token / rates.bandwidth
+    step = DECODE_S + DECODE_SEQUENCE_S * together + max(products, weights) + read
+    prefill = forward_flops(shape, prompts * rollout.max_prompt_tokens, prompts)
+    steps = rollout.max_response_tokens * sequences / together
+    return steps * step + prefill / (tp * rates.peak * MFU)
+
+
+def _training(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, rates: Rates
+) -> dict[str, float]:
+    """Return the time of forwards and updates of all roles, without exchange."""
+    rollout, actor, fsdp = config.rollout, config.actor, config.fsdp
+    sequences = config.data.prompts_per_step * rollout.responses_per_prompt
+    tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
+    rate = rates.peak * (MFU if fsdp.compile else EAGER_MFU) * world_size(config)
+    halvings = math.log2(max(1.0, MEASURED_TOKENS / workload(config).tokens))
+    rate /= 1 + HALVING * halvings
+    forward = forward_flops(shape, tokens, sequences) / rate
+    trains_all = config.lora is None
+    update = training_flops(shape, tokens, sequences, trains_all=trains_all) / rate
+    again = forward if fsdp.activation_checkpointing else 0.0
+    parts = {"old log-probs": forward, "update actor": actor.epochs * (update + again)}
+    if config.algorithm.kl.coef > 0:
+        parts["reference"] = forward
+    if uses_critic(config):
+        whole = training_flops(shape, tokens, sequences) / rate
+        parts |= {"values": forward, "update critic": actor.epochs * (whole + again)}
+    if reward_shape is not None:
+        parts["reward model"] = forward_flops(reward_shape, tokens, sequences) / rate
+    return parts
+
+
+def _exchange(config: RunConfig, shape: ModelShape) -> float:
+    """Return the time of gathering weights and reducing gradients in all updates of a step."""
+    fsdp, actor = config.fsdp, config.actor
+    link = NVLINK if config.cluster.nodes == 1 else NETWORK
+    responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
+    updates = actor.epochs * responses / actor.mini_batch_size
+    micro_batches, is_full = workload(config).micro_batches, fsdp.accumulation is Accumulation.full
+    gathers = 2 * micro_batches  # forward and backward
+    if not fsdp.reshard_after_forward:
+        gathers = 1 if is_full else micro_batches
+    reduces = 1 if is_full else micro_batches
+    moved = sum(
+        gathers * BYTES[fsdp.param_dtype] * role.held
+        + reduces * BYTES[fsdp.reduce_dtype] * role.trained
+        for role in roles_of(config, shape)
+        if role.trained
+    )
+    return updates * moved * (1 - 1 / fsdp.shards) / link
+
+
+def _offload(config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None) -> float:
+    """Return the time in which weights and moments move to the host and back, once a step."""
+    if config.fsdp.offload is Offload.none:
+        return 0.0
+    weights = MASTER_BYTES * (config.fsdp.offload is Offload.idle_all)
+    moved = sum(
+        weights * role.held + ADAM_BYTES * role.trained
+        for role in roles_of(config, shape, reward_shape)
+    )
+    return 2 * moved / config.fsdp.shards / TO_HOST

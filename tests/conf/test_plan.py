@@ -1,0 +1,204 @@
+"""`hybridrl plan` and the settings chosen for the GPUs' memory: sizes, times, choices, recipes."""
+
+import re
+
+import pytest
+from composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, examined
+
+from hybridrl.commands.plan import make_plan, plan
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.load import load_resolved
+from hybridrl.config.planner.machine import GIB, GPU, Machine, Node, planned_machine
+from hybridrl.config.planner.memory_advice import remedy
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.step_time import step_seconds
+from hybridrl.config.planner.switches import ROOM
+from hybridrl.models.known_shapes import KNOWN, QWEN2_5
+from hybridrl.trainer.tracking.provenance import plain
+
+# Of the models' pages on the hub.
+PUBLISHED = {
+    "0.5B": 494_032_768,
+    "1.5B": 1_543_714_304,
+    "3B": 3_085_938_688,
+    "7B": 7_615_616_512,
+    "14B": 14_770_033_664,
+    "32B": 32_763_876_352,
+    "72B": 72_706_203_648,
+}
+SEVEN_B, ONE_B = "+recipe=qwen2_5_7b_grpo_8gpu", "+recipe=qwen2_5_1_5b_grpo_1gpu"
+
+
+def on(count, gib):
+    return planned_machine([count], GPU("GPUs", gib * GIB))
+
+
+def planned(*overrides, count=8, gib=80):
+    return make_plan(list(overrides), on(count, gib))
+
+
+def chosen(made):
+    return [str(change) for change in made.examined.chosen]
+
+
+def test_known_models_have_their_published_sizes():
+    found = {size: model_shape(config).parameters for size, config in QWEN2_5.items()}
+    assert found == PUBLISHED
+    assert KNOWN["Qwen/Qwen2.5-7B-Instruct"] == QWEN2_5["7B"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "vocab", "prompts", "tokens", "measured"),
+    [
+        (4, 151936, 256, 512, {"rollout": 3.904, "old log-probs": 0.922, "update actor": 2.655}),
+        (2, 49152, 128, 256, {"rollout": 1.979, "old log-probs": 0.496, "update actor": 1.41}),
+    ],
+)
+def test_the_estimate_is_near_the_steps_that_were_measured(gpus, vocab, prompts, tokens, measured):
+    """benchmarks/RESULTS.md, "A whole step of GRPO", whose prompts have about 96 tokens."""
+    machine = Machine((Node("node", 64, 512 * GIB, gpus=(H200,) * gpus),))
+    overrides = [
+        *("hardware=gpu", "algorithm=grpo", "algorithm.kl.coef=0", *FASTEST_SET),
+        *("rollout.tensor_parallel_size=2", "rollout.responses_per_prompt=4"),
+        *("rollout.max_prompt_tokens=96", f"rollout.max_response_tokens={tokens}"),
+        *(f"data.prompts_per_step={prompts}", f"actor.mini_batch_size={4 * prompts}"),
+    ]
+    model = QWEN2_5["1.5B"] | {"vocab_size": vocab}
+    found = examined(overrides, machine=machine, model=model)
+    parts = step_seconds(found.config, found.shape, None, H200)
+    for name, seconds in measured.items():
+        assert parts[name] == pytest.approx(seconds, rel=0.15), name
+    assert sum(parts.values()) == pytest.approx(7.875 if gpus == 4 else 4.12, rel=0.15)
+
+
+def test_seven_b_on_eight_gpus_fits_with_what_is_chosen():
+    made = planned(SEVEN_B)
+    assert made.case.fits(ROOM)
+    assert 50 < made.case.peak() / GIB < 80 * ROOM
+    assert chosen(made) == ["fsdp.accumulation=sharded", "actor.max_tokens_per_gpu=8192"]
+    assert 30 < made.case.seconds() < 90
+    for alone in chosen(made):
+        assert not planned(SEVEN_B, *FASTEST_SET, alone).case.fits()
+
+
+def test_one_and_a_half_b_on_one_gpu_keeps_the_fastest_settings():
+    made = planned(ONE_B, count=1)
+    assert chosen(made) == [] and made.case.fits(ROOM)
+    assert 60 < made.case.peak() / GIB < 80 * ROOM
+    assert 25 < made.case.seconds() < 75
+    assert "chosen" not in made.examined.config.hardware.reason
+
+
+def test_seven_b_does_not_fit_small_gpus_and_the_advice_is_right():
+    made = planned(SEVEN_B, gib=24)
+    assert not made.case.fits()
+    found = remedy(made.case, ROOM)
+    settings = str(found).split()
+    assert settings[0] == "cluster.nodes=2" and "fsdp.offload=idle_all" in settings
+    two_nodes = planned_machine([8, 8], GPU("GPUs", 24 * GIB))
+    after = make_plan([SEVEN_B, *settings], two_nodes)
+    assert after.case.fits(ROOM) and after.case.peak() == found.case.peak()
+
+
+@pytest.mark.parametrize(("model", "count", "gib"), [("7b", 8, 40), ("1_5b", 1, 40)])
+def test_what_can_fit_does_and_a_second_look_chooses_the_same(model, count, gib):
+    overrides = [f"model=qwen2_5_{model}", "algorithm=grpo"]
+    made = planned(*overrides, count=count, gib=gib)
+    assert made.examined.chosen and made.case.fits()
+    assert all(change in made.examined.config.hardware.reason for change in chosen(made))
+    assert chosen(planned(*overrides, count=count, gib=gib)) == chosen(made)
+    assert not planned(*overrides, *FASTEST_SET, count=count, gib=gib).case.fits(ROOM)
+
+
+def test_what_the_user_sets_stands():
+    given = ["fsdp.accumulation=full", "fsdp.offload=none"]
+    made = planned(SEVEN_B, *given)
+    config = made.examined.config
+    assert (config.fsdp.accumulation, config.fsdp.offload) == ("full", "none")
+    assert made.case.fits() and not {"fsdp.accumulation", "fsdp.offload"} & {
+        change.key for change in made.examined.chosen
+    }
+
+
+def test_chosen_values_are_saved_resolved():
+    config = planned(SEVEN_B).examined.config
+    again = load_resolved(plain(config))
+    assert again.fsdp == config.fsdp and again.actor.fsdp.accumulation == "sharded"
+    assert again.actor.max_tokens_per_gpu == 8192
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine"), [(["hardware=gpu"], GPU_NODE), (["hardware=cpu"], LAPTOP)]
+)
+def test_small_models_keep_the_fastest_settings(overrides, machine):
+    found = examined(overrides, machine=machine)
+    assert found.chosen == []
+    fsdp = found.config.fsdp
+    assert (fsdp.accumulation, fsdp.offload) == ("full", "none")
+    assert fsdp.activation_checkpointing is False
+    assert found.config.actor.max_tokens_per_gpu == (16384 if machine is GPU_NODE else 8192)
+
+
+def test_the_memory_of_absent_gpus_counts_in_a_dry_run_alone():
+    given = ["hardware=gpu", "cluster.gpus_per_node=8", "cluster.gpu_memory_gb=10", *FASTEST_SET]
+    (problem,) = examined([*given, "run.dry=true"]).report.problems
+    assert "the GPU has 10.0 GiB" in problem
+    assert examined(given, machine=GPU_NODE).report.problems == []
+    (problem,) = examined(["hardware=cpu", "fsdp.offload=7"]).report.problems
+    assert "idle_all or null" in problem
+
+
+def told(capsys, *arguments):
+    """The exit code and output of the command."""
+    with pytest.raises(SystemExit) as end:
+        plan(list(arguments))
+    return end.value.code, re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def test_the_command_says_what_fits_and_what_to_type(empty_folder, capsys):
+    code, said = told(capsys, SEVEN_B, "gpus=8xH100")
+    assert code == 0
+    assert "It fits: at most 61.6 GiB (update actor) of a GPU's 80.0 GiB." in said
+    assert re.search(r"Time of a step: \d+ s \+- 30%", said)
+    switches = re.findall(r"([\w.]+=\w+) │ ([\d.]+) GiB │ ([\d.]+) s a step", said)
+    assert [name for name, _, _ in switches][:2] == chosen(planned(SEVEN_B))
+    assert "fsdp.activation_checkpointing=true" in [name for name, _, _ in switches]
+    rates = [float(seconds) / float(saved) for _, saved, seconds in switches]
+    assert rates == sorted(rates)
+    assert "hybridrl train +recipe=qwen2_5_7b_grpo_8gpu " in said
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_the_command_says_what_does_not_fit_and_what_does(empty_folder, capsys):
+    code, said = told(capsys, "model=qwen2_5_7b", "gpus=1x24GB")
+    assert code == 1
+    assert "No settings make it fit on 1 GPU. On 16 GPUs it fits" in said
+    assert "On these GPUs fit: algorithm=grpo model=qwen2_5_1_5b lora=default" in said
+    assert "Time of a step: not estimated" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpus=8x80"], "gpus=8x80, expected GPUs and their memory: 8x80GB"),
+        (["gpus=0x80GB"], "expected 1 to 1024 GPUs"),
+        (["gpus=99999999x80GB"], "expected 1 to 1024 GPUs"),
+        (["gpus=9x80GB"], "in whole nodes of 8"),
+        (["gpus=8xRTX4090"], "8xH100 (or A100"),
+        (["gpus=1x80GB", "modle=qwen2_5_7b"], "Did you mean model"),
+        (["gpus=1x80GB", "-m"], "-m: hybridrl plan has no such option"),
+        (["gpus=1x80GB", "hardware=cpu"], "no GPUs to plan for"),
+        (["gpus=1x80GB", "sbatch=/nowhere/job"], "sbatch=/nowhere/job, expected a file"),
+    ],
+)
+def test_nonsense_is_refused_with_what_is_expected(empty_folder, arguments, words):
+    with pytest.raises(ConfigError) as refused:
+        plan(arguments)
+    assert words in refused.value.problems[0]
