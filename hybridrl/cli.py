@@ -5,6 +5,8 @@ import sys
 
 USAGE = """usage: hybridrl <command> [arguments]
 
+  init     write a folder with a reward, data and a recipe of your own
+  check    show what a run would read and reward, and its model before training
   train    python -m hybridrl.main: one run, or with -m a sweep
   doctor   python -m hybridrl.doctor: check the machines and the config before a run
   export   write a checkpoint as a folder for transformers and vLLM
@@ -16,6 +18,8 @@ hybridrl train +recipe=gsm8k_ppo, hybridrl <any other> --help
 EXIT_USAGE = 2
 # command -> the module with its `main`, imported only then
 COMMANDS = {
+    "init": "hybridrl.commands.init",
+    "check": "hybridrl.commands.check",
     "train": "hybridrl.main",
     "doctor": "hybridrl.doctor.main",
     "export": "hybridrl.commands.export",
