@@ -5,6 +5,8 @@ import sys
 
 USAGE = """usage: hybridrl <command> [arguments]
 
+  init     write a folder with a reward, data and a recipe of your own
+  check    show what a run would read and reward, and its model before training
   train    python -m hybridrl.main: one run, or with -m a sweep
   plan     does a run fit, what helps, how long does a step take: gpus=8x80GB
   doctor   python -m hybridrl.doctor: check the machines and the config before a run
@@ -19,6 +21,8 @@ hybridrl train +recipe=gsm8k_ppo, hybridrl <any other> --help
 EXIT_USAGE = 2
 # command -> the module with its `main`, imported only then
 COMMANDS = {
+    "init": "hybridrl.commands.init",
+    "check": "hybridrl.commands.check",
     "train": "hybridrl.main",
     "plan": "hybridrl.commands.plan",
     "doctor": "hybridrl.doctor.main",

@@ -66,9 +66,13 @@ class CommandLine(NamedTuple):
 def parse_argv(argv: Sequence[str]) -> CommandLine:
     """Parse options and overrides of an argv, in any order.
 
-    Hydra's own parser refuses overrides after an option ("+recipe=x -m seed=1,2").
+    Hydra's own parser refuses overrides after an option ("+recipe=x -m seed=1,2"). Recipes of the
+    current directory's folder `recipe`, as `hybridrl init` writes one, are found without
+    --config-dir.
     """
     args = get_args_parser().parse_intermixed_args(list(argv))
+    if args.config_dir is None and Path("recipe").is_dir():
+        return parse_argv(["--config-dir", ".", *argv])
     overrides = list(args.overrides)
     options = list(argv)
     for override in overrides:

@@ -1,0 +1,202 @@
+"""`hybridrl check`: what a run would read, how it would reward, and where its model begins.
+
+prompts, lengths and rewards    as soon as the tokenizer is loaded
+plan                            that of run.dry=true
+the model before training       samples of some training problems; starts Ray and vLLM
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hybridrl.app.compose import composed, examine_config, find_machine
+from hybridrl.app.launch import check_data
+from hybridrl.commands.running import argument_parser, run_command
+from hybridrl.config.checks.installation import check_installation
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.provenance import provenance_of
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.plan_text import plan
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.output import guard_standard_output
+from hybridrl.models.resolve import absolute_path, model_folder
+
+if TYPE_CHECKING:
+    from hybridrl.data.sources.prompts import Prompt, PromptSets
+
+DESCRIPTION = """\
+Show what a run would read and reward, its plan, and how good its model is before training.
+
+  hybridrl check +recipe=my_task
+  hybridrl check +recipe=gsm8k_grpo data.train_files=train.jsonl --no-samples
+
+Overrides as in `hybridrl train`.
+"""
+# Prompts shown as the model reads them, and problems whose answers are scored and sampled.
+SHOWN, PROBLEMS = 10, 32
+# Token ids shown of each prompt, at its beginning and its end.
+_IDS = 6
+
+
+def main() -> None:
+    """Run the command; exits by SystemExit unless all goes well."""
+    guard_standard_output()
+    run_command(lambda: _check(sys.argv[1:]))
+
+
+def _check(argv: Sequence[str]) -> None:
+    parser = argument_parser("check", DESCRIPTION)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
+    parser.add_argument("--no-samples", action="store_true", help="do not start the model")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder with config groups of yours")
+    args = parser.parse_intermixed_args(list(argv))
+    own = [] if args.config_dir is None else ["--config-dir", args.config_dir]
+    machine = find_machine()
+    found = composed(parse_argv([*own, *args.overrides]), lambda: machine)
+    if found.problems or found.cfg is None:
+        raise ConfigError(*found.problems)
+    result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
+    prompts, config = check_data(result), result.config
+    assert result.shape is not None
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print("\n".join(_prompt_lines(prompts, config.model.path)))
+    console.print("\n".join(_length_lines(prompts, config)))
+    console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))
+    (console if console.is_terminal else Console(width=160)).print(
+        plan(config, result.shape, machine, result.reward_shape)
+    )
+    if not args.no_samples:
+        check_installation(config.hardware.accelerator)
+        model_folder(config.model)
+        config.model.path = absolute_path(config.model.path)
+        console.print("\n".join(_solve_lines(prompts, config)))
+
+
+def _prompt_lines(prompts: "PromptSets", model_path: str) -> Iterator[str]:
+    """Yield some prompts as the model reads them, and the share of unknown tokens of all."""
+    from hybridrl.data.sources.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model_path)
+    template = "the model's chat template" if tokenizer.chat_template else "no chat template"
+    every = [*prompts.train, *prompts.held_out]
+    for prompt in prompts.train[:SHOWN]:
+        ids = prompt.token_ids
+        shown = [*ids[:_IDS], "...", *ids[-_IDS:]] if len(ids) > 2 * _IDS else ids
+        yield f"{prompt.where}: {len(ids)} tokens, {' '.join(map(str, shown))}"
+        yield f"  {tokenizer.decode(ids)!r}"
+    for one in prompts.data_sets:
+        yield f"data: {one.source}, {one.train:,} to train on, {one.held_out:,} held out"
+    unknown = sum(prompt.token_ids.count(tokenizer.unk_token_id) for prompt in every)
+    share = unknown / sum(len(prompt.token_ids) for prompt in every)
+    yield f"prompts: {template}, {share:.1%} unknown tokens"
+
+
+def _length_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
+    """Yield lengths of prompts and reference answers, in tokens, beside their limits."""
+    from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
+
+    every = [*prompts.train, *prompts.held_out]
+    answers = [str(prompt.example["answer"]) for prompt in every]
+    encoded = token_ids(load_tokenizer(config.model.path), answers, special=False)
+    rollout = config.rollout
+    for what, lengths, key, limit in (
+        (
+            "prompts",
+            [len(p.token_ids) for p in every],
+            "max_prompt_tokens",
+            rollout.max_prompt_tokens,
+        ),
+        (
+            "answers",
+            [len(ids) for ids in encoded],
+            "max_response_tokens",
+            rollout.max_response_tokens,
+        ),
+    ):
+        longer = sum(length > limit for length in lengths)
+        yield (
+            f"{what}: median {median(lengths):.0f}, longest {max(lengths)} tokens; "
+            f"rollout.{key} = {limit}" + (f", which {longer} exceed" if longer else "")
+        )
+
+
+def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
+    """Yield the rewards of reference answers, of wrong ones and of empty ones."""
+    from hybridrl.rewards.scorer import RewardScorer
+
+    if config.environment is not None:
+        yield f"reward: of conversations, by {config.environment.function}"
+        return
+    reward = config.reward
+    answers = [str(prompt.example["answer"]) for prompt in asked]
+    kinds = {
+        "reference answers": answers,
+        "answers of other problems": [*answers[1:], *answers[:1]],
+        "empty answers": [""] * len(asked),
+    }
+    with RewardScorer(
+        reward.function,
+        reward.args,
+        timeout_s=reward.timeout_s,
+        num_processes=reward.num_processes,
+        failed_score=reward.failed_score,
+    ) as scorer:
+        yield f"reward: {reward.function}"
+        means = {}
+        for kind, texts in kinds.items():
+            items = [(p.text, text, p.example) for p, text in zip(asked, texts, strict=True)]
+            found = scorer.score(items)
+            means[kind] = fmean(found.scores)
+            failed = f", {len(found.failures)} failed" if found.failures else ""
+            yield (
+                f"  {kind}: mean {means[kind]:.3f}, from {min(found.scores):g} to "
+                f"{max(found.scores):g}{failed}"
+            )
+    right, *others = means.values()
+    if right <= max(others):
+        yield (
+            "  Reference answers are rewarded no higher than wrong ones. If your data has bare "
+            "answers and the reward\n  expects a form, that may be right; else correct "
+            "reward.function or data.answer_key."
+        )
+
+
+def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
+    """Yield the model's rewards before training, of some training problems."""
+    from hybridrl.commands.evaluation.options import EvalOptions, Split, Subject
+    from hybridrl.commands.evaluation.session import Evaluation, evaluate
+    from hybridrl.controller.ray.runtime import ray_runtime
+
+    asked, samples = prompts.train[:PROBLEMS], config.rollout.responses_per_prompt
+    options = EvalOptions(
+        "", [], None, samples, [1], False, PROBLEMS, None, Split.train, 1.0, runs_code=True
+    )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        subject = Subject("base", model=config.model.path)
+        stack.enter_context(ray_runtime(config.cluster, config.hardware.accelerator))
+        evaluation = Evaluation(options, subject, config, prompts, asked, folder)
+        totals = evaluate(evaluation, lambda *_: None)
+    groups = totals.scores[""]
+    every = [score for group in groups for score in group]
+    mixed = sum(len(set(group)) > 1 for group in groups)
+    yield (
+        f"before training: mean reward {fmean(every):.3f} over {len(groups)} problems x {samples} "
+        f"samples; {mixed} of {len(groups)} groups have mixed rewards"
+    )
+    yield (
+        f"  responses: {totals.tokens / len(every):.0f} tokens in the mean, "
+        f"{totals.truncated / len(every):.0%} truncated"
+    )
+    if not mixed:
+        yield (
+            "  No group has mixed rewards, so GRPO and its relatives would learn nothing: use "
+            "easier or harder problems,\n  partial rewards (reward=weighted), a better model, or "
+            "supervised training first (+recipe=gsm8k_sft)."
+        )
