@@ -218,7 +218,7 @@ def test_a_refused_connection_is_a_failure_that_names_the_server():
         assert words in failure.reason
 
 
-@pytest.mark.parametrize(("processes", "concurrency"), [(1, 3), (2, 5), (3, 2)])
+@pytest.mark.parametrize(("processes", "concurrency"), [(1, 3), (2, 5)])
 def test_concurrency_is_the_number_of_requests_under_way(server, processes, concurrency):
     responses = [f"sleeps {i}" for i in range(24)]
     result = scored(settings(server.url), responses, processes, concurrency)

@@ -43,6 +43,7 @@ def test_prompts_are_rendered_by_the_chat_template(config, model):
     assert first.text == "<|system|>Be brief.<|user|>What is 1 ?<|assistant|>"
     assert first.question == "What is 1 ?"
     assert first.example["answer"] == "#### 1"
+    assert first.example["dataset"] == Path(config.train_files).stem
     tokenizer = load_tokenizer(model)
     assert tokenizer.decode(first.token_ids, skip_special_tokens=False) == first.text
     assert tokenizer.unk_token_id not in first.token_ids
