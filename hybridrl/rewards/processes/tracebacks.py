@@ -4,11 +4,10 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
-
-import hybridrl
+from pathlib import Path
 
 MAX_CHARS = 4000
-_OURS = os.path.dirname(hybridrl.__file__) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
