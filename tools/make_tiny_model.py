@@ -1,6 +1,8 @@
 """Make the embedded tiny model: tokenizer, warm start by supervised training, HF files.
 
-    python tools/make_tiny_model.py --out hybridrl/models/tiny      (12 minutes on 2 cores, 2 on a GPU)
+    python tools/make_tiny_model.py --out hybridrl/models/tiny
+
+It takes 12 minutes on 2 cores, and 1 to 2 on a GPU.
 
 The corpus and the initial weights follow from --seed; on another machine rounding differs, so a
 fresh model equals the shipped one in its accuracy (within 0.05), not bit for bit.

@@ -32,6 +32,8 @@ from hybridrl.trainer.tracking.summary import (
 )
 
 MAX_SAMPLE_LINES = 8
+# Accuracies in the summary.
+MAX_ACCURACIES = 4
 # Maximum width of text, also on wider terminals.
 MAX_TEXT_WIDTH = 110
 # Rows until the titles are repeated.
@@ -122,7 +124,9 @@ class RunConsole:
         """Print the summary of a run from its metrics."""
         self.close()
         if changes := accuracy_changes(rows):
-            self.console.print(_accuracy_table(changes))
+            self.console.print(_accuracy_table(changes[:MAX_ACCURACIES]))
+            if (more := len(changes) - MAX_ACCURACIES) > 0:
+                self.console.print(f"{more} more accuracies (eval/...): metrics.jsonl")
         files = [("directory", str(run_dir)), ("files", _files(run_dir))]
         self.header("done", [*summary_lines(rows, failed_checkpoints), *files])
 
