@@ -74,12 +74,12 @@ def test_embedded_model_divides_over_tensor_parallel_ranks(tensor_parallel_size)
 def test_warm_starts_likely_answers_are_wrong_and_right_ones_are_among_its_samples():
     greedy = accuracy(EMBEDDED_FOLDER, temperature=0)
     assert 0.2 <= greedy.strict <= 0.3
-    # 1280 responses: a standard error of 0.014.
-    sampled = accuracy(EMBEDDED_FOLDER, samples_per_problem=4)
+    # 640 responses: a standard error of 0.02.
+    sampled = accuracy(EMBEDDED_FOLDER, samples_per_problem=2)
     assert 0.3 <= sampled.strict <= 0.44
     assert sampled.strict < sampled.flexible < 0.5
     assert sampled.strict_unseen > 0.2
-    assert sampled.solved > 0.65
+    assert sampled.solved > 0.5
 
 
 # Its tokenizer
