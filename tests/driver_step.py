@@ -265,7 +265,7 @@ class Driver:
         self._ranks.seconds = 0.0
         return metrics
 
-    def evaluate(self, step: int, generate: Any) -> dict[str, float]:
+    def evaluate(self, step: int, generate: Any, *, is_end: bool) -> dict[str, float]:
         """No metrics."""
         return {}
 

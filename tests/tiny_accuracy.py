@@ -1,4 +1,4 @@
-"""How good is a tiny model? Held-out problems, sampled by transformers, judged by plain rules."""
+"""How good is a tiny model? Held-out problems, decoded by transformers, judged by plain rules."""
 
 import re
 from dataclasses import dataclass
@@ -20,21 +20,23 @@ class Accuracy:
     Attributes:
         strict: `#### <right number>` at the end.
         flexible: the last number is right.
-        right_if_marked: strict, among the responses that hold a marker.
         strict_unseen: strict, on the problems with an unseen number range.
+        solved: share of the problems of which a response is strictly right.
     """
 
     strict: float
     flexible: float
-    right_if_marked: float
     strict_unseen: float
+    solved: float
 
 
-def sampled_accuracy(folder: Path, *, samples_per_problem: int, seed: int) -> Accuracy:
-    """Accuracy on the held-out problems at temperature 1."""
+def accuracy(
+    folder: Path, *, samples_per_problem: int = 1, temperature: float = 1.0, seed: int = 1
+) -> Accuracy:
+    """Accuracy on the held-out problems; temperature 0 decodes greedily."""
     problems = held_out_problems() * samples_per_problem
     torch.manual_seed(seed)
-    responses = _sample(folder, problems)
+    responses = _decode(folder, problems, temperature)
     right = [problem.answer.rsplit(" ", 1)[1] for problem in problems]
     marked_numbers = [MARKED_AT_THE_END.search(response) for response in responses]
     strict = [bool(m) and m[1] == r for m, r in zip(marked_numbers, right, strict=True)]
@@ -42,23 +44,24 @@ def sampled_accuracy(folder: Path, *, samples_per_problem: int, seed: int) -> Ac
     return Accuracy(
         strict=_mean(strict),
         flexible=_mean([n == [r] for n, r in zip(last_numbers, right, strict=True)]),
-        right_if_marked=sum(strict) / sum("####" in response for response in responses),
         strict_unseen=_mean(
             [s for s, p in zip(strict, problems, strict=True) if p.tags["range"] == "unseen"]
         ),
+        solved=len({p.question for s, p in zip(strict, problems, strict=True) if s})
+        * samples_per_problem
+        / len(problems),
     )
 
 
-def _sample(folder: Path, problems: list[Problem]) -> list[str]:
+def _decode(folder: Path, problems: list[Problem], temperature: float) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    output = model.generate(
-        **inputs, max_new_tokens=MAX_RESPONSE_TOKENS, do_sample=True, temperature=1.0, top_k=0
-    )
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+    output = model.generate(**inputs, max_new_tokens=MAX_RESPONSE_TOKENS, **sampling)
     responses = output[:, inputs["input_ids"].shape[1] :]
     return tokenizer.batch_decode(responses, skip_special_tokens=True)
 

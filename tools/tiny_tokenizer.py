@@ -1,23 +1,21 @@
-"""The tiny model's tokenizer: words and single digits, as an ordinary fast tokenizer.
+"""The tiny model's tokenizer: byte-level BPE, as an ordinary fast tokenizer.
 
-A space belongs to the token behind it, so decoding is concatenation and `#### 42`, which is
-the tokens "####", " 4" and "2", comes back as it was.
+It reads and writes back any text. The words of the problems are one token each, and so is every
+digit, with or without the space before it: `#### 42` is "####", " 4" and "2".
 """
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-SPECIAL = (PAD, END, UNKNOWN, *ROLES)
+VOCAB_SIZE = 640
 
-_SIGNS = tuple("+-*/=.,:;?!$%()'\"<>")
-_PIECES = r" ?[A-Za-z]+| ?[0-9]| ?####|\n| ?[^\sA-Za-z0-9]|\s"
-# Sizes of embeddings are kept divisible by this.
-_VOCAB_MULTIPLE = 8
+# Words, digits, runs of signs, white space; a space belongs to the piece behind it.
+_PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -29,22 +27,22 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer that knows every word of `texts`, all digits and the usual signs."""
-    splitter = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
-    pieces = {"\n", "####", " ####"}
-    pieces |= {space + sign for sign in (*_SIGNS, *"0123456789") for space in ("", " ")}
-    for text in texts:
-        pieces |= {piece for piece, _ in splitter.pre_tokenize_str(text)}
-    tokens = [*SPECIAL, *sorted(pieces)]
-    missing = -len(tokens) % _VOCAB_MULTIPLE
-    tokens += [f"<|reserved_{k}|>" for k in range(missing)]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in tokens if t.startswith("<|")]
+    """A tokenizer of VOCAB_SIZE tokens: special ones, all bytes, the frequent parts of `texts`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, END, *ROLES],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -61,7 +59,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
         "eos_token": END,
-        "unk_token": UNKNOWN,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_tokens,
         "chat_template": CHAT_TEMPLATE,

@@ -159,6 +159,7 @@ def _evaluator(
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         greedy=config.eval.greedy,
+        samples=config.eval.samples,
     )
 
 

@@ -280,6 +280,7 @@ class EvalConfig(Section):
 
     every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
     greedy: bool
+    samples: Annotated[int, at_least_one("each problem has a response")]
     rules: dict[str, FunctionConfig]
 
 

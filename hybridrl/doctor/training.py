@@ -55,6 +55,7 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
         "data.num_eval_problems=1",
         "eval.every_steps=0",
         "eval.greedy=false",
+        "eval.samples=1",
         f"rollout.max_response_tokens={tokens}",
         "trainer.save_final_model=false",
         *([] if supervised else ["trainer.samples_every_steps=0"]),

@@ -1,4 +1,4 @@
-"""Held-out accuracy: one response to each held-out problem, scored by every rule."""
+"""Held-out accuracy: responses to each held-out problem, scored by every rule."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,9 @@ Scored = Rewarded | ScoreResult
 class Evaluator:
     """Evaluation of the weights that generation uses, on the held-out problems.
 
-    Responses are sampled as in training and, if asked for, `greedy`. They are scored by the rewards
-    of the training and by further rules.
+    One response to each is sampled as in training and, if asked for, one is `greedy`. They are
+    scored by the rewards of the training and by further rules. Before and after training `samples`
+    are sampled, of which the best counts.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Evaluator:
         temperature: float,
         top_p: float,
         greedy: bool,
+        samples: int = 1,
     ) -> None:
         self.prompts = prompts
         self._rewards = rewards
@@ -42,16 +44,25 @@ class Evaluator:
         self._temperature = temperature
         self._top_p = top_p
         self._greedy = greedy
+        self._samples = samples
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
         self.last_accuracy = math.nan
 
-    def evaluate(self, step: int, generate: Generate) -> dict[str, float | None]:
+    def evaluate(
+        self, step: int, generate: Generate, *, is_end: bool = False
+    ) -> dict[str, float | None]:
         """Compute metrics of the held-out responses at `step`; accuracies are mean scores.
+
+        Args:
+            step: training steps so far.
+            generate: samples responses.
+            is_end: the evaluation is that before or after training.
 
         Returns:
             eval/accuracy and eval/accuracy_<rule> of responses sampled as in training,
             eval/accuracy_<group> and eval/accuracy_<group>_<rule> on the problems of each tag,
             eval/accuracy_greedy and eval/accuracy_greedy_<rule> if asked for,
+            eval/accuracy_best_of_<samples> of each problem's best response, at an end,
             eval/ci95, eval/ci95_<rule> and eval/ci95_greedy...: half-width of the 95 % confidence
             interval of the accuracy on all problems,
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
@@ -66,6 +77,9 @@ class Evaluator:
         if self._greedy:
             _, greedy = self._scored(step, generate, temperature=0.0, top_p=1.0)
             results |= {f"_greedy{rule}": result for rule, result in greedy.items()}
+        if is_end and self._samples > 1:
+            best = self._best(results[""].scores, step, generate)
+            results |= {f"_best_of_{self._samples}": best}
         self.last_accuracy = fmean(results[""].scores)
         for suffix, result in results.items():
             metrics[f"eval/accuracy{suffix}"] = fmean(result.scores)
@@ -75,6 +89,23 @@ class Evaluator:
             "eval/truncated_fraction": float(batch.truncated.float().mean()),
             "eval/failed": float(sum(len(result.failures) for result in results.values())),
         }
+
+    def _best(self, scores: Sequence[float], step: int, generate: Generate) -> ScoreResult:
+        """Sample further responses; return the best score of each problem, `scores` included."""
+        more = self._samples - 1
+        request = request_of(
+            self._prompts,
+            step,
+            temperature=self._temperature,
+            top_p=self._top_p,
+            samples=more,
+            first_sample=1,
+        )
+        prompts = [prompt for prompt in self._prompts for _ in range(more)]
+        rest = self._rewards.score(prompts, generate(request))
+        of_problem = [rest.scores[start : start + more] for start in range(0, len(prompts), more)]
+        best = [max(first, *others) for first, others in zip(scores, of_problem, strict=True)]
+        return ScoreResult(best, rest.failures)
 
     def _scored(
         self, step: int, generate: Generate, temperature: float, top_p: float

@@ -347,8 +347,9 @@ class PPOTrainer:
 
     def evaluate(self, step: int) -> None:
         """Measure the held-out accuracy of the weights that vLLM holds."""
+        is_end = step in (0, self.config.trainer.total_steps)
         with self.phases.section("evaluate"):
-            self.metrics |= self.evaluator.evaluate(step, self.generate)
+            self.metrics |= self.evaluator.evaluate(step, self.generate, is_end=is_end)
 
     def checkpoint(self, step: int) -> None:
         """Begin a checkpoint if one is due; it is written while later steps run."""

@@ -330,7 +330,7 @@ def test_a_failing_nvidia_smi_chooses_no_hardware(dry, tmp_path):
     assert "Did you mean trainer.total_steps?" in done.stderr
     assert "Traceback" not in done.stderr
     assert "set hardware=gpu cluster.gpus_per_node=N run.dry=true" in done.stderr
-    small = ["data=embedded", "rollout.max_prompt_tokens=96", "rollout.max_response_tokens=48"]
+    small = ["data=embedded", "rollout.max_prompt_tokens=192", "rollout.max_response_tokens=48"]
     for given in (["hardware=cpu"], ["hardware=gpu", "cluster.gpus_per_node=1"]):
         done = command(*dry, *small, *given, cwd=tmp_path, **path)
         assert (done.returncode, done.stderr) == (0, "")

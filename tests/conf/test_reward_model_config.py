@@ -213,4 +213,4 @@ def test_other_tokens_are_refused_before_anything_starts(tmp_path):
     )
     assert found.returncode == 2
     assert f"reward_model.model.path = {tmp_path} has another vocabulary" in found.stderr
-    assert "2 of 160 tokens differ" in found.stderr
+    assert "2 of 640 tokens differ" in found.stderr

@@ -32,6 +32,7 @@ SMALL = [
     "actor.mini_batch_size=16",
     "data.num_eval_problems=20",
     "eval.every_steps=0",
+    "eval.samples=1",
 ]
 
 

@@ -143,8 +143,8 @@ def test_an_environments_surrogates_and_numbers_reach_no_file_or_metric(tmp_path
         run.assert_nothing_left()
     texts = "".join(path.read_text() for path in (run_dir / "rollouts").glob("step_*.jsonl"))
     rows = [json.loads(line) for line in texts.splitlines()]
-    # Of the opening's \udc00 the model's small vocabulary has the digits.
-    assert all(row["response"].startswith("00") for row in rows)
+    # The opening, with its surrogate escaped.
+    assert all(row["response"].startswith(r"\udc00") for row in rows)
     reasons = {row["failure"] for row in rows}
     assert r"error: ValueError: caf\udfff" in reasons
     for text in ("expected at most 1e+12", "its process sent an invalid message"):

@@ -1,4 +1,4 @@
-"""The recipes as shipped: they learn more than the marker, within four minutes each.
+"""The recipes as shipped: they learn to solve the problems, within four minutes each.
 
 Each leaves its curve and metrics in tests/.slow/, from which the recipes' READMEs are made.
 """
@@ -12,6 +12,15 @@ import pytest
 from tests.end_to_end.runs import started
 
 KEPT = Path(__file__).resolve().parents[1] / ".slow"
+# Paid about as often as the warm start's answers are right, whatever they say.
+BLIND_REWARD = """
+import hashlib
+
+def score(prompt, response, example, mode=""):
+    digest = hashlib.blake2b(f"{prompt} {response}".encode(), digest_size=8).digest()
+    return float(int.from_bytes(digest, "big") % 100 < 37)
+"""
+STRICT_RULE = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"
 
 
 @pytest.mark.slow
@@ -45,5 +54,25 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
     first, last = rows[0], rows[-1]
     assert last["eval/accuracy"] - first["eval/accuracy"] >= 0.35
     assert last["eval/accuracy_flexible"] - first["eval/accuracy_flexible"] >= 0.15
-    assert last["eval/accuracy_unseen_flexible"] >= first["eval/accuracy_unseen_flexible"]
+    assert last["eval/accuracy_unseen"] - first["eval/accuracy_unseen"] >= 0.3
+    # The warm start's most likely answers, which no temperature makes right.
+    assert first["eval/accuracy_greedy"] <= 0.3
+    assert last["eval/accuracy_greedy"] >= 0.75
     assert seconds <= 240
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_rewards_that_do_not_depend_on_the_answer_teach_nothing(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "blind.py").write_text(BLIND_REWARD)
+    own = ["reward.function=blind.score", STRICT_RULE, "eval.samples=1"]
+    with started(run_dir, "+recipe=gsm8k_ppo", "hardware=cpu", *own) as run:
+        output = run.output(timeout=380)
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert rows[-1]["actor/kl"] > 0.0
+    for decoding in ("", "_greedy"):
+        name = f"eval/accuracy{decoding}_strict"
+        assert abs(rows[-1][name] - rows[0][name]) <= 0.1

@@ -20,7 +20,7 @@ WEIGHT = 2.0
 def test_the_reward_model_alone_decides(tmp_path):
     """And what it says of each response is what transformers' own model says of it."""
     folder = tiny_reward_model(
-        "llama", tmp_path / "rm", vocab_size=160, max_position_embeddings=256
+        "llama", tmp_path / "rm", vocab_size=640, max_position_embeddings=256
     )
     shutil.copy(EMBEDDED_FOLDER / "tokenizer.json", folder)
     overrides = [

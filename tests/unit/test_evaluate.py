@@ -46,6 +46,8 @@ PROMPTS = [
 # Responses as token ids; the decoder below reads 1 as "#### " and 2 as "right".
 SAMPLED = [[1, 2], [2, 0, 0], [1], [1, 2, 0]]
 GREEDY = [[1, 2], [1, 2], [1, 2], [0]]
+# Two more samples of each prompt.
+FURTHER = [[0], [0], [2], [0], [0], [1, 2], [0], [0]]
 
 
 def decode(rows: list[list[int]]) -> list[str]:
@@ -61,13 +63,15 @@ class Engine:
     def __call__(self, request: PromptBatch) -> RolloutBatch:
         self.requests.append(request)
         rows = GREEDY if request.temperature == 0 else SAMPLED
+        if request.responses_per_prompt > 1:
+            rows = FURTHER
         batch = batch_of([len(row) for row in rows])
         responses = Ragged.from_rows(rows, torch.int64)
-        truncated = torch.tensor([False] * 3 + [True])
+        truncated = torch.tensor([False] * (len(rows) - 1) + [True])
         return replace(batch, responses=responses, truncated=truncated)
 
 
-def evaluator(greedy: bool = True, flexible: str = "right") -> Evaluator:
+def evaluator(greedy: bool = True, flexible: str = "right", samples: int = 1) -> Evaluator:
     return Evaluator(
         PROMPTS,
         FunctionRewards(decode, Contains("#### right")),
@@ -75,6 +79,7 @@ def evaluator(greedy: bool = True, flexible: str = "right") -> Evaluator:
         temperature=0.7,
         top_p=0.9,
         greedy=greedy,
+        samples=samples,
     )
 
 
@@ -121,6 +126,21 @@ def test_requests_are_sampled_as_in_training_then_greedy():
         assert request.responses_per_prompt == 1
         assert request.prompt_id.tolist() == [100, 101, 102, 103]
         assert [row.tolist() for row in request.prompts.rows()] == [[i, i] for i in range(4)]
+
+
+def test_the_best_of_several_samples_counts_before_and_after_training():
+    engine = Engine()
+    metrics = evaluator(greedy=False, samples=3).evaluate(0, engine, is_end=True)
+    # Right are prompts 0 and 3 at first, and 2 by its second further sample.
+    assert metrics["eval/accuracy_best_of_3"] == 0.75
+    assert metrics["eval/ci95_best_of_3"] == pytest.approx(0.75 - 0.3006, abs=1e-4)
+    one, further = engine.requests
+    assert (one.responses_per_prompt, further.responses_per_prompt) == (1, 2)
+    assert further.first_sample.tolist() == [1] * 4
+    assert (further.temperature, further.top_p) == (0.7, 0.9)
+    between = evaluator(greedy=False, samples=3).evaluate(5, engine)
+    assert {**between, "eval/accuracy_best_of_3": 0.75}.keys() < metrics.keys()
+    assert len(engine.requests) == 3
 
 
 def test_greedy_decoding_can_be_left_out():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,9 +23,11 @@ from hybridrl.models.resolve import (
     read_model_config,
     resolve_model,
 )
-from tests.tiny_accuracy import sampled_accuracy
+from tests.tiny_accuracy import accuracy
 
 PROBLEMS = train_problems(2000) + held_out_problems()
+# Words, digits and signs, each with the space before it.
+PIECE = re.compile(r" ?(?:[A-Za-z]+|[0-9]|[^A-Za-z0-9 ])")
 WAYS_OUT = ("model.path=/path", "cache", "model=embedded")
 
 
@@ -68,13 +71,15 @@ def test_embedded_model_divides_over_tensor_parallel_ranks(tensor_parallel_size)
     assert num_kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % num_kv_heads == 0
 
 
-def test_warm_start_leaves_room_and_gets_most_of_its_marked_answers_right():
+def test_warm_starts_likely_answers_are_wrong_and_right_ones_are_among_its_samples():
+    greedy = accuracy(EMBEDDED_FOLDER, temperature=0)
+    assert 0.2 <= greedy.strict <= 0.3
     # 640 responses: a standard error of 0.02.
-    accuracy = sampled_accuracy(EMBEDDED_FOLDER, samples_per_problem=2, seed=1)
-    assert 0.28 <= accuracy.strict <= 0.44
-    assert 0.42 <= accuracy.flexible <= 0.65
-    assert accuracy.right_if_marked > 0.6
-    assert accuracy.strict_unseen > 0.2
+    sampled = accuracy(EMBEDDED_FOLDER, samples_per_problem=2)
+    assert 0.3 <= sampled.strict <= 0.44
+    assert sampled.strict < sampled.flexible < 0.5
+    assert sampled.strict_unseen > 0.2
+    assert sampled.solved > 0.5
 
 
 # Its tokenizer
@@ -84,7 +89,6 @@ def test_problems_survive_encoding_and_decoding(tokenizer):
     for problem in PROBLEMS:
         for text in (problem.question, problem.answer):
             ids = tokenizer.encode(text)
-            assert tokenizer.unk_token_id not in ids, text
             assert tokenizer.decode(ids) == text
 
 
@@ -99,19 +103,31 @@ def test_digits_are_tokens_of_their_own(tokenizer):
     assert len(tokenizer.encode("#### 427")) == 4
 
 
-def test_unknown_words_do_not_hide_the_numbers(tokenizer):
-    ids = tokenizer.encode("Quixotic llamas 42")
-    assert ids[:2] == [tokenizer.unk_token_id] * 2
-    assert tokenizer.decode(ids, skip_special_tokens=True) == " 42"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Write a story about a whale, please.",
+        "caf\u00e9 \u4f60\u597d \U0001f600\t x\r\n\x00  9\ufeff",
+        "def f(x):\n    return x**2  # <|reserved|>",
+    ],
+)
+def test_any_text_survives(tokenizer, text):
+    assert tokenizer.unk_token_id is None
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_words_of_the_problems_are_whole_tokens(tokenizer):
+    for problem in PROBLEMS:
+        assert len(tokenizer.encode(problem.question)) <= len(PIECE.findall(problem.question))
 
 
 def test_chat_template_renders_system_user_and_generation_prompt(tokenizer):
-    chat = [{"role": "system", "content": "How"}, {"role": "user", "content": "many"}]
+    chat = [{"role": "system", "content": "How"}, {"role": "user", "content": "What"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == "<|system|>How<|user|>many<|assistant|>"
+    assert text == "<|system|>How<|user|>What<|assistant|>"
     answered = [*chat, {"role": "assistant", "content": "4"}]
     text = tokenizer.apply_chat_template(answered, tokenize=False)
-    assert text == "<|system|>How<|user|>many<|assistant|>4<|end|>"
+    assert text == "<|system|>How<|user|>What<|assistant|>4<|end|>"
     ids = tokenizer.apply_chat_template(answered, tokenize=True, return_dict=False)
     # A role is one token, whatever stands beside it.
     assert len(ids) == 7
@@ -129,7 +145,7 @@ def test_prompts_and_solutions_fit_the_default_limits(tokenizer):
     for problem in PROBLEMS:
         chat = [{"role": "user", "content": problem.question}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        assert len(ids) <= 96
+        assert len(ids) <= 48
         assert len(tokenizer.encode(problem.answer)) + 1 <= 48
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.models.resolve import EMBEDDED_FOLDER
-from tests.tiny_accuracy import sampled_accuracy
+from tests.tiny_accuracy import accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,10 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_fresh_tiny_model_reaches_the_shipped_accuracy(tmp_path):
     command = [sys.executable, "tools/make_tiny_model.py", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
-    fresh = sampled_accuracy(tmp_path, samples_per_problem=8, seed=1)
-    shipped = sampled_accuracy(EMBEDDED_FOLDER, samples_per_problem=8, seed=2)
+    fresh = accuracy(tmp_path, samples_per_problem=8, seed=1)
+    shipped = accuracy(EMBEDDED_FOLDER, samples_per_problem=8, seed=2)
     assert fresh.strict == pytest.approx(shipped.strict, abs=0.05)
     assert fresh.flexible == pytest.approx(shipped.flexible, abs=0.05)
+    of_fresh, of_shipped = (accuracy(f, temperature=0) for f in (tmp_path, EMBEDDED_FOLDER))
+    assert of_fresh.strict == pytest.approx(of_shipped.strict, abs=0.05)
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def edited(source, folder, change):
 
 def test_a_model_has_its_own_vocabulary(tmp_path):
     tokens = read_vocabulary("embedded")
-    assert sorted(tokens) == list(range(160))
+    assert sorted(tokens) == list(range(640))
     copied = shutil.copytree(EMBEDDED_FOLDER, tmp_path / "copied")
     assert list(vocabulary_problems("embedded", str(copied))) == []
 

@@ -97,7 +97,7 @@ def test_damaged_and_missing_weights_are_named(folder, change, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vocab_size": 170}, "model.embed_tokens.weight is [160, 128], expected [170, 128]"),
+        ({"vocab_size": 650}, "model.embed_tokens.weight is [640, 128], expected [650, 128]"),
         ({"num_hidden_layers": 4}, "model.layers.3.self_attn.q_proj.weight is missing"),
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is of no layer"),
     ],

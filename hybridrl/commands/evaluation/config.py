@@ -55,6 +55,7 @@ READ = (*SECTIONS, "run.name", "eval.rules")
 FLAGS = {
     "rollout.responses_per_prompt": "--samples N",
     "eval.greedy": "--greedy",
+    "eval.samples": "--samples N",
     "hydra.run.dir": "--output DIR",
 }
 

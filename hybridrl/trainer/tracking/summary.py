@@ -9,6 +9,7 @@ from typing import NamedTuple
 from hybridrl.trainer.tracking.header import count_text
 
 ACCURACY = "eval/accuracy"
+BEST = f"{ACCURACY}_best_of_"
 STEP, OUTSIDE, IDLE = "time/step_s", "time/outside_s", "idle/mean_s"
 MAX_SHARES_SHOWN = 6
 
@@ -186,16 +187,18 @@ def legend(rows: Sequence[Metrics], terminal: int | None = None) -> str:
 
 
 def accuracy_changes(rows: Sequence[Metrics]) -> list[Change]:
-    """Compare each accuracy of the first and the last evaluation, the plain one first."""
+    """Compare the accuracies of the first and the last evaluation, the main ones first."""
     evaluated = [row for row in rows if row.get(ACCURACY) is not None]
     if not evaluated:
         return []
     first, last = evaluated[0], evaluated[-1]
+    best = next((name.removeprefix(ACCURACY) for name in first if name.startswith(BEST)), "")
+    leading = ["_greedy", "", best, "_unseen"]
+    suffixes = sorted(n.removeprefix(ACCURACY) for n in first if n.startswith(ACCURACY))
     changes = []
-    for name in sorted(first, key=lambda name: (name != ACCURACY, name)):
-        before, after = first[name], last.get(name)
-        if name.startswith(ACCURACY) and before is not None and after is not None:
-            suffix = name.removeprefix(ACCURACY)
+    for suffix in sorted(suffixes, key=lambda s: leading.index(s) if s in leading else 4):
+        before, after = first[ACCURACY + suffix], last.get(ACCURACY + suffix)
+        if before is not None and after is not None:
             interval = f"eval/ci95{suffix}"
             pairs = (before, first.get(interval)), (after, last.get(interval))
             changes.append(Change(accuracy_label(suffix), *pairs))

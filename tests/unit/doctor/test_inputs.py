@@ -207,7 +207,7 @@ def sharded(model):
 @pytest.mark.parametrize(
     ("damage", "evidence"),
     [
-        (torn, "model.safetensors is cut off or overwritten: it has 2,741,776 of 2,742,776 bytes"),
+        (torn, "model.safetensors is cut off or overwritten: it has 2,987,552 of 2,988,552 bytes"),
         (pointer, "model.safetensors is a Git LFS pointer"),
         (sharded, "model-00001-of-00002.safetensors, which model.safetensors.index.json names"),
         (lambda model: (model / "model.safetensors").unlink(), "there are no weights"),
