@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hybridrl.app.before_start import Checked, show_plan
 from hybridrl.app.compose import composed, examine_config, find_machine
 from hybridrl.app.launch import check_data
 from hybridrl.commands.running import argument_parser, run_command
@@ -22,7 +23,6 @@ from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.plan_text import plan
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder
@@ -68,9 +68,7 @@ def _check(argv: Sequence[str]) -> None:
     console.print("\n".join(_prompt_lines(prompts, config.model.path)))
     console.print("\n".join(_length_lines(prompts, config)))
     console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))
-    (console if console.is_terminal else Console(width=160)).print(
-        plan(config, result.shape, machine, result.reward_shape)
-    )
+    show_plan(Checked(result, machine, prompts))
     if not args.no_samples:
         check_installation(config.hardware.accelerator)
         model_folder(config.model)
@@ -83,18 +81,15 @@ def _prompt_lines(prompts: "PromptSets", model_path: str) -> Iterator[str]:
     from hybridrl.data.sources.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model_path)
-    template = "the model's chat template" if tokenizer.chat_template else "no chat template"
     every = [*prompts.train, *prompts.held_out]
     for prompt in prompts.train[:SHOWN]:
         ids = prompt.token_ids
         shown = [*ids[:_IDS], "...", *ids[-_IDS:]] if len(ids) > 2 * _IDS else ids
         yield f"{prompt.where}: {len(ids)} tokens, {' '.join(map(str, shown))}"
         yield f"  {tokenizer.decode(ids)!r}"
-    for one in prompts.data_sets:
-        yield f"data: {one.source}, {one.train:,} to train on, {one.held_out:,} held out"
     unknown = sum(prompt.token_ids.count(tokenizer.unk_token_id) for prompt in every)
     share = unknown / sum(len(prompt.token_ids) for prompt in every)
-    yield f"prompts: {template}, {share:.1%} unknown tokens"
+    yield f"{share:.1%} unknown tokens in all prompts"
 
 
 def _length_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
@@ -128,18 +123,15 @@ def _length_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
 
 def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
     """Yield the rewards of reference answers, of wrong ones and of empty ones."""
-    from hybridrl.rewards.scorer import RewardScorer
+    from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+    from hybridrl.trainer.reference_answers import references
 
     if config.environment is not None:
         yield f"reward: of conversations, by {config.environment.function}"
         return
     reward = config.reward
-    answers = [str(prompt.example["answer"]) for prompt in asked]
-    kinds = {
-        "reference answers": answers,
-        "answers of other problems": [*answers[1:], *answers[:1]],
-        "empty answers": [""] * len(asked),
-    }
+    # A bare answer also in the usual forms, because the reward may ask for one.
+    forms = [*zip(*(references(config, prompt) for prompt in asked), strict=False)]
     with RewardScorer(
         reward.function,
         reward.args,
@@ -147,24 +139,33 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
         num_processes=reward.num_processes,
         failed_score=reward.failed_score,
     ) as scorer:
-        yield f"reward: {reward.function}"
-        means = {}
-        for kind, texts in kinds.items():
-            items = [(p.text, text, p.example) for p, text in zip(asked, texts, strict=True)]
-            found = scorer.score(items)
-            means[kind] = fmean(found.scores)
-            failed = f", {len(found.failures)} failed" if found.failures else ""
-            yield (
-                f"  {kind}: mean {means[kind]:.3f}, from {min(found.scores):g} to "
-                f"{max(found.scores):g}{failed}"
-            )
-    right, *others = means.values()
-    if right <= max(others):
+
+        def scored(texts: Sequence[str]) -> ScoreResult:
+            rows = zip(asked, texts, strict=True)
+            return scorer.score([(prompt.text, text, prompt.example) for prompt, text in rows])
+
+        answers = max(forms, key=lambda texts: fmean(scored(texts).scores))
+        others = [*answers[1:], *answers[:1]]
+        kinds = {
+            "reference answers": scored(answers),
+            "answers of other problems": scored(others),
+            "empty answers": scored([""] * len(asked)),
+        }
+    yield f"reward: {reward.function}"
+    for kind, found in kinds.items():
+        failed = f", {len(found.failures)} failed" if found.failures else ""
         yield (
-            "  Reference answers are rewarded no higher than wrong ones. If your data has bare "
-            "answers and the reward\n  expects a form, that may be right; else correct "
-            "reward.function or data.answer_key."
+            f"  {kind}: mean {fmean(found.scores):.3f}, from {min(found.scores):g} to "
+            f"{max(found.scores):g}{failed}"
         )
+    right, *wrong = (fmean(found.scores) for found in kinds.values())
+    if right <= max(wrong):
+        yield (
+            "  Reference answers are rewarded no higher than wrong ones: correct reward.function "
+            "or data.answer_key."
+        )
+    elif answers[0] != str(asked[0].example["answer"]):
+        yield f"  Reference answers are written as the reward expects them, such as {answers[0]!r}."
 
 
 def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:

@@ -214,4 +214,5 @@ def _remarks(config: RunConfig) -> Iterator[str]:
             f"Note: rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = "
             f"{fsdp.dp_shard}: shards lie outside of their ranks' slices; weight syncs move more."
         )
-    yield "Dry run: nothing was started. Remove run.dry=true to train."
+    if config.run.dry:
+        yield "Dry run: nothing was started. Remove run.dry=true to train."

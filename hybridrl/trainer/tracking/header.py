@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridrl.config.algorithm_schema import FunctionConfig
-from hybridrl.config.choices import Init
+from hybridrl.config.choices import Init, RewardSignature
 from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import reward_signature
 from hybridrl.data.sources.prompts import DataSetSummary
 
 # More evaluation steps are shown as a count.
@@ -61,7 +62,9 @@ def _reward(config: RunConfig) -> str:
     """Name the function of the rewards, its signature and its arguments."""
     if config.environment is not None:
         return f"{_function(config.environment)}, an environment"
-    return f"{_function(config.reward)}, called with (prompt, response, example)"
+    signature = reward_signature(config.reward)
+    theirs = "" if signature is RewardSignature.hybridrl else f", as {signature}'s"
+    return f"{_function(config.reward)}{theirs}"
 
 
 def _function(section: FunctionConfig) -> str:
