@@ -82,7 +82,7 @@ def test_files_of_one_name_are_different_modules(folder):
     ("path", "words"),
     [
         ("my.py", "my.py names a file, but nothing in it.\nSet reward.function=my.py:<name"),
-        ("my.py:", "expected a path such as"),
+        ("my.py:", "expected a dotted path or a file, such as"),
         ("my.py:scor", "/my.py has no scor; it has score"),
         ("none.py:score", "No such file or directory: '{}/none.py'"),
         ("broken.py:score", "SyntaxError: invalid syntax ({}/broken.py, line 2)"),

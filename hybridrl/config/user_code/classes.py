@@ -64,8 +64,8 @@ def signature_of(
     """
     if not module_of(path):
         raise ConfigError(
-            f"{key} = {path}, expected one of {', '.join(built_in)} or a dotted path or file such "
-            f"as {FORMS}.\n"
+            f"{key} = {path}, expected one of {', '.join(built_in)} or a dotted path or file, "
+            f"such as {FORMS}.\n"
             f"Set {group}=<name> for a built-in one with its settings."
         )
     function = locate(key, path)

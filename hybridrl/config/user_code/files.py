@@ -47,7 +47,7 @@ def module_and_name(key: str, path: str) -> tuple[str, str]:
         )
     module, name = _parts(path)
     if not module or not name:
-        raise ConfigError(f"{key} = {path}, expected a path such as {FORMS}.")
+        raise ConfigError(f"{key} = {path}, expected a dotted path or a file, such as {FORMS}.")
     return module, name
 
 
