@@ -27,7 +27,7 @@ def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "my_reward.py").write_text(REWARD)
-    overrides = ["reward.function=my_reward.score", "~reward.args.mode", "reward.timeout_s=0.2"]
+    overrides = ["reward.function=my_reward.score", "reward.timeout_s=0.2"]
     # Each reward that hangs costs a process, of which evaluation needs no more.
     overrides += ["reward.failed_score=-1.0", "data.num_eval_problems=4", "eval.greedy=false"]
     with started(run_dir, *SMALL, *overrides) as run:
@@ -41,7 +41,7 @@ def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
         run.assert_nothing_left()
 
 
-OWN = ["~reward.args.mode", "eval.greedy=false", "data.num_eval_problems=4"]
+OWN = ["eval.greedy=false", "data.num_eval_problems=4"]
 FAILS = r"""
 def score(prompt, response, example):
     return {}["no such \ud800 unit"]
@@ -76,11 +76,7 @@ def loss(log_probs, old_log_probs, advantages, response_mask):
         (ESTIMATES, ["algorithm.advantage=mine.estimate"], ['mine.py", line 5, in estimate']),
         (
             LOSES,
-            [
-                "algorithm.loss.function=mine.loss",
-                "~algorithm.loss.args.clip_low",
-                "~algorithm.loss.args.clip_high",
-            ],
+            ["algorithm.loss.function=mine.loss"],
             ["mine.py"],
         ),
     ],
@@ -133,7 +129,7 @@ def test_an_environments_surrogates_and_numbers_reach_no_file_or_metric(tmp_path
     run_dir.mkdir()
     (run_dir / "mine.py").write_text(TALKS)
     overrides = ["+recipe=calculator_tool", *SMALL[1:], "environment.function=mine.Talk"]
-    overrides += ["~environment.args.mode", "environment.max_turns=2", *OWN[1:]]
+    overrides += ["environment.stop=['=']", "environment.max_turns=2", *OWN]
     with started(run_dir, *overrides, "trainer.samples_every_steps=1") as run:
         output = run.output()
         assert run.process.returncode == 0, output
