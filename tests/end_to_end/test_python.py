@@ -80,7 +80,8 @@ def test_ctrl_c_closes_a_trainer(tmp_path):
         start = time.monotonic()
         output = run.output(timeout=30)
         assert time.monotonic() - start < 15
-        assert run.process.returncode == -signal.SIGINT, output
+        assert run.process.returncode != 0
+        assert output.endswith("Interrupted: interrupted by SIGINT\n"), output  # KeyboardInterrupt
         run.assert_nothing_left()
 
 
