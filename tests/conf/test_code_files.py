@@ -32,7 +32,9 @@ def test_the_config_keeps_absolute_files_wherever_code_is_named(folder):
     config.algorithm.advantage = "./sub/my.py:f"
     config.algorithm.loss.function = "ppo_clip"
     config.actor.worker = "/other/my.py:Actor"
+    config.trainer.callbacks = ["my.py:Stop", "mine.Log"]
     make_files_absolute(config)
+    assert config.trainer.callbacks == [f"{folder}/my.py:Stop", "mine.Log"]
     assert config.reward.function == f"{folder}/my.py:score"
     part = config.reward.args["parts"]["a"]
     assert part == {"function": f"{folder.parent}/b.py:f", "args": {"text": "x.py:y"}}

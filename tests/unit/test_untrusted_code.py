@@ -32,6 +32,7 @@ FOREIGN = [
     ),
     ("reward", {"function": "/tmp/evil.py:score"}, "reward.function = /tmp/evil.py:score"),
     ("algorithm", {"advantage": "evil.py:f"}, "algorithm.advantage = evil.py:f"),
+    ("trainer", {"callbacks": ["evil.Stop"]}, "trainer.callbacks.0 = evil.Stop"),
     ("rollout", {"worker": "evil.Worker"}, "rollout.worker = evil.Worker"),
     ("algorithm", {"advantage": "mine.advantage"}, "algorithm.advantage = mine.advantage"),
     ("algorithm", {"loss": {"function": "mine.loss"}}, "algorithm.loss.function = mine.loss"),

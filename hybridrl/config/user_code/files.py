@@ -19,6 +19,7 @@ from hybridrl.config.errors import ConfigError
 # Last word of keys that name code, and a key with a built-in name or own code.
 NAMES_CODE = ("function", "worker")
 ESTIMATOR = "algorithm.advantage"
+CALLBACKS = "trainer.callbacks"
 # Forms of a name, for messages.
 FORMS = "my_package.my_module.my_name or /path/my_file.py:my_name"
 _ENDING = ".py"
@@ -26,7 +27,8 @@ _ENDING = ".py"
 
 def names_code(key: str) -> bool:
     """Return whether a dotted key names code."""
-    return key.rpartition(".")[2] in NAMES_CODE or key == ESTIMATOR
+    in_list = key.startswith(f"{CALLBACKS}.")
+    return key.rpartition(".")[2] in NAMES_CODE or key in (ESTIMATOR, CALLBACKS) or in_list
 
 
 def module_of(path: str) -> str:
@@ -70,8 +72,14 @@ def make_files_absolute(section: Any, key: str = "") -> None:
         inner = f"{key}.{name}" if key else str(name)
         if isinstance(value, dict) or dataclasses.is_dataclass(value):
             make_files_absolute(value, inner)
-        elif isinstance(value, str) and names_code(inner) and _file_and_name(value)[0]:
-            values[name] = ":".join(_file_and_name(value))
+        elif isinstance(value, str) and names_code(inner):
+            values[name] = _absolute(value)
+        elif isinstance(value, list) and names_code(inner):
+            values[name] = [_absolute(path) for path in value]
+
+
+def _absolute(path: str) -> str:
+    return ":".join(_file_and_name(path)) if _file_and_name(path)[0] else path
 
 
 def _file_and_name(path: str) -> tuple[str, str]:
