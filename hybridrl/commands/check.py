@@ -123,26 +123,20 @@ def _length_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
 
 def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
     """Yield the rewards of reference answers, of wrong ones and of empty ones."""
-    from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+    from hybridrl.rewards.scorer import ScoreResult
+    from hybridrl.trainer.factory import reward_scorer
     from hybridrl.trainer.reference_answers import references
+    from hybridrl.trainer.rewarding import reward_items
 
     if config.environment is not None:
         yield f"reward: of conversations, by {config.environment.function}"
         return
-    reward = config.reward
     # A bare answer also in the usual forms, because the reward may ask for one.
     forms = [*zip(*(references(config, prompt) for prompt in asked), strict=False)]
-    with RewardScorer(
-        reward.function,
-        reward.args,
-        timeout_s=reward.timeout_s,
-        num_processes=reward.num_processes,
-        failed_score=reward.failed_score,
-    ) as scorer:
+    with reward_scorer(config.reward) as scorer:
 
         def scored(texts: Sequence[str]) -> ScoreResult:
-            rows = zip(asked, texts, strict=True)
-            return scorer.score([(prompt.text, text, prompt.example) for prompt, text in rows])
+            return scorer.score(reward_items(asked, texts, [[]] * len(asked)))
 
         answers = max(forms, key=lambda texts: fmean(scored(texts).scores))
         others = [*answers[1:], *answers[:1]]
@@ -151,7 +145,7 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
             "answers of other problems": scored(others),
             "empty answers": scored([""] * len(asked)),
         }
-    yield f"reward: {reward.function}"
+    yield f"reward: {config.reward.function}"
     for kind, found in kinds.items():
         failed = f", {len(found.failures)} failed" if found.failures else ""
         yield (

@@ -94,14 +94,14 @@ class Evaluator:
         """Sample further responses; return the best score of each problem, `scores` included."""
         more = self._samples - 1
         request = request_of(
-            self._prompts,
+            self.prompts,
             step,
             temperature=self._temperature,
             top_p=self._top_p,
             samples=more,
             first_sample=1,
         )
-        prompts = [prompt for prompt in self._prompts for _ in range(more)]
+        prompts = [prompt for prompt in self.prompts for _ in range(more)]
         rest = self._rewards.score(prompts, generate(request))
         of_problem = [rest.scores[start : start + more] for start in range(0, len(prompts), more)]
         best = [max(first, *others) for first, others in zip(scores, of_problem, strict=True)]

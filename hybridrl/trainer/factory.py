@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from functools import partial
 
-from hybridrl.config.schema import RunConfig
+from hybridrl.config.schema import RewardConfig, RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import Generate
 from hybridrl.data.sources.prompts import PromptSets
@@ -32,10 +32,14 @@ def open_rewards(
     config: RunConfig, environment: RunEnvironment | None, decode: Decode, stack: ExitStack
 ) -> RewardSource:
     """Return the rewards of the environment, or of the reward function in its own processes."""
-    reward = config.reward
     if environment is not None:
-        return EnvironmentRewards(decode, environment.failures, reward.failed_score)
-    scorer = RewardScorer(
+        return EnvironmentRewards(decode, environment.failures, config.reward.failed_score)
+    return FunctionRewards(decode, stack.enter_context(reward_scorer(config.reward)))
+
+
+def reward_scorer(reward: RewardConfig) -> RewardScorer:
+    """Start the processes of the run's reward function."""
+    return RewardScorer(
         reward.function,
         reward.args,
         timeout_s=reward.timeout_s,
@@ -44,7 +48,6 @@ def open_rewards(
         concurrency=reward.concurrency,
         signature=reward.signature,
     )
-    return FunctionRewards(decode, stack.enter_context(scorer))
 
 
 def generator_for(

@@ -178,5 +178,5 @@ class FunctionRewards:
         return Rewarded(texts, list(result.scores), list(result.failures), result.parts)
 
     def score_texts(self, prompt: Prompt, texts: Sequence[str]) -> ScoreResult:
-        """Score texts as responses to one prompt."""
-        return self._scorer.score([(prompt.text, text, prompt.example) for text in texts])
+        """Score texts as responses to one prompt; they have no token ids."""
+        return self._scorer.score(reward_items([prompt] * len(texts), texts, [[]] * len(texts)))
