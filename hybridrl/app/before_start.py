@@ -55,8 +55,9 @@ def examine(
     runtime: DictConfig | RuntimeConf,
     *,
     in_sweep: bool = False,
+    reads_data: bool = False,
 ) -> Checked:
-    """Check a composed config, and its data if it has problems or is dry; the report has them."""
+    """Check a config; its data if asked for, or if it has problems or is dry. See the report."""
     if not cfg.run.dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
@@ -65,7 +66,7 @@ def examine(
     provenance = provenance_of(overrides, recipes)
     # In a sweep a key without effect is only a warning: some jobs may use it.
     result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
-    if result.report.problems or cfg.run.dry:
+    if reads_data or result.report.problems or cfg.run.dry:
         return Checked(result, machine, examine_data(result))
     if in_sweep:
         for text in effect_problems(result.config, provenance):
@@ -142,11 +143,10 @@ def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
         return []
     guard_logging(config_secrets(found.cfg))
     try:
-        result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
+        checked = examine(found.cfg, found.overrides, found.hydra.runtime, reads_data=True)
     except ConfigError as error:
         return error.problems
-    examine_data(result)
-    return result.report.problems
+    return checked.result.report.problems
 
 
 def problems_around(

@@ -62,7 +62,7 @@ class JobResult:
         try:
             _write_json(path, asdict(self) | (numbers if known.step is not None else {}))
         except OSError as error:
-            log.error("%s could not be written: %s; the sweep counts it as failed", path, error)
+            log.error("%s could not be written: %s; a sweep counts it as failed", path, error)
 
 
 def show_results(directory: Path, results: list[JobResult]) -> None:

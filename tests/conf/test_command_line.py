@@ -246,6 +246,15 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(dry, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_its_machine_refuses_leaves_nothing(tmp_path):
+    """The preflight comes after Hydra has made the folder."""
+    args = ["+recipe=gsm8k_ppo", "hardware=cpu"]
+    done = command(*args, cwd=tmp_path, GLOO_SOCKET_IFNAME="nope")
+    assert done.returncode == 2, done.stderr
+    assert "GLOO_SOCKET_IFNAME=nope names no interface" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_resume_takes_the_runs_command_and_directory(dry, tmp_path):
     """From anywhere: relative paths are those of the directory the run was started in."""
     for name in ("project", "runs/mine", "elsewhere"):
