@@ -201,7 +201,7 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
 
 def _next_commands(run_dir: Path, steps: int) -> list[str]:
     """Return what to do with a finished run of so many steps, as text and commands."""
-    path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
+    path = os.path.relpath(run_dir) if Path.cwd() in run_dir.parents else str(run_dir)
     found = [f"curves: {path}/{PLOT_FILE}"] if (run_dir / PLOT_FILE).is_file() else []
     run = shlex.quote(path)
     if steps_in(checkpoints_folder(run_dir)):
