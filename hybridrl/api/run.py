@@ -36,7 +36,7 @@ from hybridrl.main import prepare
 if TYPE_CHECKING:
     from hybridrl.data.batch import RolloutBatch
     from hybridrl.trainer.callbacks import Callback
-    from hybridrl.trainer.ppo import PPOTrainer
+    from hybridrl.trainer.loop import TrainingLoop
     from hybridrl.trainer.state import RunResult
     from hybridrl.trainer.tracking.rollout_log import RolloutRecord
     from hybridrl.trainer.tracking.tracker import Row
@@ -101,11 +101,11 @@ class Trainer:
         self.folder = self._run.folder
         self.config: RunConfig = self._run.prepared.result.config
         self._stack = ExitStack()
-        self._loop: PPOTrainer | None = None
+        self._loop: TrainingLoop | None = None
         self._is_closed = False
 
     @property
-    def loop(self) -> "PPOTrainer":
+    def loop(self) -> "TrainingLoop":
         """The loop that does the steps, with its parts; starts Ray and workers if needed."""
         if self._is_closed:
             raise RuntimeError("the trainer is closed; make a new one")
@@ -170,7 +170,7 @@ class Trainer:
         self._stack.__exit__(*error)
 
     @contextmanager
-    def _closing_after_errors(self) -> "Iterator[PPOTrainer]":
+    def _closing_after_errors(self) -> "Iterator[TrainingLoop]":
         try:
             yield self.loop
         except BaseException:

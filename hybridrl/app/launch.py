@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hybridrl.app.session import RunInputs
     from hybridrl.data.sources.prompts import PromptSets
     from hybridrl.trainer.callbacks import Callback
-    from hybridrl.trainer.ppo import PPOTrainer
+    from hybridrl.trainer.loop import TrainingLoop
     from hybridrl.trainer.state import RunResult
 
 log = logging.getLogger(__name__)
@@ -183,14 +183,14 @@ def examine_data(result: Examined) -> "PromptSets | None":
 
 
 @contextmanager
-def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[PPOTrainer]":
+def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[TrainingLoop]":
     """Yield the trainer, with the lock of the directory, Ray and workers during the block."""
     with exclusive_run(folder), _started(prepared, folder, restart) as trainer:
         yield trainer
 
 
 @contextmanager
-def _started(prepared: Prepared, folder: Path, restart: int) -> "Iterator[PPOTrainer]":
+def _started(prepared: Prepared, folder: Path, restart: int) -> "Iterator[TrainingLoop]":
     """Start Ray and workers, yield the trainer, and stop them."""
     from hybridrl.controller.ray.runtime import ray_runtime
 

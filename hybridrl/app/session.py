@@ -3,7 +3,7 @@
 reward processes                 on the driver, at once
 worker processes                 all roles on all ranks (controller/)
 header, manifest                 description of the run
-PPOTrainer.fit                   the loop
+TrainingLoop.fit                 the loop
 """
 
 import logging
@@ -39,6 +39,7 @@ from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
+from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.reference_answers import reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
@@ -92,7 +93,7 @@ def open_trainer(
     inputs: RunInputs,
     setup: SetupTimes,
     callbacks: Sequence[Callback] = (),
-) -> Iterator[PPOTrainer]:
+) -> Iterator[TrainingLoop]:
     """Yield the trainer of a run with its workers, inside `ray_runtime`."""
     prompts, resume = inputs.prompts, inputs.resume
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.trainer.errors import RunStopped
 
 if TYPE_CHECKING:
-    from hybridrl.trainer.ppo import PPOTrainer
+    from hybridrl.trainer.loop import TrainingLoop
     from hybridrl.trainer.tracking.rollout_log import RolloutRecord
 
 Metrics = Mapping[str, float | None]
@@ -32,18 +32,20 @@ class Callback:
                 f"{', '.join(known)}"
             )
 
-    def on_samples(self, trainer: "PPOTrainer", step: int, samples: "list[RolloutRecord]") -> None:
+    def on_samples(
+        self, trainer: "TrainingLoop", step: int, samples: "list[RolloutRecord]"
+    ) -> None:
         """Called with the responses of a step and their scores, before the update."""
 
-    def on_evaluation(self, trainer: "PPOTrainer", step: int, metrics: Metrics) -> None:
+    def on_evaluation(self, trainer: "TrainingLoop", step: int, metrics: Metrics) -> None:
         """Called after an evaluation with its metrics: eval/accuracy and others."""
 
-    def on_step_end(self, trainer: "PPOTrainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: "TrainingLoop", step: int, metrics: Metrics) -> None:
         """Called at the end of a step with its row of metrics.jsonl."""
 
 
 def call_each(
-    callbacks: Sequence[Callback], method: str, trainer: "PPOTrainer", step: int, told: Any
+    callbacks: Sequence[Callback], method: str, trainer: "TrainingLoop", step: int, told: Any
 ) -> None:
     """Call a method of all callbacks.
 

@@ -7,38 +7,27 @@
     update      critic and actor, packed micro-batches
     log, evaluate, checkpoint
 
-The trainer runs in the driver process. It holds no weights and calls the worker groups.
+What all kinds of training share, fit and step included, is in loop.py.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.signals import Preempted, Preemption
-from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
-from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
+from hybridrl.controller.worker_group import Call, Workers, begin_together
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
-from hybridrl.data.sources.prompt_source import PromptSource
-from hybridrl.data.sources.prompts import Prompt
-from hybridrl.models.resolve import FINAL, read_model_config
-from hybridrl.trainer.advantage import AdvantageEstimator, KLControl, LossInputs, value_metrics
-from hybridrl.trainer.callbacks import Callback, call_each
-from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
-from hybridrl.trainer.checkpointing.resume import Resume
-from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.data.schedule import ScheduledBatch, schedule
+from hybridrl.trainer.advantage import AdvantageEstimator, LossInputs, value_metrics
+from hybridrl.trainer.callbacks import call_each
+from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.rewarding import (
     Rewarded,
-    RewardSource,
     add_model_scores,
     baseline_rewards,
     mixed_fraction,
@@ -46,18 +35,13 @@ from hybridrl.trainer.rewarding import (
     outcome_on_last_token,
     overlong_shaping,
 )
-from hybridrl.trainer.sampling import HybridEngine, Sampled, Sampling
-from hybridrl.trainer.state import RunResult, TrainState
+from hybridrl.trainer.sampling import Sampled, Sampling
 from hybridrl.trainer.timing.engines import (
     StragglerAlarm,
     engine_place,
     rollout_metrics,
     straddling,
 )
-from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
-from hybridrl.trainer.tracking.report import Reporter, is_due
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord, rollout_records
-from hybridrl.trainer.tracking.tracker import Row
 
 # Calls of the forward phase, on the roles that the run has: field of the batch -> role, method.
 FORWARDS = {
@@ -68,101 +52,16 @@ FORWARDS = {
 }
 
 
-class PPOTrainer:
-    """PPO training loop; one short method per phase."""
+class PPOTrainer(TrainingLoop):
+    """PPO and its relatives: a step's training; one short method per phase."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        workers: Workers,
-        prompts: PromptSource,
-        generator: Generate,
-        rewards: RewardSource,
-        evaluator: Evaluator,
-        checkpoints: Checkpointer,
-        preemption: Preemption,
-        reporter: Reporter,
-        callbacks: Sequence[Callback] = (),
-        resume: Resume | None = None,
-    ) -> None:
-        self.config = config
-        self.workers = workers
-        self.kl = KLControl(config.algorithm.kl)
+    def __init__(self, config: RunConfig, workers: Workers, *parts: Any, **more: Any) -> None:
+        super().__init__(config, workers, *parts, **more)
+        self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_inputs = LossInputs(config.algorithm, config.seed)
-        self.prompts = prompts
-        self.generator = generator
-        self.rewards = rewards
-        self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
-        self.sampling = Sampling(config, prompts.take, self.generate, rewards)
-        self.evaluator = evaluator
-        self.checkpoints = checkpoints
-        self.preemption = preemption
-        self.reporter = reporter
-        shape = model_shape(read_model_config(config.model.path))
-        self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
+        self.sampling = Sampling(config, self.prompts.take, self.generate, self.rewards)
         self.engine_place = partial(engine_place, workers.rollout)
         self.stragglers = StragglerAlarm(self.engine_place)
-        self.phases = Phases(workers.pool.spans.take, reporter.phase)
-        steps = config.trainer.profile_steps
-        self.profiler = StepProfiler(steps, workers.pool, reporter.run_dir, self.phases)
-        self.grace = GraceCheck(config.checkpoint.on_sigterm, reporter.warn)
-        self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
-        self.state = TrainState(prompts, self.kl, self.engine, self.guard)
-        self.metrics: dict[str, float | None] = {}
-        self.callbacks, self.resumes_from = callbacks, resume
-        self.has_begun = self.is_stopped = False
-        # Of the last step.
-        self.row: Row = {} if resume is None or not resume.rows else resume.rows[-1]
-        self.batch: RolloutBatch | None = None
-        self.scored: tuple[list[Prompt], Ragged, Rewarded] | None = None
-
-    @cached_property
-    def estimator(self) -> AdvantageEstimator:
-        """The run's advantage estimator; supervised fine-tuning has none."""
-        return AdvantageEstimator(self.config.algorithm)
-
-    def fit(self) -> RunResult:
-        """Train the remaining steps, up to trainer.total_steps, and save the model.
-
-        Raises:
-            Preempted: SIGTERM or SIGHUP arrived, and a checkpoint was written.
-            RunStopped: too many updates in a row were not finite, or a callback failed.
-        """
-        if not self.has_begun:
-            self.begin(evaluates=True)
-        while self.state.step < self.config.trainer.total_steps and not self.is_stopped:
-            self.step()
-        if self.is_stopped and self.config.checkpoint.every_steps:
-            self.checkpoint_now()
-        self.checkpoints.finish()
-        self.save()
-        self.reporter.finish(self.checkpoints.failures)
-        accuracy = self.evaluator.last_accuracy
-        return RunResult(accuracy, self.reporter.run_dir, self.state.step, self.row)
-
-    def step(self) -> Row:
-        """Sample, train, evaluate and checkpoint if due, report; return the metrics."""
-        step = self.state.step + 1
-        self.batch = None  # freed before the next one is sampled
-        with self.profiler.step(step), self.phases.step():
-            self.train(step)
-            if self.evaluates(step):
-                self.evaluation(step)
-            self.checkpoint(step)
-        self.log(step)
-        self.guard.check()
-        call_each(self.callbacks, "on_step_end", self, step, self.row)
-        self.pause()
-        return self.row
-
-    @property
-    def samples(self) -> list[RolloutRecord]:
-        """Texts and scores of the last step, in the order of `batch`."""
-        return [] if self.scored is None else rollout_records(*self.scored, frozenset())
-
-    def stop(self) -> None:
-        """Make `fit` end after the current step, with a checkpoint; for callbacks."""
-        self.is_stopped = True
 
     def train(self, step: int) -> None:
         """Sample and train."""
@@ -173,47 +72,6 @@ class PPOTrainer:
         scheduled = self.advantage(scheduled, step)
         self.pause()
         self.update(scheduled, step)
-
-    def begin(self, *, evaluates: bool) -> None:
-        """Restore the checkpoint to resume from; without one, evaluate the initial model."""
-        self.has_begun = True
-        if self.resumes_from is not None:
-            return self.resume(self.resumes_from)
-        if evaluates:
-            with self.phases.step():
-                self.evaluation(step=0)
-            self.log(step=0)
-        self.state.commit(step=0)
-        self.checkpoints.step_ended()
-
-    def resume(self, resume: Resume) -> None:
-        """Restore the state of a checkpoint, whose metrics were already reported."""
-        for note in self.checkpoints.load(resume.found):
-            self.reporter.warn(note)
-        with self.phases.section("reshard"):
-            self.state.restore(resume.state)
-        self.evaluator.last_accuracy = resume.last_accuracy
-        self.checkpoints.load_generators()
-
-    def pause(self) -> None:
-        """Commit a written checkpoint; end the run here if a signal has arrived.
-
-        Until the update, weights and optimizer state are those of the step before.
-        """
-        self.checkpoints.poll()
-        if self.preemption.is_asked:
-            raise Preempted(self.preemption.asked_by[0], self.checkpoint_now())
-
-    def checkpoint_now(self) -> Path | None:
-        """Write the checkpoint of the last finished step; return None if it failed."""
-        self.engine.make_room_for_optimizer()
-        return self.checkpoints.save_now(self.state.finished())
-
-    def reshard(self) -> None:
-        """Copy the actor's weights to vLLM, unless it holds them."""
-        if not self.engine.is_current:
-            with self.phases.section("reshard"):
-                self.metrics |= self.engine.reshard()
 
     def rollout(self, step: int) -> Sampled:
         """Sample responses to the next prompts; then put vLLM to sleep."""
@@ -226,13 +84,6 @@ class PPOTrainer:
         for warning in self.stragglers.warnings(sampled.batch.engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
-
-    def generate(self, prompts: PromptBatch) -> RolloutBatch:
-        """Generate responses, partitioned over engines by the lengths that earlier ones had."""
-        batch = self.generator(self.state.lengths.expect(prompts))
-        assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
-        self.state.lengths.learn(batch)
-        return batch
 
     def reward(self, sampled: Sampled) -> tuple[Rewarded, Tensor | None]:
         """Score the responses and, with a greedy baseline, the greedy ones."""
@@ -309,71 +160,3 @@ class PPOTrainer:
         if self.workers.critic is not None:
             self.metrics |= value_metrics(scheduled.batch)
         return scheduled
-
-    def update(self, scheduled: ScheduledBatch, step: int) -> None:
-        """Run optimizer steps of the critic and, after its warm-up, of the actor.
-
-        An adaptive KL coefficient changes last, so that the whole step uses one value.
-        """
-        self.batch, calls = scheduled.batch, {}
-        if self.workers.critic is not None:
-            calls["update_critic"] = Call(self.workers.critic, "update", (step,))
-        trains_policy = not calls or step > self.config.trainer.critic_warmup_steps
-        if trains_policy:
-            arguments = (step, self.kl.loss_coef)
-            calls["update_actor"] = Call(self.workers.actor, "update", arguments)
-        with self.phases.section("update"):
-            outcomes = call_together(calls, scheduled)
-        self.phases.split("update", outcomes)
-        self.engine.weight_version += trains_policy
-        for outcome in outcomes.values():
-            self.metrics |= outcome.value
-        self.guard.note(step, scheduled, self.kl.loss_coef, self.metrics)
-        self.metrics |= self.kl.adapt(scheduled.batch)
-
-    def evaluates(self, step: int) -> bool:
-        """Return true if the step ends with an evaluation; after a signal, only the last does."""
-        if step == self.config.trainer.total_steps or self.is_stopped:
-            return True
-        return is_due(self.config.eval.every_steps, step) and not self.preemption.is_asked
-
-    def evaluation(self, step: int) -> Row:
-        """Evaluate the actor's weights; return the metrics eval/..., which the callbacks get."""
-        self.reshard()
-        self.evaluate(step)
-        found = {name: value for name, value in self.metrics.items() if name.startswith("eval/")}
-        call_each(self.callbacks, "on_evaluation", self, step, found)
-        return found
-
-    def evaluate(self, step: int) -> None:
-        """Measure the held-out accuracy of the weights that vLLM holds."""
-        is_end = step in (0, self.config.trainer.total_steps)
-        with self.phases.section("evaluate"):
-            self.metrics |= self.evaluator.evaluate(step, self.generate, is_end=is_end)
-
-    def checkpoint(self, step: int) -> None:
-        """Begin a checkpoint if one is due; it is written while later steps run."""
-        with self.phases.section("checkpoint"):
-            if is_taken := self.checkpoints.is_due(step):
-                self.engine.make_room_for_optimizer()
-            self.state.commit(step)
-            self.checkpoints.step_ended()
-            if is_taken:
-                self.checkpoints.begin(self.state.finished())
-        self.metrics["checkpoint/failed"] = float(self.checkpoints.failures)
-
-    def log(self, step: int) -> None:
-        """Report the step's metrics and clear them."""
-        self.row = self.reporter.log(step, self.metrics | self.phases.metrics())
-        self.checkpoints.logged(step, self.row)
-        self.grace.look(self.phases.timeline, self.checkpoints.write_s)
-        self.metrics = {}
-
-    def save(self) -> None:
-        """Write the trained model as an ordinary HF folder."""
-        if self.config.trainer.save_final_model:
-            folder = self.reporter.run_dir / FINAL
-            # Offloaded weights return to the GPU to be gathered: the engine makes room.
-            self.engine.sleep()
-            problem = self.workers.actor.call("save", str(folder))
-            self.reporter.saved(folder, self.workers.pool.hosts[0].node_name, problem)

@@ -16,11 +16,11 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import schedule
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.checkpointing.resume import Resume
-from hybridrl.trainer.ppo import PPOTrainer
+from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.timing.engines import response_metrics
 
 
-class SFTTrainer(PPOTrainer):
+class SFTTrainer(TrainingLoop):
     """Trains the actor on reference answers; vLLM is awake during evaluations only."""
 
     def train(self, step: int) -> None:
