@@ -27,7 +27,7 @@ from hybridrl.algorithms.group_advantages import (
     rloo,
 )
 from hybridrl.algorithms.kl import adapt_coef, estimate_kl, kl_penalty_rewards
-from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, value_loss
+from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, nll, value_loss
 from hybridrl.algorithms.masked import masked_mean, masked_sum, masked_whiten
 from hybridrl.algorithms.policy_losses import (
     cispo,
@@ -66,6 +66,7 @@ __all__ = [
     "masked_mean",
     "masked_sum",
     "masked_whiten",
+    "nll",
     "opo",
     "overlong_penalty",
     "pass_at_k",

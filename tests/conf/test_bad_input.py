@@ -42,7 +42,7 @@ ONE_PROBLEM = [
     (["cluster.nodes=2", "cluster.gpus_per_node=2"], ["cluster.nodes = 2", "RAY_ADDRESS"]),
     (["rollout.kv_cache_mb=null"], ["rollout.kv_cache_mb = null", "Set rollout.kv_cache_mb=64"]),
     (["rollout.kv_cache_mb=40960"], ["RAM", "32.0 GiB", "KV cache 40.0 GiB"]),
-    (["rollout.max_response_tokens=200"], ["296 tokens", "at most 256"]),
+    (["rollout.max_response_tokens=200"], ["392 tokens", "at most 256"]),
     (["data.train_files=/nowhere.jsonl"], ["data.train_files = /nowhere.jsonl", "no such file"]),
     (["data.eval_files=[/a.jsonl]"], ["data.eval_files = /a.jsonl", "no such file"]),
     (["data.train_files=/tmp"], ["data.train_files = /tmp is a folder"]),

@@ -63,5 +63,5 @@ def test_plan_and_header_name_reference_answers_and_no_samples():
     assert "algorithm.advantage = none needs none" in text
     facts = RunFacts("here", "a machine", 1, TINY["vocab_size"], [])
     lines = dict(header_lines(found.config, facts))
-    assert lines["method"] == "supervised fine-tuning on reference answers, nll, lr 0.0003"
+    assert lines["method"] == "supervised fine-tuning on reference answers, nll, lr 0.0001"
     assert lines["batch"].startswith("64 reference answers a step; 1 update of 64")

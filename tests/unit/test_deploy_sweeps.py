@@ -19,9 +19,9 @@ STUBS = {
 array=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$1")
 cp "$1" "$STUB/script"
 for ((i = 0; i <= ${array:-0}; i++)); do
-  SLURM_JOB_ID=$((100 + i)) SLURM_ARRAY_JOB_ID=100 SLURM_ARRAY_TASK_ID=$i SLURM_NTASKS=1 \\
+  (SLURM_JOB_ID=$((100 + i)) SLURM_ARRAY_JOB_ID=100 SLURM_ARRAY_TASK_ID=$i SLURM_NTASKS=1 \\
     SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 \\
-    bash "$STUB/script" >/dev/null 2>&1 &
+    bash "$STUB/script"; touch "$STUB/done_$i") >/dev/null 2>&1 &
 done
 echo "Submitted batch job 100"
 """,
@@ -33,8 +33,10 @@ exec "$@"
 """,
     "sacct": """
 echo "JobID|State|NodeList"
-echo "100_0|COMPLETED|node1"
-echo "100_1|COMPLETED|node1"
+for i in 0 1; do
+  [[ -e $STUB/done_$i ]] && state=COMPLETED || state=RUNNING
+  echo "100_$i|$state|node1"
+done
 """,
 }
 
