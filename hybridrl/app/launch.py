@@ -29,7 +29,8 @@ from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
-from hybridrl.environments.base import trial_problems
+from hybridrl.environments.base import trial_problems as environment_trial
+from hybridrl.rewards.calls import trial_problems as reward_trial
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
 if TYPE_CHECKING:
@@ -176,9 +177,12 @@ def examine_data(result: Examined) -> "PromptSets | None":
 
         for problem in stop_problems(config.model.path, config.environment):
             report.add(problem, broken="environment.stop")
-        if prompts is not None and not report.problems:
-            example = (prompts.train or prompts.held_out)[0].example
-            report.problems += trial_problems(config.environment, example)
+    if prompts is not None and not report.problems:
+        prompt = (prompts.train or prompts.held_out)[0]
+        if config.environment is not None:
+            report.problems += environment_trial(config.environment, prompt.example)
+        else:
+            report.problems += reward_trial(config.reward, prompt.text, prompt.example)
     return prompts
 
 

@@ -4,18 +4,26 @@ An item is one response. For a TRL function it may be a list of responses: all t
 the function may compare. The result is a Score, or a list with a Score or None for each response.
 """
 
+import asyncio
 import inspect
 import math
 import numbers
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.choices import RewardSignature
+from hybridrl.config.schema import RewardConfig
 from hybridrl.config.user_code.classes import locate
-from hybridrl.config.user_code.signatures import accepted, check_signature, is_async
+from hybridrl.config.user_code.importing import try_out
+from hybridrl.config.user_code.signatures import CALLS, accepted, check_signature, is_async
 from hybridrl.rewards.base import RewardItem, Score, as_score
+
+TRY_REWARD = "hybridrl.rewards.calls.try_reward"
+# Errors of a program rather than of its surroundings.
+MISTAKES = (TypeError, LookupError, AttributeError, NameError, ImportError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -41,21 +49,23 @@ class RewardCall:
 
     def score(self, item: Any) -> Any:
         """Return the result of an item; raise as the function and `as_score` do."""
-        return self._read(self._call(item), item)
+        return self.read(self.call(item), item)
 
     async def score_later(self, item: Any) -> Any:
         """Return as `score` does, of an async function or another one."""
-        found = self._call(item)
-        return self._read(await found if inspect.isawaitable(found) else found, item)
+        found = self.call(item)
+        return self.read(await found if inspect.isawaitable(found) else found, item)
 
-    def _call(self, item: Any) -> Any:
+    def call(self, item: Any) -> Any:
+        """Return what the function returns; of an async one, something to await."""
         if self.signature is RewardSignature.hybridrl:
             return self.function(*item[:3], **self.args)
         is_verl = self.signature is RewardSignature.verl
         inputs = _verl_inputs(item) if is_verl else _trl_inputs(_rows(item))
         return self.function(**accepted(self.function, inputs) | self.args)
 
-    def _read(self, value: Any, item: Any) -> Any:
+    def read(self, value: Any, item: Any) -> Any:
+        """Return the result of an item from what the function returned."""
         if self.signature is RewardSignature.trl:
             scores = _trl_scores(value, len(_rows(item)), self.name)
             return scores if isinstance(item, list) else scores[0]
@@ -86,6 +96,53 @@ def reward_task(
     """Return the task of a reward process, item -> result; async if the reward is."""
     call = reward_call("reward", function, args, signature)
     return call.score_later if call.is_async else call.score
+
+
+def trial_problems(config: RewardConfig, prompt: str, example: dict[str, Any]) -> list[str]:
+    """Try a user's reward on the reference answer of a row; return the problems.
+
+    A mistake of the program and a result that is no number are problems. Other errors may have
+    their cause elsewhere, such as a server that is not there yet.
+    """
+    what = "its trial on the reference answer of the first row"
+    item = (prompt, str(example["answer"]), example, [])
+    arguments = (config.args, config.signature, item, config.timeout_s)
+    return try_out("reward.function", config.function, what, TRY_REWARD, *arguments)
+
+
+def try_reward(
+    key: str,
+    path: str,
+    args: dict[str, Any],
+    signature: RewardSignature,
+    item: RewardItem,
+    timeout_s: float,
+) -> list[str]:
+    """Score an item, in a trial's process; return the problems."""
+    call = reward_call("reward", path, args, signature)
+
+    async def value() -> Any:
+        found = call.call(item)
+        return await found if inspect.isawaitable(found) else found
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        returned = asyncio.run(value())
+    except MISTAKES:
+        raise
+    except Exception:
+        return []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        call.read(returned, item)
+    except (TypeError, ValueError) as error:
+        return [f"{key} = {path}: {error}, {CALLS[call.signature]}."]
+    return []
 
 
 def _verl_inputs(item: RewardItem) -> dict[str, Any]:

@@ -44,19 +44,24 @@ def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
 OWN = ["eval.greedy=false", "data.num_eval_problems=4"]
 FAILS = r"""
 def score(prompt, response, example):
-    return {}["no such \ud800 unit"]
+    raise ValueError("no such \ud800 unit")
 """
+# Not yet in the trial before the run.
 ESTIMATES = """
-import sys
+import pathlib, sys
 
 def estimate(rewards, response_mask):
-    sys.exit(0)
+    if pathlib.Path(__file__).with_name("metrics.jsonl").exists():
+        sys.exit(0)
+    return rewards
 """
 LOSES = """
-import sys
+import pathlib, sys
 
 def loss(log_probs, old_log_probs, advantages, response_mask):
-    sys.exit(0)
+    if pathlib.Path(__file__).with_name("metrics.jsonl").exists():
+        sys.exit(0)
+    return -log_probs * advantages
 """
 
 
@@ -70,10 +75,10 @@ def loss(log_probs, old_log_probs, advantages, response_mask):
             [
                 "step 1: all 32 rewards failed",
                 'mine.py", line 3, in score',
-                r"KeyError: 'no such \ud800 unit'",
+                r"ValueError: no such \ud800 unit",
             ],
         ),
-        (ESTIMATES, ["algorithm.advantage=mine.estimate"], ['mine.py", line 5, in estimate']),
+        (ESTIMATES, ["algorithm.advantage=mine.estimate"], ['mine.py", line 6, in estimate']),
         (
             LOSES,
             ["algorithm.loss.function=mine.loss"],

@@ -1,0 +1,52 @@
+"""A user's reward is tried on a reference answer, in another process, before a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.rewards.calls import trial_problems
+from tests.run_configs import run_config
+
+EXAMPLE = {"answer": "7", "level": 2}
+REWARD = """
+import time
+{keyword} score(prompt, response, example):
+    assert response == "7"
+    {line}
+"""
+
+
+def tried(tmp_path, line: str, keyword: str = "def") -> list[str]:
+    """The problems of a reward with this line."""
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD.format(line=line, keyword=keyword))
+    config = replace(run_config().reward, function=f"{file}:score", args={}, timeout_s=1.0)
+    return trial_problems(config, "What?", EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("return 'good'", "returned a str, expected a number"),
+        ("return float('nan')", "expected a finite number"),
+        ("return example['truth']", "KeyError: 'truth'"),
+        ("return lenght(response)", "mine.py, line 5"),
+    ],
+)
+def test_a_mistake_is_a_problem_that_names_function_and_cause(tmp_path, line, told):
+    (problem,) = tried(tmp_path, line)
+    assert problem.startswith(f"reward.function = {tmp_path}/mine.py:score")
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    ("line", "keyword"),
+    [
+        ("return 0.5", "def"),
+        ("return True", "async def"),
+        ("raise ConnectionError('no server')", "def"),
+        ("time.sleep(60)", "def"),  # as slow as reward.timeout_s does not allow: counted in the run
+    ],
+)
+def test_what_may_be_due_to_others_is_none(tmp_path, line, keyword):
+    assert tried(tmp_path, line, keyword) == []
