@@ -38,6 +38,7 @@ def pool_config(
         cluster=ClusterConfig(
             nodes=nodes,
             gpus_per_node=2,
+            gpu_memory_gb=None,
             rendezvous_ports=[29500, 29599],
             start_timeout_s=120.0,
             stall_timeout_s=stall_s,
