@@ -105,7 +105,7 @@ def trial_problems(config: RewardConfig, prompt: str, example: dict[str, Any]) -
     their cause elsewhere, such as a server that is not there yet.
     """
     what = "its trial on the reference answer of the first row"
-    item = (prompt, str(example["answer"]), example, [])
+    item: RewardItem = (prompt, str(example["answer"]), example, [])
     arguments = (config.args, config.signature, item, config.timeout_s)
     return try_out("reward.function", config.function, what, TRY_REWARD, *arguments)
 
