@@ -42,7 +42,7 @@ def template(found: Precomposed, key: str) -> str:
 
 
 def set_up_hydra(found: Precomposed, key: str) -> Path:
-    """Let the config's links read Hydra's settings; return the value of `key`, absolute.
+    """Set Hydra's settings for the config's links to read; return the value of `key`, absolute.
 
     Raises:
         OmegaConfBaseException: it cannot be resolved.
