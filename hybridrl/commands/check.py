@@ -25,9 +25,12 @@ from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.output import guard_standard_output
+from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
 from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hybridrl.data.sources.prompts import Prompt, PromptSets
 
 DESCRIPTION = """\
@@ -65,8 +68,9 @@ def _check(argv: Sequence[str]) -> None:
     prompts, config = check_data(result), result.config
     assert result.shape is not None
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print("\n".join(_prompt_lines(prompts, config.model.path)))
-    console.print("\n".join(_length_lines(prompts, config)))
+    tokenizer = load_tokenizer(config.model.path)
+    console.print("\n".join(_prompt_lines(prompts, tokenizer)))
+    console.print("\n".join(_length_lines(prompts, tokenizer, config)))
     console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))
     show_plan(Checked(result, machine, prompts))
     if not args.no_samples:
@@ -76,11 +80,8 @@ def _check(argv: Sequence[str]) -> None:
         console.print("\n".join(_solve_lines(prompts, config)))
 
 
-def _prompt_lines(prompts: "PromptSets", model_path: str) -> Iterator[str]:
+def _prompt_lines(prompts: "PromptSets", tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """Yield some prompts as the model reads them, and the share of unknown tokens of all."""
-    from hybridrl.data.sources.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(model_path)
     every = [*prompts.train, *prompts.held_out]
     for prompt in prompts.train[:SHOWN]:
         ids = prompt.token_ids
@@ -92,13 +93,13 @@ def _prompt_lines(prompts: "PromptSets", model_path: str) -> Iterator[str]:
     yield f"{share:.1%} unknown tokens in all prompts"
 
 
-def _length_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
+def _length_lines(
+    prompts: "PromptSets", tokenizer: "PreTrainedTokenizerBase", config: RunConfig
+) -> Iterator[str]:
     """Yield lengths of prompts and reference answers, in tokens, beside their limits."""
-    from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
-
     every = [*prompts.train, *prompts.held_out]
     answers = [str(prompt.example["answer"]) for prompt in every]
-    encoded = token_ids(load_tokenizer(config.model.path), answers, special=False)
+    encoded = token_ids(tokenizer, answers, special=False)
     rollout = config.rollout
     for what, lengths, key, limit in (
         (

@@ -31,7 +31,7 @@ class Remedy(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """What a setting alone saves in the largest phase, and what it costs."""
+    """Memory that a setting alone saves in the largest phase, and its cost in time."""
 
     change: Change
     saved_bytes: int

@@ -1,4 +1,4 @@
-"""What `hybridrl plan` prints: whether a run fits, what would make it fit, and its time."""
+"""Output of `hybridrl plan`: if a run fits, settings that would make it fit, and its time."""
 
 from collections.abc import Iterator, Sequence
 
