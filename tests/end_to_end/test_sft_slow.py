@@ -74,6 +74,6 @@ def test_grpo_starts_from_its_directory(trained, tmp_path):
     folder, _, _ = trained
     overrides = ["+recipe=gsm8k_grpo", *SMALL[1:], f"model.path={folder}"]
     rows, output = finished(tmp_path / "grpo", *overrides, "trainer.total_steps=1")
-    assert f"model      {folder}" in output
+    assert f"model          {folder}" in output
     assert rows[1]["actor/first_log_ratio_max"] == 0.0
     assert rows[0]["eval/accuracy"] is not None
