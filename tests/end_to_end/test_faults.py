@@ -1,8 +1,8 @@
 """Processes of every kind killed and stopped in every phase: the run names them, goes on or ends.
 
-Forty faults and five more. A run that restarts meets several, one after the other; three of
-them in `make test`, all in `make test_slow`. That a run goes on without a worker's process, and
-that a killed driver leaves nothing, test_resume.py shows in `make test`, too.
+Forty faults and five more. A run that restarts meets several, one after the other. That a run goes
+on without a worker's process, and that a killed driver leaves nothing, test_resume.py shows in
+`make test`, too.
 """
 
 import os
@@ -146,17 +146,11 @@ def test_a_run_whose_restarts_are_used_up_ends_with_the_last_error(tmp_path, fau
         run.run.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        pytest.param([HARMLESS[0], HARMLESS[3], HARMLESS[4]], id="three"),
-        pytest.param(HARMLESS, id="all", marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path, faults):
+@pytest.mark.slow
+def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path):
     """Reward processes are replaced, a stopped driver goes on; then the run is preempted."""
     with faulty(tmp_path / "run", "trainer.total_steps=500") as run:
-        for fault in faults:
+        for fault in HARMLESS:
             pid = run.hit(fault, set())
             if fault.victim is driver:
                 time.sleep(STOPPED_S)
@@ -166,7 +160,7 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path,
                 await_replacement(run, pid)
         failed = [row["reward/failed"] for row in run.run.metrics()[1:]]
         # A process has one response at a time, and none outside the scoring.
-        assert 1 <= sum(failed) <= sum(fault.victim is reward for fault in faults), failed
+        assert 1 <= sum(failed) <= sum(fault.victim is reward for fault in HARMLESS), failed
         os.killpg(run.run.process.pid, signal.SIGTERM)
         run.reader.join(40.0)
         assert run.run.process.wait() == 75, run.text

@@ -1,15 +1,17 @@
 """Two hosts, network namespaces in different subnets: Ray's head on one, a worker on the other.
 
-One training step over both, the doctor over Ray, and what it says of another token and a lost node.
+A training step over both, the doctor over Ray, and what it says of another token and a lost node.
 """
 
 import json
 import secrets
 import subprocess
 import sys
+import time
 
 import pytest
 
+from hybridrl.checkpoint.find import newest_good
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor import ray as ray_services
 from hybridrl.doctor.findings import Verdict
@@ -17,7 +19,7 @@ from tests.end_to_end import over_ray
 from tests.end_to_end.runs import SMALL
 from tests.namespaces import bench, need_namespaces, write_hosts
 
-STEP = ["trainer.total_steps=1", "data.prompts_per_step=4", "data.num_eval_problems=2"]
+STEP = ["trainer.total_steps=500", "data.prompts_per_step=4", "data.num_eval_problems=2"]
 LAYOUT = ["cluster.nodes=2", "cluster.gpus_per_node=1"]
 
 
@@ -50,8 +52,9 @@ def only(findings, check):
     return found
 
 
-def test_a_training_step_over_two_hosts(hosts, cluster, tmp_path):
+def test_a_training_step_over_two_hosts_and_sigterm_saves_it(hosts, cluster, tmp_path):
     folder = tmp_path / "run"
+    metrics = folder / "metrics.jsonl"
     process = hosts[0].start(
         *(sys.executable, "-m", "hybridrl.main", *SMALL, *STEP, *LAYOUT),
         f"hydra.run.dir={folder}",
@@ -61,13 +64,20 @@ def test_a_training_step_over_two_hosts(hosts, cluster, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    end = time.monotonic() + 240.0
+    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 1):
+        assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=60)[0]
+        time.sleep(0.1)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "; resume from " in output
     for rank, host in enumerate(hosts):
         assert f"rank {rank} on {host.name} ({host.address}, node" in output
         assert (folder / "logs" / f"{host.name}_rank{rank}.log").stat().st_size > 0
     assert len(list((folder / "logs").glob("*_rank*.log"))) == len(hosts)
-    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    row = json.loads(metrics.read_text().splitlines()[-1])
+    assert newest_good(folder).manifest.step == row["step"]
     assert row["actor/first_log_ratio_max"] == 0.0
     assert row["rollout/log_prob_diff_mean"] < 1e-4
 
