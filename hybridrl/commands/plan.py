@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +17,16 @@ from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.load import Examined, examine
+from hybridrl.config.planner.fitting import (
+    MOST_GPUS,
+    NODE_GPUS,
+    ROOM,
+    Change,
+    MemoryCase,
+    remedy,
+)
 from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
 from hybridrl.config.planner.memory import gib
-from hybridrl.config.planner.memory_advice import MOST_GPUS, NODE_GPUS, Remedy, remedy
-from hybridrl.config.planner.switches import ROOM, MemoryCase
 from hybridrl.config.planner.verdict import verdict
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.output import guard_standard_output
@@ -43,11 +48,11 @@ Needs neither GPU nor network nor the model's weights.
 Everything else is as in hybridrl train: +recipe=, groups, key=value.
 """
 EPILOG = "Exit codes: 0 it fits, 1 it does not, 2 a wrong argument or config."
-GPUS = re.compile(
-    r"(?:(\d+)x)?(\d+)x(?:(\d+(?:\.\d+)?)(?:GB|GiB)|([A-Z]+\d+[A-Z]*))", re.IGNORECASE
-)
 # Memory in GiB by name.
 NAMED = {"A100": 80, "H100": 80, "H200": 140, "B200": 179, "L40S": 45}
+GPUS = re.compile(
+    rf"(?:(\d+)x)?(\d+)x(?:(\d+(?:\.\d+)?)(?:GB|GiB)|({'|'.join(NAMED)}))", re.IGNORECASE
+)
 EXAMPLES = f"8x80GB, 2x8x80GB (nodes x GPUs), 8xH100 (or {', '.join(NAMED)})"
 EXIT_DOES_NOT_FIT = 1
 # Keys of a plan that a run does not need.
@@ -65,10 +70,10 @@ ALTERNATIVES = (
 
 
 class Plan(NamedTuple):
-    """An examined run, and its memory."""
+    """Memory of a run, and the run examined."""
 
-    examined: Examined
     case: MemoryCase
+    examined: Examined
 
 
 def main() -> None:
@@ -86,26 +91,30 @@ def plan(arguments: list[str]) -> None:
     Raises:
         ConfigError: an argument or the config is wrong.
     """
-    own, overrides = _own_arguments(arguments)
-    if own.sbatch is not None:
-        _check_job_file(own.sbatch)
-    nodes, machine = _machine(own.gpus)
-    made = make_plan([*overrides, *nodes], machine)
-    case, found = made.case, None
-    if not (fits := case.fits()):
-        found = remedy(case, ROOM) or remedy(case)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=120, highlight=False)
-    for part in verdict(case, made.examined.chosen, found):
-        console.print(part, markup=False)
+    own = {a.partition("=")[0]: a.partition("=")[2] for a in arguments}
+    overrides = [a for a in arguments if a.partition("=")[0] not in ("gpus", "sbatch")]
+    for argument in overrides:
+        if argument.startswith("-"):
+            raise UsageError(f"{argument}: hybridrl plan has no such option.\nType key=value.")
+    job = Path(own["sbatch"]) if "sbatch" in own else None
+    if job is not None:
+        _check_job_file(job)
+    nodes, machine = _machine(own.get("gpus"))
+    case, examined = make_plan([*overrides, *nodes], machine)
+    fits = case.fits()
+    found = [] if fits else remedy(case, ROOM) or remedy(case)
+    console = Console(highlight=False, markup=False)
+    console = console if console.is_terminal else Console(width=120, highlight=False, markup=False)
+    for part in verdict(case, examined.chosen, found):
+        console.print(part)
     if not fits:
         for line in _alternatives(case, [*overrides, *nodes], machine):
-            console.print(line, markup=False)
-    if fits or found:
-        planned = found.case.config if found else case.config
+            console.print(line)
+    if found is not None:
+        planned = case.changed(found).config
         command = _command(overrides, planned, found)
-        console.print(f"\nCommand:\n  {shlex.join(command)}", markup=False, soft_wrap=True)
-        _tell_job(own.sbatch, planned, command, console)
+        console.print(f"\nCommand:\n  {shlex.join(command)}", soft_wrap=True)
+        console.print(_written_job(job, planned, command), soft_wrap=True)
     sys.exit(0 if fits else EXIT_DOES_NOT_FIT)
 
 
@@ -135,46 +144,26 @@ def make_plan(overrides: list[str], machine: Machine) -> Plan:
             f"no GPUs to plan for: {machine.describe()}.\nType gpus=: {EXAMPLES}. A run without "
             f"GPU is planned by hybridrl train ... hardware=cpu run.dry=true."
         )
-    return Plan(examined, MemoryCase.of(config, shape, examined.reward_shape, examined.machine))
-
-
-def _own_arguments(arguments: list[str]) -> tuple[Namespace, list[str]]:
-    """Split off gpus= and sbatch=."""
-    own, rest = Namespace(gpus=None, sbatch=None), []
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name == "gpus":
-            own.gpus = value
-        elif name == "sbatch":
-            own.sbatch = Path(value)
-        elif argument.startswith("-"):
-            raise UsageError(f"{argument}: hybridrl plan has no such option.\nType key=value.")
-        else:
-            rest.append(argument)
-    return own, rest
+    return Plan(MemoryCase(config, shape, examined.reward_shape, examined.machine), examined)
 
 
 def _machine(gpus: str | None) -> tuple[list[str], Machine]:
     """Return the machine of gpus=, with its settings, or the one that is here."""
     if gpus is None:
         return [], find_machine()
-    match = GPUS.fullmatch(gpus)
-    name = match[4].upper() if match and match[4] else ""
-    if match is None or (name and name not in NAMED):
-        raise UsageError(f"gpus={gpus}, expected GPUs and their memory: {EXAMPLES}.")
-    nodes, count = int(match[1] or 1), int(match[2])
-    size = NAMED[name] if name else float(match[3])
-    if match[1] is None and count > NODE_GPUS and count % NODE_GPUS == 0:
-        nodes, count = count // NODE_GPUS, NODE_GPUS
-    uneven = match[1] is None and count > NODE_GPUS
-    if uneven or not size or not 0 < nodes * count <= MOST_GPUS:
-        raise UsageError(
-            f"gpus={gpus}, expected 1 to {MOST_GPUS} GPUs with some memory, in whole nodes of "
-            f"{NODE_GPUS}, or nodes x GPUs x memory: {EXAMPLES}."
-        )
-    gpu = GPU(f"NVIDIA {name}" if name else "GPUs", int(size * GIB))
-    settings = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={count}"]
-    return settings, planned_machine([count] * nodes, gpu)
+    if match := GPUS.fullmatch(gpus):
+        nodes, count, name = int(match[1] or 1), int(match[2]), (match[4] or "").upper()
+        each = count if match[1] else min(count, NODE_GPUS)
+        size = int(GIB * (NAMED[name] if name else float(match[3])))
+        if size and 0 < nodes * count <= MOST_GPUS and count % each == 0:
+            nodes *= count // each
+            gpu = GPU(f"NVIDIA {name}" if name else "GPUs", size)
+            settings = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={each}"]
+            return settings, planned_machine([each] * nodes, gpu)
+    raise UsageError(
+        f"gpus={gpus}, expected GPUs and their memory: {EXAMPLES}; expected 1 to {MOST_GPUS} GPUs, "
+        f"in whole nodes of {NODE_GPUS} or as nodes x GPUs x memory."
+    )
 
 
 def _model_config(path: str) -> dict[str, Any]:
@@ -200,26 +189,25 @@ def _alternatives(case: MemoryCase, overrides: list[str], machine: Machine) -> I
         yield f"\nOn these GPUs fit: {'; '.join(found)}."
 
 
-def _command(overrides: list[str], planned: RunConfig, remedy: Remedy | None) -> list[str]:
+def _command(overrides: list[str], planned: RunConfig, found: list[Change]) -> list[str]:
     """Return the training command, with the settings that make it fit."""
     kept = [o for o in overrides if o.split("=")[0].lstrip("+") not in ONLY_PLANNED]
-    kept += map(str, [*remedy.sizes, *remedy.changes] if remedy else [])
+    kept += map(str, found)
     nodes = planned.cluster.nodes
     if nodes > 1 and not any(o.startswith("cluster.nodes=") for o in kept):
         kept.append(f"cluster.nodes={nodes}")
     return ["hybridrl", "train", *kept]
 
 
-def _tell_job(path: Path | None, planned: RunConfig, command: list[str], console: Console) -> None:
-    """Write the job for Slurm, or say how."""
+def _written_job(path: Path | None, planned: RunConfig, command: list[str]) -> str:
+    """Write the job for Slurm; return how to submit it, or how to get it."""
     if path is None:
-        console.print("With sbatch=FILE this is written as a job for Slurm.", markup=False)
-        return
+        return "With sbatch=FILE this is written as a job for Slurm."
     try:
         path.write_text(job_text(planned, command))
     except OSError as error:
         raise UsageError(f"sbatch={path} cannot be written: {error.strerror}.") from error
-    console.print(f"Job: sbatch {shlex.quote(str(path))}", markup=False, soft_wrap=True)
+    return f"Job: sbatch {shlex.quote(str(path))}"
 
 
 def job_text(config: RunConfig, command: list[str]) -> str:

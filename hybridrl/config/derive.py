@@ -1,8 +1,8 @@
 """Derivation of config values: nulls (GPUs, shards, sequences, processes, memory) and shares."""
 
 import math
-from collections.abc import Collection
 from contextlib import suppress
+from typing import Any
 
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.resources import gpu_counts, gpus_on_each
@@ -11,10 +11,7 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import is_supervised
-from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
-from hybridrl.config.planner.memory import gib
-from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.planner.switches import (
+from hybridrl.config.planner.fitting import (
     FASTEST,
     ROOM,
     Change,
@@ -22,6 +19,9 @@ from hybridrl.config.planner.switches import (
     cheapest,
     memory_changes,
 )
+from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
+from hybridrl.config.planner.memory import gib
+from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import world_size, world_text
 from hybridrl.config.schema import RunConfig
 
@@ -44,18 +44,18 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
     """Replace nulls and shares by numbers; report and remove nulls that cannot be derived."""
     with suppress(Unusable):
         _set_slots(config, machine)
-    for section, name, rule in (
-        ("cluster", "gpus_per_node", _gpus),
-        ("fsdp", "dp_shard", _shards),
-        ("rollout", "max_num_seqs", _num_seqs),
-        ("reward", "num_processes", _processes),
+    for key, rule in (
+        ("cluster.gpus_per_node", _gpus),
+        ("fsdp.dp_shard", _shards),
+        ("rollout.max_num_seqs", _num_seqs),
+        ("reward.num_processes", _processes),
     ):
-        node = vars(config)[section]
-        if vars(node).get(name, 0) is None:
-            delattr(node, name)
+        if _is_null(config, key):
+            section, name = key.split(".")
+            delattr(vars(config)[section], name)
             with suppress(Unusable):
                 try:
-                    setattr(node, name, rule(config, machine))
+                    _set(config, key, rule(config, machine))
                 except ConfigError as error:
                     report.problems += error.problems
     with suppress(Unusable):
@@ -138,17 +138,17 @@ def choose_for_memory(
     Returns:
         The values that are not the fastest; hardware.reason says so.
     """
-    chosen = {}
-    for change in FASTEST:
-        section, name = change.key.split(".")
-        if vars(vars(config)[section]).get(name, 0) is None:
-            setattr(vars(config)[section], name, change.value)
-            chosen[change.key] = section, name
+    nulls = [change for change in FASTEST if _is_null(config, change.key)]
+    for change in nulls:
+        _set(config, *change)
     found: list[Change] = []
     with suppress(Unusable):
         if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
-            case = MemoryCase.of(config, shape, reward_shape, machine)
-            found = _cheapest(case, chosen)
+            case = MemoryCase(config, shape, reward_shape, machine)
+            keys = {change.key for change in nulls}
+            changes = [of_key for of_key in memory_changes(config) if of_key[0].key in keys]
+            if not case.fits(ROOM):
+                found = cheapest(case, changes, ROOM) or cheapest(case, changes) or []
             if found:
                 then, without = (gib(one.peak()) for one in (case.changed(found), case))
                 config.hardware.reason += (
@@ -156,14 +156,16 @@ def choose_for_memory(
                     f"({then} at most, {without} otherwise)"
                 )
     for change in found:
-        section, name = chosen[change.key]
-        setattr(vars(config)[section], name, change.value)
+        _set(config, *change)
     return found
 
 
-def _cheapest(case: MemoryCase, keys: Collection[str]) -> list[Change]:
-    """Return the cheapest values of these keys that fit, with some room if possible."""
-    if case.fits(ROOM):
-        return []
-    changes = [of_key for of_key in memory_changes(case.config) if of_key[0].key in keys]
-    return cheapest(case, changes, ROOM) or cheapest(case, changes) or []
+def _is_null(config: RunConfig, key: str) -> bool:
+    """Return whether a key is null; false if it has no usable value."""
+    section, name = key.split(".")
+    return vars(vars(config)[section]).get(name, 0) is None
+
+
+def _set(config: RunConfig, key: str, value: Any) -> None:
+    section, name = key.split(".")
+    setattr(vars(config)[section], name, value)

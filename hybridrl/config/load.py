@@ -19,9 +19,9 @@ from hybridrl.config.derive import choose_for_memory, derive, machine_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.links import LINKS, link_problems
+from hybridrl.config.planner.fitting import Change
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
-from hybridrl.config.planner.switches import Change
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys
 from hybridrl.config.typed import (

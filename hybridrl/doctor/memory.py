@@ -5,12 +5,11 @@ import psutil
 from hybridrl.config.planner.memory import (
     CPU_DRIVER_BYTES,
     MIB,
-    Phase,
     describe,
     gib,
     host_parts,
-    node_peak,
-    node_ram,
+    largest,
+    on_node,
     pinned_bytes,
     rank_phases,
 )
@@ -70,18 +69,14 @@ def _needed(context: CheckContext, slots: int) -> tuple[int, str]:
     """Predict RAM in bytes for this number of ranks, and describe its parts."""
     config, shape, reward_shape = context.config, context.shape, context.reward_shape
     if context.on_gpu:
-        parts = [gib(n) for n in host_parts(config, shape, reward_shape).values()]
-        each = "{}, {} for loading, {} for offload and {} for checkpoints pinned".format(*parts)
-        needed = node_ram(config, shape, reward_shape, slots)
+        parts = host_parts(config, shape, reward_shape).values()
+        rank = sum(parts)
+        each = "{}, {} for loading, {} for offload and {} for checkpoints pinned"
+        each = each.format(*map(gib, parts))
     else:
-        phases = rank_phases(config, shape, None, reward_shape)
-        each = f"at least {gib(_peak(phases).total)}"
-        needed = node_peak(config, phases, slots)
-    return needed, f"{slots} x {each}, {gib(CPU_DRIVER_BYTES)} for driver and Ray"
-
-
-def _peak(phases: list[Phase]) -> Phase:
-    return max(phases, key=lambda phase: phase.total)
+        rank = largest(rank_phases(config, shape, None, reward_shape)).total
+        each = f"at least {gib(rank)}"
+    return on_node(slots, rank), f"{slots} x {each}, {gib(CPU_DRIVER_BYTES)} for driver and Ray"
 
 
 def judge_gpu_memory(
@@ -96,7 +91,7 @@ def judge_gpu_memory(
     found = []
     for index, gpu in enumerate(gpus[:slots]):
         total, free = gpu.total_mib * MIB, gpu.free_mib * MIB
-        peak = _peak(rank_phases(context.config, context.shape, total, context.reward_shape))
+        peak = largest(rank_phases(context.config, context.shape, total, context.reward_shape))
         others = [process for process in facts.processes if process.uuid == gpu.uuid]
         listed = ", ".join(f"{p.name} (pid {p.pid}, {p.used_mib} MiB)" for p in others)
         evidence = (

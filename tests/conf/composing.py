@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config.command.provenance import provenance_of, recipe_files
 from hybridrl.config.load import Examined, examine
+from hybridrl.config.planner.fitting import FASTEST
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
-from hybridrl.config.planner.switches import FASTEST
 from hybridrl.main import conf_dir
 from tests.model_shapes import QWEN, TINY
 

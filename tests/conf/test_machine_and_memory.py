@@ -24,10 +24,10 @@ from hybridrl.config.planner.machine import (
 )
 from hybridrl.config.planner.memory import (
     host_parts,
-    node_peak,
     pinned_bytes,
     rank_phases,
     staged_bytes,
+    tightest_node,
     workload,
 )
 from hybridrl.config.planner.model_shape import model_shape
@@ -232,7 +232,7 @@ def test_on_cpu_vllm_stays_in_memory_and_slots_add_up():
     assert all(p.parts["KV cache"] == 64 * 2**20 for p in phases)
     assert all("ref weights" not in p.parts for p in phases)
     peak = max(p.total for p in phases)
-    assert node_peak(config, phases) == 2 * peak + int(1.5 * GIB)
+    assert tightest_node(config, LAPTOP, peak) == (2, 2 * peak + int(1.5 * GIB), 32 * GIB)
 
 
 def test_checkpointing_keeps_less():

@@ -3,7 +3,7 @@
 import pytest
 
 from hybridrl.config.choices import DType
-from hybridrl.config.planner.flops import bf16_peak, peak_per_rank
+from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import GPU
 from hybridrl.trainer.timing.throughput import Throughput
 from tests.model_shapes import QWEN_1_5B
@@ -53,7 +53,8 @@ def test_an_evaluation_has_no_batch():
     ],
 )
 def test_peaks_by_the_names_that_nvidia_smi_prints(name, teraflops):
-    assert bf16_peak(name) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+    found = peak_per_rank([GPU(name, 80 * 2**30)], DType.bfloat16)
+    assert found == (None if teraflops is None else pytest.approx(teraflops * 1e12))
 
 
 def test_the_peak_of_a_run_needs_one_kind_of_gpu_and_bfloat16():

@@ -11,6 +11,7 @@ because half of a causal score matrix is never computed
 
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from hybridrl.config.choices import DType
 from hybridrl.config.planner.machine import GPU
@@ -18,15 +19,27 @@ from hybridrl.config.planner.model_shape import ModelShape
 
 # Dense bfloat16 peak of one H100 or H200 (SXM), operations per second.
 HOPPER_BF16_PEAK = 989e12
-# Dense bfloat16 operations per second by nvidia-smi's name; the first match counts. Data sheets
-# (nvidia.com/en-us/data-center/<name>) give twice as much, with sparsity.
-BF16_PEAKS = (
-    (r"\bH[12]00 NVL\b", 835.5e12),
-    (r"\bH100 PCIe\b", 756.5e12),
-    (r"\b(H100|H200|H800|GH200)\b", HOPPER_BF16_PEAK),
-    (r"\b(A100|A800)\b", 312e12),
-    (r"\bB200\b", 2250e12),
-    (r"\bL40S\b", 362e12),
+
+
+class DataSheet(NamedTuple):
+    """Dense bfloat16 operations, and bytes of its own memory, that a GPU handles per second."""
+
+    peak: float
+    bandwidth: float
+
+
+H100 = DataSheet(HOPPER_BF16_PEAK, 3.35e12)
+# By nvidia-smi's name; the first match counts. Data sheets (nvidia.com/en-us/data-center/<name>)
+# give twice as many operations, with sparsity.
+DATA_SHEETS = (
+    (r"\bH200 NVL\b", DataSheet(835.5e12, 4.8e12)),
+    (r"\bH100 NVL\b", DataSheet(835.5e12, 3.9e12)),
+    (r"\bH100 PCIe\b", DataSheet(756.5e12, 2.0e12)),
+    (r"\b(H200|GH200)\b", DataSheet(HOPPER_BF16_PEAK, 4.8e12)),
+    (r"\b(H100|H800)\b", H100),
+    (r"\b(A100|A800)\b", DataSheet(312e12, 2.0e12)),
+    (r"\bB200\b", DataSheet(2250e12, 8e12)),
+    (r"\bL40S\b", DataSheet(362e12, 0.864e12)),
 )
 # Time of an operation in attention over that of one in the weights: FlashAttention-2, all that
 # torch 2.11 has for packed sequences, against matrix products with the elementwise work around
@@ -68,9 +81,9 @@ def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
     return num_tokens * (6 * shape.parameters + ATTENTION_TIME * attention)
 
 
-def bf16_peak(name: str) -> float | None:
-    """Return the peak dense bfloat16 operations per second of a GPU; None if unknown."""
-    return next((peak for pattern, peak in BF16_PEAKS if re.search(pattern, name)), None)
+def data_sheet(name: str) -> DataSheet | None:
+    """Return the rates of a GPU by nvidia-smi's name; None if it is unknown."""
+    return next((sheet for pattern, sheet in DATA_SHEETS if re.search(pattern, name)), None)
 
 
 def peak_per_rank(gpus: Iterable[GPU], dtype: DType) -> float | None:
@@ -81,4 +94,5 @@ def peak_per_rank(gpus: Iterable[GPU], dtype: DType) -> float | None:
     names = {gpu.name for gpu in gpus}
     if len(names) != 1 or dtype is not DType.bfloat16:
         return None
-    return bf16_peak(*names)
+    sheet = data_sheet(*names)
+    return sheet and sheet.peak

@@ -65,18 +65,13 @@ class Machine:
         errors = [f"{node.gpu_error} (on {node.name})" for node in self.nodes if node.gpu_error]
         return errors[0] if errors and not self.gpus else ""
 
-    @property
-    def has_known_ram(self) -> bool:
-        """False for a planned machine."""
-        return all(node.memory_bytes < UNKNOWN_RAM for node in self.nodes)
-
     def describe(self) -> str:
         """Return one line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
         nodes = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
         none = "GPUs unknown, as nvidia-smi failed" if self.gpu_error else "no NVIDIA GPU"
         gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else none
-        if not self.has_known_ram:
+        if any(node.memory_bytes == UNKNOWN_RAM for node in self.nodes):
             return f"{nodes}{gpus}, planned"
         cores = sum(node.cores for node in self.nodes)
         ram = sum(node.memory_bytes for node in self.nodes) / GIB

@@ -7,15 +7,16 @@ allocator's reserve. On CPUs activations are a lower bound: attention pads there
 Units: bytes, of one rank unless said otherwise.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.config.choices import Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.planner.machine import GIB
+from hybridrl.config.planner.machine import GIB, Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
-from hybridrl.config.planner.world import world_size
+from hybridrl.config.planner.world import slots_on_nodes, world_size
 from hybridrl.config.schema import RunConfig
 
 MIB = 2**20
@@ -46,6 +47,11 @@ class Phase:
     def total(self) -> int:
         """Bytes of all parts."""
         return sum(self.parts.values())
+
+
+def largest(phases: Iterable[Phase]) -> Phase:
+    """Return the phase with the most memory."""
+    return max(phases, key=lambda phase: phase.total)
 
 
 class Role(NamedTuple):
@@ -164,26 +170,21 @@ def host_parts(
     }
 
 
-def node_ram(
-    config: RunConfig,
-    shape: ModelShape,
-    reward_shape: ModelShape | None = None,
-    slots: int | None = None,
-) -> int:
-    """Return `on_node` of workers with GPUs."""
-    return on_node(config, sum(host_parts(config, shape, reward_shape).values()), slots)
-
-
-def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
-    """Return `on_node` of workers without GPU."""
-    return on_node(config, max(phase.total for phase in phases), slots)
-
-
-def on_node(config: RunConfig, per_rank: int, slots: int | None) -> int:
-    """Return the RAM of workers and driver on a node; by default the node with most slots."""
-    slots = config.cluster.gpus_per_node if slots is None else slots
-    assert slots is not None
+def on_node(slots: int, per_rank: int) -> int:
+    """Return the RAM of this number of workers on a node, with the driver."""
     return slots * per_rank + CPU_DRIVER_BYTES
+
+
+def tightest_node(config: RunConfig, machine: Machine, per_rank: int) -> tuple[int, int, int]:
+    """Return (ranks, needed RAM, available RAM) of the node with the least spare RAM.
+
+    The largest demand is placed on the largest node.
+    """
+    demand = sorted(slots_on_nodes(config), reverse=True)
+    sizes = sorted((node.memory_bytes for node in machine.nodes), reverse=True)
+    nodes = zip(demand, sizes, strict=False)
+    triples = [(slots, on_node(slots, per_rank), there) for slots, there in nodes]
+    return max(triples, key=lambda triple: triple[1] - triple[2])
 
 
 def _resident(
@@ -226,11 +227,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
-def listed_parts(parts: dict[str, int], least: float = 0.01) -> str:
-    """Return 'actor weights 4.0 GiB, ...': parts of at least this share, largest first."""
-    total = sum(parts.values())
+def listed_parts(parts: dict[str, int]) -> str:
+    """Return 'actor weights 4.0 GiB, ...': parts of at least 2 %, largest first."""
+    least = 0.02 * sum(parts.values())
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size >= least * total)
+    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size >= least)
 
 
 def describe(phase: Phase) -> str:

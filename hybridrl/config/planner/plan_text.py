@@ -12,10 +12,10 @@ from hybridrl.config.planner.machine import UNKNOWN_RAM, Machine
 from hybridrl.config.planner.memory import (
     gib,
     host_parts,
+    largest,
     listed_parts,
-    node_peak,
-    node_ram,
     rank_phases,
+    tightest_node,
 )
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import (
@@ -51,7 +51,7 @@ def plan(
         *_placement(config, machine),
         table("Every rank holds", roles, _roles(config)),
         table("Batches", (), _batches(config)),
-        *_memory(config, shape, machine, reward_shape),
+        *memory_tables(config, shape, machine, reward_shape),
         *_remarks(config),
     )
 
@@ -170,34 +170,36 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
 
 
-def _memory(
+def memory_tables(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> Iterator[RenderableType]:
-    on_gpu = config.hardware.accelerator is Accelerator.gpu
+    """Yield the predicted memory of a GPU or CPU slot by phase, and the RAM of a node."""
+    on_gpu, limit = config.hardware.accelerator is Accelerator.gpu, "at least"
     gpu_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0) if on_gpu else None
-    phases = rank_phases(config, shape, gpu_bytes, reward_shape)
-    there = ram_text(min(node.memory_bytes for node in machine.nodes))
     if on_gpu:
-        limit = "predicted; " + (
-            f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown, so not checked"
+        limit = f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown, so not checked"
+    phases = rank_phases(config, shape, gpu_bytes, reward_shape)
+    rows = [
+        (
+            phase.name,
+            gib(phase.total),
+            ("yes" if phase.total <= gpu_bytes else "no") if gpu_bytes else "",
+            listed_parts(phase.parts),
         )
-    else:
-        needed = gib(node_peak(config, phases))
-        limit = f"at least; {needed} on a node with the driver{there}"
-    yield f"Memory of one rank by phase ({limit}); without parts below 1 %"
-    rows = ((phase.name, gib(phase.total), listed_parts(phase.parts)) for phase in phases)
-    yield table(None, ("phase", "total", "of which"), rows)
-    if machine.gpus:
-        parts = host_parts(config, shape, reward_shape)
-        yield (
-            f"Host memory of one rank: {gib(sum(parts.values()))} ({listed_parts(parts)}); "
-            f"{gib(node_ram(config, shape, reward_shape))} on a node with the driver{there}."
-        )
-
-
-def ram_text(size: int) -> str:
-    """Return '; it has 64.0 GiB', or nothing for a node that is only planned."""
-    return f"; it has {gib(size)}" if size < UNKNOWN_RAM else ""
+        for phase in phases
+    ]
+    columns = ("phase", "needs", "fits", "of which (from 2 %)")
+    yield table(f"Predicted memory of one rank by phase ({limit})", columns, rows)
+    if on_gpu and not gpu_bytes:
+        return
+    parts = host_parts(config, shape, reward_shape) if on_gpu else largest(phases).parts
+    each = sum(parts.values())
+    _, needed, available = tightest_node(config, machine, each)
+    has = f"; it has {gib(available)}" if available < UNKNOWN_RAM else ""
+    yield (
+        f"Host memory of one rank: {gib(each)} ({listed_parts(parts)}); "
+        f"{gib(needed)} on a node with the driver{has}."
+    )
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:

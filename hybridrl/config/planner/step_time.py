@@ -11,12 +11,16 @@ Units:    seconds, bytes, operations
 """
 
 import math
-import re
-from typing import NamedTuple
 
 from hybridrl.config.choices import Accumulation, Offload
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.planner.flops import bf16_peak, forward_flops, training_flops
+from hybridrl.config.planner.flops import (
+    H100,
+    DataSheet,
+    data_sheet,
+    forward_flops,
+    training_flops,
+)
 from hybridrl.config.planner.machine import GPU
 from hybridrl.config.planner.memory import (
     ADAM_BYTES,
@@ -30,17 +34,6 @@ from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 
-# Bytes per second of the GPU's own memory by nvidia-smi's name, from data sheets.
-BANDWIDTHS = (
-    (r"\bH100 PCIe\b", 2.0e12),
-    (r"\b(H200|GH200)\b", 4.8e12),
-    (r"\b(H100|H800)\b", 3.35e12),
-    (r"\b(A100|A800)\b", 2.0e12),
-    (r"\bB200\b", 8e12),
-    (r"\bL40S\b", 0.864e12),
-)
-# The GPU that stands for one without a known name.
-DEFAULT_GPU = "H100"
 # Shares of the peak in updates and forwards, with compiled and with eager layers.
 MFU, EAGER_MFU = 0.5, 0.4
 # Host time of a decoding step, and of a sequence in it; hosts with slow cores take twice as long.
@@ -56,36 +49,16 @@ HALVING = 0.02
 MEASURED_TOKENS = 16384
 # Share of a step for sleep and wake-up of vLLM, rewards and scheduling: 7 to 10 % measured.
 OUTSIDE = 0.08
-# How far off an estimate may be: on H100 and H200, and on GPUs that were never measured.
-ERROR, SCALED_ERROR = 0.3, 0.5
-
-
-class Rates(NamedTuple):
-    """Peak bfloat16 operations and bytes per second of one GPU, and the relative error."""
-
-    peak: float
-    bandwidth: float
-    error: float
-
-
-def rates_of(name: str) -> Rates | None:
-    """Return the rates of a GPU by nvidia-smi's name; None if it is unknown."""
-    peak = bf16_peak(name)
-    bandwidth = next((rate for pattern, rate in BANDWIDTHS if re.search(pattern, name)), None)
-    if peak is None or bandwidth is None:
-        return None
-    return Rates(peak, bandwidth, ERROR if re.search(r"\bH[12]00\b", name) else SCALED_ERROR)
 
 
 def step_seconds(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, gpu: GPU
 ) -> dict[str, float]:
-    """Estimate a step: part -> seconds. An unknown GPU counts as DEFAULT_GPU."""
-    rates = rates_of(gpu.name) or rates_of(DEFAULT_GPU)
-    assert rates is not None
+    """Estimate a step: part -> seconds. An unknown GPU counts as an H100."""
+    sheet = data_sheet(gpu.name) or H100
     parts = {
-        "rollout": _rollout(config, shape, rates, gpu),
-        **_training(config, shape, reward_shape, rates),
+        "rollout": _rollout(config, shape, sheet, gpu),
+        **_training(config, shape, reward_shape, sheet),
         "exchange of weights and gradients": _exchange(config, shape),
         "offload": _offload(config, shape, reward_shape),
     }
@@ -93,7 +66,7 @@ def step_seconds(
     return {name: seconds for name, seconds in parts.items() if seconds} | {"other": outside}
 
 
-def _rollout(config: RunConfig, shape: ModelShape, rates: Rates, gpu: GPU) -> float:
+def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -> float:
     """Return the time of prefill and of all decoding steps of one engine."""
     rollout, tp = config.rollout, config.rollout.tensor_parallel_size
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -106,24 +79,24 @@ def _rollout(config: RunConfig, shape: ModelShape, rates: Rates, gpu: GPU) -> fl
     cache = awake.get(LEFT_FOR_CACHE, awake.get("KV cache", 0))
     room = max(1.0, cache / (longest * of_token))
     together = min(sequences, rollout.max_num_seqs or sequences, room)
-    products = 2 * shape.parameters * together / tp / (rates.peak * MFU)
-    weights = size * shape.parameters / tp / rates.bandwidth
+    products = 2 * shape.parameters * together / tp / (sheet.peak * MFU)
+    weights = size * shape.parameters / tp / sheet.bandwidth
     context = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
-    read = together * context * of_token / rates.bandwidth
+    read = together * context * of_token / sheet.bandwidth
     step = DECODE_S + DECODE_SEQUENCE_S * together + max(products, weights) + read
     prefill = forward_flops(shape, prompts * rollout.max_prompt_tokens, prompts)
     steps = rollout.max_response_tokens * sequences / together
-    return steps * step + prefill / (tp * rates.peak * MFU)
+    return steps * step + prefill / (tp * sheet.peak * MFU)
 
 
 def _training(
-    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, rates: Rates
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, sheet: DataSheet
 ) -> dict[str, float]:
     """Return the time of forwards and updates of all roles, without exchange."""
     rollout, actor, fsdp = config.rollout, config.actor, config.fsdp
     sequences = config.data.prompts_per_step * rollout.responses_per_prompt
     tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    rate = rates.peak * (MFU if fsdp.compile else EAGER_MFU) * world_size(config)
+    rate = sheet.peak * (MFU if fsdp.compile else EAGER_MFU) * world_size(config)
     halvings = math.log2(max(1.0, MEASURED_TOKENS / workload(config).tokens))
     rate /= 1 + HALVING * halvings
     forward = forward_flops(shape, tokens, sequences) / rate

@@ -9,7 +9,7 @@ from host_cases import GIB, case, facts, of
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
-from hybridrl.config.planner.memory import node_ram
+from hybridrl.config.planner.memory import host_parts, on_node
 from hybridrl.controller.ray.node_probes import NodeIdentity, ProbeResult
 from hybridrl.controller.ray.ray_probes import RayNode, ranks_that_fit
 from hybridrl.doctor import memory
@@ -72,11 +72,9 @@ def uneven_case(gpus, left, slots):
 def uneven():
     """Ranks for 8 and 2 GPUs of nodes that have 8 and 3, the small one with memory for no more."""
     wide = uneven_case({"big": 8, "small": 3}, {}, [8, 2])
-    left = {
-        "big": int(1.3 * node_ram(wide.config, wide.shape)),
-        "small": int(1.3 * node_ram(wide.config, wide.shape, slots=2)),
-    }
-    assert left["small"] < node_ram(wide.config, wide.shape)
+    rank = sum(host_parts(wide.config, wide.shape).values())
+    left = {"big": int(1.3 * on_node(8, rank)), "small": int(1.3 * on_node(2, rank))}
+    assert left["small"] < on_node(8, rank)
     return dataclasses.replace(wide, agents=Nodes({"big": 8, "small": 3}, left))
 
 

@@ -4,7 +4,7 @@ import pytest
 from host_cases import assert_finds, case, cgroup, probe, the
 
 from hybridrl.config.planner.machine import memory_limit
-from hybridrl.config.planner.memory import node_ram
+from hybridrl.config.planner.memory import host_parts, on_node
 from hybridrl.doctor import memory
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Verdict
@@ -36,6 +36,10 @@ def gpu(cpu):
     )
 
 
+def needed_ram(context):
+    return on_node(8, sum(host_parts(context.config, context.shape).values()))
+
+
 def test_this_machine_is_measured(cpu):
     findings = memory.check(cpu)
     left = memory.host_memory().left
@@ -54,7 +58,7 @@ def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
         found = probe("hybridrl.doctor.memory", "host_memory()", before=join)
     finding = judge_host_memory("b", found, gpu, 8)
     assert finding.node == "b"
-    needed = node_ram(gpu.config, gpu.shape) / GIB
+    needed = needed_ram(gpu) / GIB
     assert_finds(
         finding, "memory.host", Verdict.fail, f"needs {needed:.1f} GiB of RAM", "fsdp.offload=none"
     )
@@ -66,7 +70,7 @@ def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
     ("share", "verdict"), [(0.99, Verdict.fail), (1.2, Verdict.warn), (1.3, Verdict.ok)]
 )
 def test_each_node_is_judged_by_what_it_has_left(gpu, share, verdict):
-    left = int(share * node_ram(gpu.config, gpu.shape))
+    left = int(share * needed_ram(gpu))
     assert judge_host_memory("a", Limit("the machine", left, 0), gpu, 8).verdict is verdict
 
 
