@@ -126,6 +126,13 @@ def test_chosen_values_are_saved_resolved():
     assert again.actor.max_tokens_per_gpu == 8192
 
 
+def test_a_node_without_ranks_needs_no_memory():
+    gpus = (GPU("GPUs", 80 * GIB),) * 8
+    machine = Machine((Node("head", 4, 2 * GIB), Node("big", 64, 1024 * GIB, gpus)))
+    made = make_plan([SEVEN_B], machine)
+    assert made.case.fits(ROOM) and chosen(made) == chosen(planned(SEVEN_B))
+
+
 @pytest.mark.parametrize(
     ("overrides", "machine"), [(["hardware=gpu"], GPU_NODE), (["hardware=cpu"], LAPTOP)]
 )

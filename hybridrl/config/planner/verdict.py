@@ -123,21 +123,22 @@ def _time(case: MemoryCase) -> Iterator[str]:
         yield "Time of a step: not estimated for an unknown GPU; gpus=8xL40S names it."
         return
     like = "" if data_sheet(name) else ", if these are H100s"
-    is_scaled = not like and not MEASURED.search(name)
+    error, scaled = ERROR, ""
+    if not like and not MEASURED.search(name):
+        error, scaled = SCALED_ERROR, " scaled to this GPU's data sheet;"
     parts = step_seconds(config, case.shape, case.reward_shape, case.gpu)
     total, steps = sum(parts.values()), config.trainer.total_steps
     listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
     link = NVLINK if config.cluster.nodes == 1 else NETWORK
     yield (
-        f"Time of a step: {total:.0f} s +- {SCALED_ERROR if is_scaled else ERROR:.0%}{like}. "
+        f"Time of a step: {total:.0f} s +- {error:.0%}{like}. "
         f"Prompts and responses count with their longest lengths; shorter ones take less. "
         f"{steps} steps: {steps * total / 3600:.1f} h.\n"
         f"Seconds: {listed}.\n"
         f"Basis: {MFU:.0%} of {sheet.peak / 1e12:.0f} TFLOP/s in training, {link / 1e9:.0f} GB/s "
         f"between GPUs, none of it hidden, and vLLM's decoding steps: measured with Qwen2.5-1.5B's "
         f"shape on 1 to 4 H200s (benchmarks/RESULTS.md);"
-        f"{" scaled to this GPU's data sheet;" * is_scaled} sampling takes up to twice as "
-        f"long on hosts with slow cores."
+        f"{scaled} sampling takes up to twice as long on hosts with slow cores."
     )
 
 
