@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator
+from operator import attrgetter
 
 from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
 from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
@@ -77,7 +78,7 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
 
 def supervised_problems(config: RunConfig) -> Iterator[str]:
     """Check the keys that supervised fine-tuning needs at one value."""
-    loss, each = config.algorithm.loss.function, config.rollout.responses_per_prompt
+    loss = config.algorithm.loss.function
     if not is_supervised(config):
         if loss == "nll":
             yield (
@@ -94,22 +95,19 @@ def supervised_problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.loss.function = {loss} needs {', '.join(lacking)}, which reference answers "
             f"do not have ({why}).\nSet algorithm/loss=nll."
         )
-    if config.algorithm.kl.coef != 0:
-        yield (
-            f"algorithm.kl.coef = {config.algorithm.kl.coef:g}, expected 0 with {why}: the loss is "
-            f"the likelihood of the reference answers alone.\nSet algorithm.kl.coef=0."
-        )
-    if each != 1:
-        yield (
-            f"rollout.responses_per_prompt = {each}, expected 1 with {why}: a prompt has one "
-            f"reference answer.\nSet rollout.responses_per_prompt=1."
-        )
-    if config.actor.temperature != 1:
-        yield (
-            f"actor.temperature = {config.actor.temperature:g}, expected 1 with {why}: it trains "
-            f"the distribution itself; rollout.temperature is that of the evaluation.\n"
-            f"Set actor.temperature=1."
-        )
+    for key, needed, because in (
+        ("algorithm.kl.coef", 0, "the loss is the likelihood of the reference answers alone"),
+        ("rollout.responses_per_prompt", 1, "a prompt has one reference answer"),
+        (
+            "actor.temperature",
+            1,
+            "it trains the distribution itself; rollout.temperature is that of the evaluation",
+        ),
+    ):
+        value = attrgetter(key)(config)
+        if value != needed:
+            problem = f"{key} = {value:g}, expected {needed} with {why}: {because}."
+            yield f"{problem}\nSet {key}={needed}."
 
 
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -81,7 +81,8 @@ class Machine:
 def local_machine() -> Machine:
     """Return this machine as one node."""
     gpus, error = _gpus()
-    node = Node(socket.gethostname(), _usable_cores(), memory_limit(), tuple(gpus), error)
+    cores = len(os.sched_getaffinity(0))  # CPU shares do not count
+    node = Node(socket.gethostname(), cores, memory_limit(), tuple(gpus), error)
     return Machine((node,))
 
 
@@ -95,13 +96,9 @@ def planned_machine(counts: Iterable[int], gpu: GPU) -> Machine:
     )
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0))  # CPU shares do not count
-
-
 def torch_threads(*, on_gpu: bool, processes: int) -> int:
     """Return the threads for torch's CPU operations in each of `processes` on this machine."""
-    threads = max(1, _usable_cores() // processes)
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
     return min(threads, MAX_THREADS_BESIDE_GPU) if on_gpu else threads
 
 

@@ -161,10 +161,10 @@ def host_parts(
 
     Model files are memory-mapped; only non-contiguous slices of one tensor at a time are copied.
     """
-    largest = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
+    weight = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
     return {
         "process": GPU_PROCESS_RAM_BYTES,
-        "loading": MASTER_BYTES * largest // config.fsdp.shards,
+        "loading": MASTER_BYTES * weight // config.fsdp.shards,
         "offload": pinned_bytes(config, shape, reward_shape),
         "checkpoint staging": staged_bytes(config, shape),
     }
