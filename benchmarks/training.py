@@ -55,7 +55,7 @@ from benchmarks.training_workload import (
 )
 from hybridrl.config.checks.sizes import sequence_head_problems, sequence_problems
 from hybridrl.config.choices import Accumulation
-from hybridrl.config.planner.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
+from hybridrl.config.planner.flops import H100, forward_flops, training_flops
 from hybridrl.config.planner.memory import rank_phases
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.planner.multicast import turn_off_multicast
@@ -216,7 +216,7 @@ def _measure(
     first = actor.update(mine, 1, 0.0)
     score = seconds_per_call(lambda: actor.compute_log_probs(mine), warmup=1, repeats=repeats)
     update = seconds_per_call(lambda: actor.update(mine, 1, 0.0), warmup=1, repeats=repeats)
-    num_tokens, peak = int(batch.num_tokens.sum()), HOPPER_BF16_PEAK * dist.get_world_size()
+    num_tokens, peak = int(batch.num_tokens.sum()), H100.peak * dist.get_world_size()
     score_s, update_s = statistics.median(score), statistics.median(update)
     return {
         "log_probs_mfu": round(forward_flops(shape, num_tokens, len(batch)) / score_s / peak, 4),

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from hybridrl.config.annotations import Unusable
-from hybridrl.config.checks.resources import gpu_counts, gpus_on_each
+from hybridrl.config.checks.resources import gpu_counts
 from hybridrl.config.checks.sizes import divisors, fitting_mini_batches, listed, step_responses
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
@@ -92,7 +92,7 @@ def _gpus(config: RunConfig, machine: Machine) -> int:
     if config.hardware.accelerator is Accelerator.cpu:
         return 1
     if machine.gpus:
-        return max(1, gpus_on_each(machine, config.cluster.nodes))
+        return max(1, gpu_counts(machine, config.cluster.nodes)[-1])
     if not config.run.dry:  # the missing GPUs have their own problem
         raise Unusable("cluster.gpus_per_node")
     raise ConfigError(

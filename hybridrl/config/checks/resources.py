@@ -50,7 +50,7 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
                 f"({machine.describe()}).\n"
                 f"Set placement.slots_on_nodes={there} or less."
             )
-    elif machine.gpus and wanted > (most := gpus_on_each(machine, config.cluster.nodes)):
+    elif machine.gpus and wanted > (most := gpu_counts(machine, config.cluster.nodes)[-1]):
         yield (
             f"{key}, expected at most {most}, the GPUs on each node "
             f"({machine.describe()}{_shows_no_more(machine)}).\n"
@@ -67,11 +67,6 @@ def _shows_no_more(machine: Machine) -> str:
 def gpu_counts(machine: Machine, nodes: int) -> list[int]:
     """Return the GPU counts of the `nodes` largest nodes, largest first."""
     return sorted((len(node.gpus) for node in machine.nodes), reverse=True)[:nodes]
-
-
-def gpus_on_each(machine: Machine, nodes: int) -> int:
-    """Return the GPU count that each of the `nodes` largest nodes has at least."""
-    return min(gpu_counts(machine, nodes))
 
 
 def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:

@@ -17,9 +17,6 @@ from hybridrl.config.choices import DType
 from hybridrl.config.planner.machine import GPU
 from hybridrl.config.planner.model_shape import ModelShape
 
-# Dense bfloat16 peak of one H100 or H200 (SXM), operations per second.
-HOPPER_BF16_PEAK = 989e12
-
 
 class DataSheet(NamedTuple):
     """Dense bfloat16 operations, and bytes of its own memory, that a GPU handles per second."""
@@ -28,14 +25,14 @@ class DataSheet(NamedTuple):
     bandwidth: float
 
 
-H100 = DataSheet(HOPPER_BF16_PEAK, 3.35e12)
+H100 = DataSheet(989e12, 3.35e12)
 # By nvidia-smi's name; the first match counts. Data sheets (nvidia.com/en-us/data-center/<name>)
 # give twice as many operations, with sparsity.
 DATA_SHEETS = (
     (r"\bH200 NVL\b", DataSheet(835.5e12, 4.8e12)),
     (r"\bH100 NVL\b", DataSheet(835.5e12, 3.9e12)),
     (r"\bH100 PCIe\b", DataSheet(756.5e12, 2.0e12)),
-    (r"\b(H200|GH200)\b", DataSheet(HOPPER_BF16_PEAK, 4.8e12)),
+    (r"\b(H200|GH200)\b", DataSheet(H100.peak, 4.8e12)),
     (r"\b(H100|H800)\b", H100),
     (r"\b(A100|A800)\b", DataSheet(312e12, 2.0e12)),
     (r"\bB200\b", DataSheet(2250e12, 8e12)),

@@ -41,10 +41,8 @@ def plan(
 ) -> RenderableType:
     """Return the output of `run.dry=true`; `reward_shape` is None without a reward model.
 
-    `inputs` describe what is learned from, if the data was read.
+    `inputs` are names and values of what is learned from.
     """
-    data = ", ".join(config.data.mixture) or str(config.data.train_files or config.data.name)
-    inputs = inputs or [("data", data)]
     roles = ("role", "worker", "holds")
     return Group(
         table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),
