@@ -52,30 +52,36 @@ def _slot_problems(case: MemoryCase) -> Iterator[str]:
 
 
 def _gpu_problems(case: MemoryCase) -> Iterator[str]:
-    """Yield one problem for all phases that do not fit, or that of vLLM's share of the GPU."""
-    config, phases, there = case.config, case.phases(), case.gpu.memory_bytes
-    worst = largest(phases)
-    if worst.total > there:
-        over = [phase for phase in phases if phase.total > there and phase is not worst]
-        others = ", ".join(f"{phase.name} {gib(phase.total)}" for phase in over)
-        key = DECISIVE.get(worst.name, "model.path")
-        strongest = {saving.change.key: saving for saving in savings(case)}.values()
-        saved = ", ".join(f"{saving.change} {gib(saving.saved_bytes)}" for saving in strongest)
-        yield (
-            f"{key} = {attrgetter(key)(config)}: {worst.name} needs {describe(worst)}, the GPU "
-            f"has {gib(there)}{f'; also too large: {others}' if others else ''}.\n"
-            + (f"Alone these save in {worst.name}: {saved}.\n" if saved else "")
-            + advice(case, remedy(case))
-        )
-        return
+    """Yield one problem for all phases that do not fit, and one for the reward model's."""
+    config, there = case.config, case.gpu.memory_bytes
+    over = [phase for phase in case.phases() if phase.total > there]
+    remedies = _help(case) if over else ""
+    for of_reward_model in (False, True):
+        phases = [phase for phase in over if (phase.name == REWARD_PHASE) is of_reward_model]
+        if phases:
+            worst = largest(phases)
+            others = ", ".join(f"{p.name} {gib(p.total)}" for p in phases if p is not worst)
+            key = DECISIVE.get(worst.name, "model.path")
+            yield (
+                f"{key} = {attrgetter(key)(config)}: {worst.name} needs {describe(worst)}, the GPU "
+                f"has {gib(there)}{f'; also too large: {others}' if others else ''}.\n{remedies}"
+            )
     share = config.rollout.gpu_memory_utilization
-    budget, weights = int(share * there), phases[0].parts["rollout weights"]
-    if config.rollout.kv_cache_mb is None and weights >= budget:
+    budget, weights = int(share * there), case.phases()[0].parts["rollout weights"]
+    if config.rollout.kv_cache_mb is None and weights >= budget and not over:
         yield (
             f"rollout.gpu_memory_utilization = {share} gives vLLM "
             f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
             f"Raise it or rollout.tensor_parallel_size."
         )
+
+
+def _help(case: MemoryCase) -> str:
+    """List what each setting saves in the largest phase, and some that fit together."""
+    strongest = {saving.change.key: saving for saving in savings(case)}.values()
+    saved = ", ".join(f"{saving.change} {gib(saving.saved_bytes)}" for saving in strongest)
+    alone = f"Alone these save in {case.worst().name}: {saved}.\n" if saved else ""
+    return alone + advice(case, remedy(case))
 
 
 def _host_problems(case: MemoryCase) -> Iterator[str]:
