@@ -5,7 +5,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 export PYTHON VENV TORCH_INDEX
 
-.PHONY: gsm8k_ppo test test_fast test_slow lint env
+.PHONY: gsm8k_ppo test test_fast test_slow lint env docs
 .DEFAULT_GOAL := test
 
 env:
@@ -27,6 +27,11 @@ test: export OMP_WAIT_POLICY = passive
 test: lint
 	$(PY) -m pytest tests/conf tests/unit -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
 	$(PY) -m pytest tests/end_to_end tests/distributed tests/gpu -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
+
+# The documentation as a site, build/docs/index.html; a dead link or a page outside the contents is an
+# error.
+docs: env
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
 
 # For contributors: config, algorithms, data, reshard plan and one run on two ranks.
 NOT_FAST := checkpoint doctor test_benchmarks test_code_reward test_compat test_copies test_deploy_* \

@@ -98,10 +98,12 @@ def kl_penalty(
 
     An unbiased estimate need not have an unbiased gradient. For the policy p, the reference q,
     d = log p - log q and tokens sampled from p, the expected gradients are
-        k1: E_p[grad log p] = 0, only noise.
-        k2: E_p[d grad log p] = grad KL(p || q), unbiased.
-        k3: E_p[(1 - q/p) grad log p] = grad KL(q || p), the reverse direction; a good approximation
-            while p is close to q.
+
+    - k1: E_p[grad log p] = 0, only noise.
+    - k2: E_p[d grad log p] = grad KL(p || q), unbiased.
+    - k3: E_p[(1 - q/p) grad log p] = grad KL(q || p), the reverse direction; a good approximation
+      while p is close to q.
+
     Each is the gradient at one token given its prefix. A token's effect on the KL of later tokens
     counts only with the penalty in the reward. From the second update of a step on, tokens are not
     sampled from p exactly; this is not corrected.

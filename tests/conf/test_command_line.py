@@ -17,6 +17,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from hybridrl.app.sweep import JobResult, ranked
+from hybridrl.cli import COMMANDS
+from hybridrl.commands import init
 from hybridrl.config.command.command_line import names_hardware, parse_argv, precompose, quoted
 from hybridrl.main import conf_dir
 
@@ -405,22 +407,37 @@ def test_a_signal_ends_the_command_with_its_own_code(dry, tmp_path, signum, code
     assert "Traceback" not in errors
 
 
-def readme_commands() -> list[list[str]]:
-    """The arguments of every `python -m hybridrl.main` line in the README's code blocks."""
-    text = (REPO / "README.md").read_text().replace("\\\n", " ")
-    lines = [line.strip().removeprefix("$ ") for line in text.splitlines()]
-    prefix = "python -m hybridrl.main"
-    return [
-        shlex.split(line.partition(prefix)[2], comments=True)
-        for line in lines
-        if line.startswith((prefix, f".venv/bin/{prefix}"))
-    ]
+def shown_commands(*patterns: str) -> list[list[str]]:
+    """Commands with their arguments in the code blocks of pages."""
+    pages = [page for pattern in patterns for page in REPO.glob(pattern)]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    text = re.sub(r"python -m hybridrl\.main", "hybridrl train", text)
+    blocks = re.findall(r"^```\w*\n(.*?)^```|^( {4}[^\n]*\n)", text, re.MULTILINE | re.DOTALL)
+    code = "".join(fenced + indented for fenced, indented in blocks)
+    lines = re.findall(r"^ *(?:[A-Z_]+=\S+ )*(?:\S*/)?hybridrl +(.+)$", code, re.MULTILINE)
+    commands = [tuple(shlex.split(line, comments=True)) for line in lines]
+    return [list(words) for words in dict.fromkeys(commands) if words]
 
 
-def test_every_command_of_the_readme_composes():
-    commands = readme_commands()
-    assert commands, "README.md has no command"
-    for argv in commands:
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["README.md", "docs/quickstart.md", "docs/tutorial_*.md"],
+        pytest.param(["docs/*.md", "recipes/*/README.md"], marks=pytest.mark.slow),
+    ],
+)
+def test_every_shown_command_is_one_and_composes(tmp_path, monkeypatch, patterns):
+    """In a folder as `hybridrl init my_task` writes it, which some pages begin with."""
+    monkeypatch.setattr(sys, "argv", ["init", str(tmp_path / "my_task")])
+    init.main()
+    monkeypatch.chdir(tmp_path / "my_task")
+    commands = shown_commands(*patterns)
+    assert len(commands) > 20
+    for name, *argv in commands:
+        assert name in COMMANDS, (name, argv)
+        # test_sweepers.py runs what needs the extra `sweeps`.
+        if name != "train" or any(word.endswith(("=optuna", "=joblib")) for word in argv):
+            continue
         line = parse_argv(argv)
         if not names_hardware(line.overrides):
             line.overrides.append("hardware=cpu")
