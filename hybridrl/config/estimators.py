@@ -114,13 +114,10 @@ def estimator_problems(config: RunConfig) -> Iterator[str]:
     """Check that the estimator exists, that its parameters are known, and what it returns."""
     advantage, settings = config.algorithm.advantage, vars(config.rollout)
     each = settings.get("responses_per_prompt", 1)  # without it there is another problem
-    try:
-        found = try_out(KEY, advantage, TRIAL, TRY_ESTIMATOR, config.algorithm, each)
-        yield from found
-        if not found:
-            estimator_of(advantage)
-    except ConfigError as error:
-        yield from error.problems
+    found = try_out(KEY, advantage, TRIAL, TRY_ESTIMATOR, config.algorithm, each)
+    yield from found
+    if not found:
+        estimator_of(advantage)
 
 
 def group_problems(config: RunConfig) -> Iterator[str]:

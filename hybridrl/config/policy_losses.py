@@ -129,16 +129,10 @@ def policy_loss_of(function: str) -> PolicyLoss:
 def loss_problems(run: RunConfig) -> Iterator[str]:
     """Check the policy loss, its settings and what it returns."""
     config = run.algorithm.loss
-    try:
-        key = f"{KEY}.function"
-        if found := try_out(key, config.function, TRIAL, TRY_LOSS, run.algorithm):
-            yield from found
-            return
-        loss = policy_loss_of(config.function)
-    except ConfigError as error:
-        yield from error.problems
+    if found := try_out(f"{KEY}.function", config.function, TRIAL, TRY_LOSS, run.algorithm):
+        yield from found
         return
-    known = loss.all_settings
+    known = policy_loss_of(config.function).all_settings
     for name in config.args.keys() - known.keys():
         near = did_you_mean(f"{KEY}.args.{name}", [f"{KEY}.args.{k}" for k in known])
         yield (

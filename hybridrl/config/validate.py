@@ -1,7 +1,8 @@
 """All checks of a typed config, but for memory (checks/memory.py).
 
 A check ends at the first value that it reads and that has no usable value (`Unusable`). So checks
-need not handle wrong types, and one error does not cause another message.
+need not handle wrong types, and one error does not cause another message. A check may also raise
+its last problems as a ConfigError.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_problems, group_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
@@ -103,5 +105,8 @@ def run(checks: Iterable[Iterable[str]], report: Report, *, broken: str | None =
     """Add the problems of checks, each as far as its keys have usable values."""
     for problems in checks:
         with suppress(Unusable):
-            for problem in problems:
-                report.add(problem, broken=broken)
+            try:
+                for problem in problems:
+                    report.add(problem, broken=broken)
+            except ConfigError as error:
+                report.problems += error.problems

@@ -9,17 +9,17 @@ import inspect
 import math
 import numbers
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.choices import RewardSignature
 from hybridrl.config.schema import RewardConfig
-from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.classes import function_at
 from hybridrl.config.user_code.importing import try_out
-from hybridrl.config.user_code.signatures import CALLS, accepted, check_signature, is_async
+from hybridrl.config.user_code.signatures import CALLS, check_signature, inputs_of, is_async
 from hybridrl.rewards.base import RewardItem, Score, as_score
+from hybridrl.rewards.processes.child import ItemTimeout, limited
 
 TRY_REWARD = "hybridrl.rewards.calls.try_reward"
 # Errors of a program rather than of its surroundings.
@@ -58,11 +58,8 @@ class RewardCall:
 
     def call(self, item: Any) -> Any:
         """Return what the function returns; of an async one, something to await."""
-        if self.signature is RewardSignature.hybridrl:
-            return self.function(*item[:3], **self.args)
-        is_verl = self.signature is RewardSignature.verl
-        inputs = _verl_inputs(item) if is_verl else _trl_inputs(_rows(item))
-        return self.function(**accepted(self.function, inputs) | self.args)
+        positional, keywords = inputs_of(self.function, self.signature, _rows(item), self.args)
+        return self.function(*positional, **keywords)
 
     def read(self, value: Any, item: Any) -> Any:
         """Return the result of an item from what the function returned."""
@@ -85,7 +82,7 @@ def reward_call(
     Raises:
         ConfigError: there is no such function, or it fits no signature.
     """
-    found = locate(key, function)
+    found = function_at(key, function)
     name = function if key == "reward" else f"{key}, {function},"
     return RewardCall(found, args, check_signature(key, function, found, args, signature), name)
 
@@ -121,38 +118,21 @@ def try_reward(
     """Score an item, in a trial's process; return the problems."""
     call = reward_call("reward", path, args, signature)
 
-    async def value() -> Any:
+    async def value(item: RewardItem) -> Any:
         found = call.call(item)
         return await found if inspect.isawaitable(found) else found
 
-    def give_up(*_: Any) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
-        returned = asyncio.run(value())
+        returned = limited(lambda item: asyncio.run(value(item)), item, timeout_s)
     except MISTAKES:
         raise
-    except Exception:
+    except (Exception, ItemTimeout):
         return []
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         call.read(returned, item)
     except (TypeError, ValueError) as error:
         return [f"{key} = {path}: {error}, {CALLS[call.signature]}."]
     return []
-
-
-def _verl_inputs(item: RewardItem) -> dict[str, Any]:
-    example = item[2]
-    return {
-        "data_source": example.get("data_source", example.get("dataset", "")),
-        "solution_str": item[1],
-        "ground_truth": example["answer"],
-        "extra_info": example.get("extra_info") or {},
-    }
 
 
 def _verl_score(value: dict[str, Any], name: str) -> Score:
@@ -174,25 +154,6 @@ def _rows(item: RewardItem | list[RewardItem]) -> list[RewardItem]:
     return item if isinstance(item, list) else [item]
 
 
-def _trl_inputs(rows: list[RewardItem]) -> dict[str, Any]:
-    """Return TRL's keywords: messages if the column prompt has some, and every other column."""
-    examples = [row[2] for row in rows]
-    prompts = [row[2].get("prompt", row[0]) for row in rows]
-    inputs: dict[str, Any] = {
-        name: [example.get(name) for example in examples]
-        for name in examples[0]
-        if name not in ("prompt", "completion", "completion_ids")
-    }
-    completions = [
-        [{"role": "assistant", "content": row[1]}] if isinstance(prompt, list) else row[1]
-        for row, prompt in zip(rows, prompts, strict=True)
-    ]
-    ids = [row[3] for row in rows if len(row) > 3]
-    inputs |= {"completion_ids": ids} if ids else {}
-    inputs |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
-    return inputs | {"prompts": prompts, "completions": completions}
-
-
 def _trl_scores(value: Any, count: int, name: str) -> list[Score | None]:
     try:
         values = list(value)
@@ -204,7 +165,3 @@ def _trl_scores(value: Any, count: int, name: str) -> list[Score | None]:
     if len(values) != count:
         raise ValueError(f"{name} returned {len(values)} numbers for {count} completions")
     return [None if each is None else as_score(each, name) for each in values]
-
-
-def _ignore(*_: Any) -> None:
-    """Stand for TRL's log_extra and log_metric."""

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from hybridrl.config.choices import RewardSignature
-from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import RewardItem, Score, read_score
+from hybridrl.rewards.calls import reward_call
 from hybridrl.rewards.processes.messages import Failure, FailureKind, Setup
 from hybridrl.rewards.processes.pool import TaskPool
 
@@ -61,7 +61,7 @@ class RewardScorer(TaskPool):
         concurrency: int = 1,
         signature: RewardSignature = RewardSignature.auto,
     ) -> None:
-        found = check_reward_function("reward", function, args, signature)
+        found = reward_call("reward", function, args, signature).signature
         self._is_batched = found is RewardSignature.trl
         self._function = function
         self._failed_score = failed_score

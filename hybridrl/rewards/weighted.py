@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import raised_problems
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import (
     RewardItem,
@@ -42,10 +42,7 @@ def _part_problems(key: str, name: str, part: Any) -> Iterator[str]:
     yield from section_problems(key, part, _RULES)
     if any(value_problems(key, part, _CALL)):
         return
-    try:
-        check_reward_function(key, part["function"], part["args"])
-    except ConfigError as error:
-        yield from error.problems
+    yield from raised_problems(check_reward_function, key, part["function"], part["args"])
 
 
 @checked_by(_problems)

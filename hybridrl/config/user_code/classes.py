@@ -9,9 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.choices import RewardSignature
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, raised_problems
 from hybridrl.config.user_code.files import FORMS, file_of, module_and_name, module_of
-from hybridrl.config.user_code.importing import check_import, import_problem, own_problems
+from hybridrl.config.user_code.importing import check_import, check_itself, import_problem
 from hybridrl.config.user_code.signatures import check_arguments, check_signature, is_async
 
 # role -> its built-in worker and config class. A path instead of the class avoids importing torch.
@@ -125,10 +125,8 @@ def reward_problems(config: schema.RunConfig) -> Iterator[str]:
                 f"with greedy or sampled: it is part of eval/accuracy_<name>.\nRename it."
             )
     for key, rule, signature in _reward_functions(config):
-        try:
-            check_reward_function(key, rule.function, rule.args, signature)
-        except ConfigError as error:
-            yield from error.problems
+        given = (key, rule.function, rule.args, signature)
+        yield from raised_problems(check_reward_function, *given)
 
 
 def _reward_functions(
@@ -143,10 +141,7 @@ def _reward_functions(
 def callback_problems(config: schema.RunConfig) -> Iterator[str]:
     """Check the callbacks."""
     for path in config.trainer.callbacks:
-        try:
-            callback_class(path)
-        except ConfigError as error:
-            yield from error.problems
+        yield from raised_problems(callback_class, path)
 
 
 def callback_class(path: str) -> Callable[[], Any]:
@@ -176,11 +171,10 @@ def environment_problems(config: schema.RunConfig) -> Iterator[str]:
     if environment is not None:
         if not environment.role:
             yield "environment.role is empty, expected a role of the chat template, such as user."
-        function, args = environment.function, environment.args
-        try:
-            check_call("environment", function, ({},), args, "(example, **args)")
-        except ConfigError as error:
-            yield from error.problems
+        key, path, args = "environment", environment.function, environment.args
+        function = _checked_function(key, path)
+        check_arguments(key, path, function, args, (({},), args), "(example, **args)")
+        check_itself(key, path, function, args)
 
 
 def check_reward_function(
@@ -195,17 +189,10 @@ def check_reward_function(
         ConfigError: `path` cannot be imported, has no known signature, or cannot be called with
             args, or its own checks found problems.
     """
-    function = _callable(key, path)
+    function = _checked_function(key, path)
     found = check_signature(key, path, function, args, signature)
-    if problems := own_problems(key, path, function, args):
-        raise ConfigError(*problems)
+    check_itself(key, path, function, args)
     return found
-
-
-def reward_signature(reward: schema.RewardConfig) -> RewardSignature:
-    """Return the signature by which a checked config's reward is called, for header and plan."""
-    function = locate("reward.function", reward.function)
-    return check_signature("reward", reward.function, function, reward.args, reward.signature)
 
 
 def awaits_rewards(config: schema.RunConfig) -> bool:
@@ -216,23 +203,18 @@ def awaits_rewards(config: schema.RunConfig) -> bool:
     return any(is_async(locate(key, rule.function), rule.args) for key, rule, _ in functions)
 
 
-def check_call(
-    key: str, path: str, inputs: tuple[Any, ...], args: dict[str, Any], call: str
-) -> None:
-    """Check that `path`, of the section `key`, can be called with example inputs and its args.
+def _checked_function(key: str, path: str) -> Callable[..., Any]:
+    """Return what `function_at` does, after a trial of the import."""
+    check_import(f"{key}.function", path)
+    return function_at(key, path)
+
+
+def function_at(key: str, path: str) -> Callable[..., Any]:
+    """Return the function or class that `path` names, of the section `key`.
 
     Raises:
-        ConfigError: `path` cannot be imported or called so, or its own checks found problems.
+        ConfigError: as `locate` does, or `path` names something else.
     """
-    function = _callable(key, path)
-    check_arguments(key, path, function, inputs, args, call)
-    if problems := own_problems(key, path, function, args):
-        raise ConfigError(*problems)
-
-
-def _callable(key: str, path: str) -> Callable[..., Any]:
-    """Return the function or class that `path` names; raise a ConfigError if there is none."""
-    check_import(f"{key}.function", path)
     function: Callable[..., Any] = locate(f"{key}.function", path)
     if not callable(function):
         raise ConfigError(

@@ -98,17 +98,20 @@ def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> l
     return [f"{key} = {path}, but {what} failed: {told}."]
 
 
-def own_problems(key: str, path: str, found: object, args: dict[str, Any]) -> list[str]:
-    """Return the problems that `found`, named by `path`, reports of its args.
+def check_itself(key: str, path: str, found: object, args: dict[str, Any]) -> None:
+    """Raise a ConfigError if `found`, named by `path`, reports problems of its args.
 
     A separate process runs checks of user code.
     """
     if not isinstance(found, ChecksItself):
-        return []
+        return
     if is_ours(path):
-        return list(found.problems(key, args))
-    check, function = "its check `problems`", f"{__name__}.problems_of"
-    return try_out(f"{key}.function", path, check, function, key, args)
+        problems = list(found.problems(key, args))
+    else:
+        check, function = "its check `problems`", f"{__name__}.problems_of"
+        problems = try_out(f"{key}.function", path, check, function, key, args)
+    if problems:
+        raise ConfigError(*problems)
 
 
 def problems_of(function_key: str, path: str, key: str, args: dict[str, Any]) -> list[str]:

@@ -1,11 +1,13 @@
-"""Signatures of reward functions: ours, verl's and TRL's, recognised by parameter names.
+"""Signatures of reward functions, ours, verl's and TRL's: how each is recognised and called.
+
+A row is one response: prompt, response, example and, for TRL functions, the response's token ids.
 
 Sources: verl, https://verl.readthedocs.io/en/latest/preparation/reward_function.html;
 TRL, https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,9 +25,6 @@ CALLS = {
     RewardSignature.trl: "(prompts, completions, **columns) -> list of numbers",
 }
 OURS = ("prompt", "response", "example")
-# Keywords that verl and TRL pass; of the others, a column of the row.
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # A parameter of this name tells whose function it is.
 _TELLING = {
     "solution_str": RewardSignature.verl,
@@ -69,11 +68,55 @@ def recognised(function: Callable[..., Any]) -> RewardSignature | None:
     return RewardSignature.hybridrl
 
 
-def accepted(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a function takes: all, or those that it names."""
+def inputs_of(
+    function: Callable[..., Any],
+    signature: RewardSignature,
+    rows: Sequence[tuple[Any, ...]],
+    args: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of a call for a row; of TRL's, for all `rows`.
+
+    Keywords are those that the function takes, and the args, which come first.
+    """
+    if signature is RewardSignature.hybridrl:
+        return rows[0][:3], dict(args)
+    given = _verl_inputs(*rows[0][1:3]) if signature is RewardSignature.verl else _trl_inputs(rows)
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in keywords.items() if takes_all or name in parameters}
+    taken = {name: value for name, value in given.items() if takes_all or name in parameters}
+    return (), {**taken, **args}
+
+
+def _verl_inputs(response: str, example: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": example.get("data_source", example.get("dataset", "")),
+        "solution_str": response,
+        "ground_truth": example["answer"],
+        "extra_info": example.get("extra_info") or {},
+    }
+
+
+def _trl_inputs(rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """Return TRL's keywords: messages if the column prompt has some, and every other column."""
+    examples = [row[2] for row in rows]
+    prompts = [row[2].get("prompt", row[0]) for row in rows]
+    inputs: dict[str, Any] = {
+        name: [example.get(name) for example in examples]
+        for name in examples[0]
+        if name not in ("prompt", "completion", "completion_ids")
+    }
+    completions = [
+        [{"role": "assistant", "content": row[1]}] if isinstance(prompt, list) else row[1]
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
+    ids = [row[3] for row in rows if len(row) > 3]
+    inputs |= {"completion_ids": ids} if ids else {}
+    inputs |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+    return inputs | {"prompts": prompts, "completions": completions}
+
+
+def _ignore(*_: Any) -> None:
+    """Stand for TRL's log_extra and log_metric."""
 
 
 def check_signature(
@@ -109,24 +152,31 @@ def check_signature(
             f"the parameter names of one of these:\n{calls}\n"
             f"Rename its parameters{named}."
         )
-    positional, keywords = _trial_call(function, args, found)
-    check_arguments(key, path, function, positional, args, CALLS[found], keywords)
+    # TRL's functions may ask for any column.
+    columns = filter(_is_required, inspect.signature(function).parameters.values())
+    row = ("", "", {"answer": ""} | {column.name: "" for column in columns}, list[int]())
+    inputs = inputs_of(function, found, [row], args)
+    check_arguments(key, path, function, args, inputs, CALLS[found])
     return found
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return named and parameter.default is parameter.empty
 
 
 def check_arguments(
     key: str,
     path: str,
     function: Callable[..., Any],
-    positional: tuple[Any, ...],
     args: dict[str, Any],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
     call: str,
-    keywords: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise a ConfigError unless a function can be called with these inputs and its args."""
-    signature = inspect.signature(function)
+    """Raise a ConfigError unless a function takes these inputs: positional, and args by keyword."""
+    signature, (positional, keywords) = inspect.signature(function), inputs
     try:
-        signature.bind(*positional, **(keywords or {}), **args)
+        signature.bind(*positional, **keywords)
     except TypeError as error:
         known = list(signature.parameters)[len(positional) :]
         raise ConfigError(
@@ -134,20 +184,6 @@ def check_arguments(
             f"Its signature is {signature}; the call is {call}. "
             f"{_similar_args(key, args, known)}Remove or rename keys of {key}.args."
         ) from error
-
-
-def _trial_call(
-    function: Callable[..., Any], args: dict[str, Any], signature: RewardSignature
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword inputs of a call; a row has any column that TRL's ask for."""
-    if signature is RewardSignature.hybridrl:
-        return ("prompt", "response", {}), {}
-    names = dict.fromkeys(VERL if signature is RewardSignature.verl else TRL, "")
-    if signature is RewardSignature.trl:
-        parameters = inspect.signature(function).parameters.values()
-        named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        names |= {p.name: "" for p in named if p.default is p.empty}
-    return (), accepted(function, {name: "" for name in names if name not in args})
 
 
 def _similar_args(key: str, args: dict[str, Any], known: list[str]) -> str:

@@ -92,7 +92,7 @@ def _result(
 ) -> Indexed | Failure:
     """Return the item's value or failure. A task may raise anything, including SystemExit."""
     try:
-        return index, _limited(task, item, timeout_s)
+        return index, limited(task, item, timeout_s)
     except BaseException as error:
         return _failure(index, error, timeout_s if isinstance(error, ItemTimeout) else None)
 
@@ -106,7 +106,7 @@ def _failure(index: int, error: BaseException, timeout_s: float | None) -> Failu
     return Failure(index, FailureKind.error, reason[:_MAX_REASON_CHARS], trace)
 
 
-def _limited(task: Callable[[Any], Any], item: Any, timeout_s: float) -> Any:
+def limited(task: Callable[[Any], Any], item: Any, timeout_s: float) -> Any:
     """Compute `task(item)`, interrupted by ItemTimeout after `timeout_s`."""
     # Set for each item: rewards may use SIGALRM themselves.
     signal.signal(signal.SIGALRM, _raise_timeout)

@@ -9,8 +9,8 @@ from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.classes import reward_signature
 from hybridrl.data.sources.prompts import DataSetSummary
+from hybridrl.rewards.calls import reward_call
 
 # More evaluation steps are shown as a count.
 MAX_STEPS_SHOWN = 6
@@ -62,9 +62,10 @@ def _reward(config: RunConfig) -> str:
     """Name the function of the rewards, its signature and its arguments."""
     if config.environment is not None:
         return f"{_function(config.environment)}, an environment"
-    signature = reward_signature(config.reward)
+    reward = config.reward
+    signature = reward_call("reward", reward.function, reward.args, reward.signature).signature
     theirs = "" if signature is RewardSignature.hybridrl else f", as {signature}'s"
-    return f"{_function(config.reward)}{theirs}"
+    return f"{_function(reward)}{theirs}"
 
 
 def _function(section: FunctionConfig) -> str:
