@@ -41,7 +41,7 @@ from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.ppo import PPOTrainer
-from hybridrl.trainer.reference_answers import reference_rewards
+from hybridrl.trainer.reference_answers import show_reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.timing.throughput import Throughput
@@ -222,8 +222,7 @@ def _show_references(
 ) -> None:
     """Print the rewards of reference answers; environments judge no finished texts."""
     if isinstance(rewards, FunctionRewards) and config.reward.function != NO_REWARD:
-        for finding in reference_rewards(config, prompts.train, rewards):
-            (console.warn if finding.is_warning else console.note)(finding.text)
+        show_reference_rewards(config, prompts.train, rewards, console)
 
 
 def _route_logging(console: RunConsole, stack: ExitStack) -> None:

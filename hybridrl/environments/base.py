@@ -133,8 +133,8 @@ def checked(result: Any, function: str) -> StepResult:
     """Check the result of `reset` or `step`.
 
     Raises:
-        TypeError: it is not a StepResult, or a member has the wrong type.
-        ValueError: the reward is NaN, infinite or too large.
+        TypeError: it is not a StepResult, or text or done has the wrong type.
+        WrongScore: the reward is no number, NaN, infinite or too large.
     """
     match result:
         case StepResult(text=str(), done=bool()):

@@ -4,6 +4,7 @@ import math
 import numbers
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,6 +15,10 @@ MAX_REWARD = 1e12
 
 # prompt, response, example and, for TRL functions, the response's token ids
 RewardItem = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[int]]
+
+
+class WrongScore(ValueError):
+    """A reward returned something else than a score."""
 
 
 class Score(NamedTuple):
@@ -104,14 +109,14 @@ def as_score(value: Any, function: str) -> Score:
         function: dotted path of the reward, for messages.
 
     Raises:
-        TypeError: the value is neither.
-        ValueError: a number is NaN, infinite or too large, or a part's name is not one word.
+        WrongScore: the value is neither, a number is NaN, infinite or too large, or a part's name
+            is not one word.
     """
     if not isinstance(value, Score):
         return Score(finite_number(value, function), {})
     for name in value.parts:
         if not re.fullmatch(r"\w+", name):
-            raise ValueError(f"{function} named a part {name!r}, expected one word")
+            raise WrongScore(f"{function} named a part {name!r}, expected one word")
     parts = {
         name: finite_number(part, f"{function}, {name},") for name, part in value.parts.items()
     }
@@ -128,16 +133,19 @@ def read_score(value: Any, function: str) -> Score:
 
 @runtime_checkable
 class _Scalar(Protocol):
-    def item(self) -> Any: ...  # of numpy and torch; raises if there are several elements
+    def item(self) -> Any: ...  # of numpy and torch
 
 
 def finite_number(value: Any, function: str) -> float:
     """Convert one number that `function` returned; raise as `as_score` does."""
-    number = value.item() if isinstance(value, _Scalar) else value
+    number = value
+    if isinstance(value, _Scalar):
+        with suppress(ValueError, RuntimeError):  # several elements
+            number = value.item()
     if not isinstance(number, numbers.Real):
-        raise TypeError(f"{function} returned a {type(value).__name__}, expected a number")
+        raise WrongScore(f"{function} returned a {type(value).__name__}, expected a number")
     if not math.isfinite(number):
-        raise ValueError(f"{function} returned {value}, expected a finite number")
+        raise WrongScore(f"{function} returned {value}, expected a finite number")
     if abs(float(number)) > MAX_REWARD:
-        raise ValueError(f"{function} returned {value}, expected at most {MAX_REWARD:g} in size")
+        raise WrongScore(f"{function} returned {value}, expected at most {MAX_REWARD:g} in size")
     return float(number)

@@ -18,7 +18,7 @@ from hybridrl.config.schema import RewardConfig
 from hybridrl.config.user_code.classes import function_at
 from hybridrl.config.user_code.importing import try_out
 from hybridrl.config.user_code.signatures import CALLS, check_signature, inputs_of, is_async
-from hybridrl.rewards.base import RewardItem, Score, as_score
+from hybridrl.rewards.base import RewardItem, Score, WrongScore, as_score
 from hybridrl.rewards.processes.child import ItemTimeout, limited
 
 TRY_REWARD = "hybridrl.rewards.calls.try_reward"
@@ -49,20 +49,18 @@ class RewardCall:
 
     def score(self, item: Any) -> Any:
         """Return the result of an item; raise as the function and `as_score` do."""
-        return self.read(self.call(item), item)
+        return self._read(self._call(item), item)
 
     async def score_later(self, item: Any) -> Any:
         """Return as `score` does, of an async function or another one."""
-        found = self.call(item)
-        return self.read(await found if inspect.isawaitable(found) else found, item)
+        found = self._call(item)
+        return self._read(await found if inspect.isawaitable(found) else found, item)
 
-    def call(self, item: Any) -> Any:
-        """Return what the function returns; of an async one, something to await."""
+    def _call(self, item: Any) -> Any:
         positional, keywords = inputs_of(self.function, self.signature, _rows(item), self.args)
         return self.function(*positional, **keywords)
 
-    def read(self, value: Any, item: Any) -> Any:
-        """Return the result of an item from what the function returned."""
+    def _read(self, value: Any, item: Any) -> Any:
         if self.signature is RewardSignature.trl:
             scores = _trl_scores(value, len(_rows(item)), self.name)
             return scores if isinstance(item, list) else scores[0]
@@ -118,27 +116,21 @@ def try_reward(
     """Score an item, in a trial's process; return the problems."""
     call = reward_call("reward", path, args, signature)
 
-    async def value(item: RewardItem) -> Any:
-        found = call.call(item)
-        return await found if inspect.isawaitable(found) else found
-
     try:
-        returned = limited(lambda item: asyncio.run(value(item)), item, timeout_s)
+        limited(lambda item: asyncio.run(call.score_later(item)), item, timeout_s)
+    except WrongScore as error:
+        return [f"{key} = {path}: {error}, {CALLS[call.signature]}."]
     except MISTAKES:
         raise
     except (Exception, ItemTimeout):
         return []
-    try:
-        call.read(returned, item)
-    except (TypeError, ValueError) as error:
-        return [f"{key} = {path}: {error}, {CALLS[call.signature]}."]
     return []
 
 
 def _verl_score(value: dict[str, Any], name: str) -> Score:
     """Return the score of verl's dict; its other numbers are parts."""
     if "score" not in value:
-        raise TypeError(f"{name} returned a dict without score")
+        raise WrongScore(f"{name} returned a dict without score")
     parts = {
         key: float(part)
         for key, part in value.items()
@@ -158,10 +150,10 @@ def _trl_scores(value: Any, count: int, name: str) -> list[Score | None]:
     try:
         values = list(value)
     except TypeError:
-        raise TypeError(
+        raise WrongScore(
             f"{name} returned a {type(value).__name__}, expected a list of numbers, one per "
             f"completion"
         ) from None
     if len(values) != count:
-        raise ValueError(f"{name} returned {len(values)} numbers for {count} completions")
+        raise WrongScore(f"{name} returned {len(values)} numbers for {count} completions")
     return [None if each is None else as_score(each, name) for each in values]

@@ -1,12 +1,10 @@
 """Rewards of reference answers: before the first rollout, one problem of each data set."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.rows import column_text
 from hybridrl.trainer.rewarding import FunctionRewards
+from hybridrl.trainer.tracking.console import RunConsole
 
 # Characters of a question or an answer in a message.
 SHOWN = 50
@@ -15,17 +13,10 @@ LONGEST_BARE = 40
 FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 
 
-class Finding(NamedTuple):
-    """Line about one data set, and whether it is a warning."""
-
-    text: str
-    is_warning: bool
-
-
-def reference_rewards(
-    config: RunConfig, prompts: list[Prompt], rewards: FunctionRewards
-) -> Iterator[Finding]:
-    """Score the reference answer of the first problem of each data set.
+def show_reference_rewards(
+    config: RunConfig, prompts: list[Prompt], rewards: FunctionRewards, console: RunConsole
+) -> None:
+    """Score the reference answer of the first problem of each data set; print a line for each.
 
     A worked solution is scored as it stands. A bare answer is scored in the usual forms, too,
     because the reward may ask for one of them; the best one counts.
@@ -34,35 +25,36 @@ def reference_rewards(
     for prompt in prompts:
         first.setdefault(prompt.dataset, prompt)
     for prompt in first.values():
-        yield _finding(config, prompt, rewards)
+        _show(config, prompt, rewards, console)
 
 
-def _finding(config: RunConfig, prompt: Prompt, rewards: FunctionRewards) -> Finding:
+def _show(config: RunConfig, prompt: Prompt, rewards: FunctionRewards, console: RunConsole) -> None:
     answer, *forms = references(config, prompt)
     name = f"{prompt.dataset}: " if prompt.dataset else ""
     what = f"{name}reference answer of {_start(prompt.question)} ({prompt.where})"
     function = f"reward.function = {config.reward.function}"
     first = rewards.score_texts(prompt, [answer])
     if first.failures:
-        return Finding(
+        console.warn(
             f"{what}: the reward fails: {first.failures[0].reason}\nCheck that {function} fits "
-            f"the data; its columns are {', '.join(prompt.example)}.",
-            is_warning=True,
+            f"the data; its columns are {', '.join(prompt.example)}."
         )
+        return
     score = first.scores[0]
     if score > 0:
-        return Finding(f"{what}: reward {score:g}", is_warning=False)
+        console.note(f"{what}: reward {score:g}")
+        return
     *others, empty = rewards.score_texts(prompt, [*forms, ""]).scores
     best, written = max(zip(others, forms, strict=True), default=(score, answer))
     if max(best, score) > max(0.0, empty) or score > empty:
         as_form = f", written as {_start(written)}" if best > score else ""
-        return Finding(f"{what}: reward {max(best, score):g}{as_form}", is_warning=False)
+        console.note(f"{what}: reward {max(best, score):g}{as_form}")
+        return
     tried = " and ".join(map(_start, (answer, *forms)))
-    return Finding(
+    console.warn(
         f"{what}: reward {score:g}, not more than for an empty response ({empty:g}); tried "
         f"{tried}.\nIf {function} judges answers, it does not fit this data. Check its arguments, "
-        f"data.answer_key = {config.data.answer_key}, and the form of answer that it expects.",
-        is_warning=True,
+        f"data.answer_key = {config.data.answer_key}, and the form of answer that it expects."
     )
 
 

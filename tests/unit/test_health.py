@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.reference_answers import reference_rewards, references
+from hybridrl.trainer.reference_answers import references, show_reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from hybridrl.trainer.tracking.health import RULES, Health
 from tests.run_configs import run_config
@@ -89,13 +89,22 @@ def prompt(answer, **columns):
     return Prompt(0, [1], "How many?\n", "How many?", example, {}, where="a.jsonl:1")
 
 
-def findings(function, *prompts, **args):
-    """What is said of reference answers by a reward, and whether as a warning."""
+class Lines:
+    """A console that keeps what it is given."""
+
+    def __init__(self):
+        self.notes, self.warnings = [], []
+        self.note, self.warn = self.notes.append, self.warnings.append
+
+
+def said(function, *prompts, **args):
+    """What is said of reference answers by a reward."""
     config = run_config(f"reward.function={function}")
     settings = {"timeout_s": 5.0, "num_processes": 1, "failed_score": 0.0}
     with RewardScorer(function, args, **settings) as scorer:
         rewards = FunctionRewards(lambda rows: [], scorer)
-        return [*reference_rewards(config, list(prompts), rewards)]
+        show_reference_rewards(config, list(prompts), rewards, console := Lines())
+    return console
 
 
 SOLVED = "She has 40 + 2 = 42.\n#### 42"
@@ -110,23 +119,22 @@ SOLVED = "She has 40 + 2 = 42.\n#### 42"
     ],
 )
 def test_a_fitting_reference_answer_is_one_line(answer, mode, ends):
-    (found,) = findings("hybridrl.rewards.gsm8k.score", prompt(answer), mode=mode)
-    assert not found.is_warning and found.text.endswith(ends) and "\n" not in found.text
+    found = said("hybridrl.rewards.gsm8k.score", prompt(answer), mode=mode)
+    (text,) = found.notes
+    assert found.warnings == [] and text.endswith(ends) and "\n" not in text
 
 
 def test_a_reward_that_does_not_fit_is_a_warning():
-    (found,) = findings("hybridrl.rewards.none.score", prompt(SOLVED))
-    assert found.is_warning
-    assert "reward 0" in found.text and "data.answer_key = answer" in found.text
-    (failed,) = findings("hybridrl.rewards.gsm8k.score", prompt("blue", color="sky"))
-    assert failed.is_warning
-    assert "the reward fails" in failed.text and "question, answer, color" in failed.text
+    (text,) = said("hybridrl.rewards.none.score", prompt(SOLVED)).warnings
+    assert "reward 0" in text and "data.answer_key = answer" in text
+    (failed,) = said("hybridrl.rewards.gsm8k.score", prompt("blue", color="sky")).warnings
+    assert "the reward fails" in failed and "question, answer, color" in failed
 
 
 def test_each_data_set_of_a_mixture_has_a_line():
     sets = [replace(prompt(SOLVED), dataset=name) for name in ("a", "b", "a")]
-    found = findings("hybridrl.rewards.gsm8k.score", *sets)
-    assert [one.text[:19] for one in found] == ["a: reference answer", "b: reference answer"]
+    found = said("hybridrl.rewards.gsm8k.score", *sets).notes
+    assert [text[:19] for text in found] == ["a: reference answer", "b: reference answer"]
 
 
 def test_a_worked_solution_comes_before_the_bare_answer():

@@ -7,15 +7,14 @@ import os
 import pickle
 import subprocess
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.files import file_of, module_and_name, module_of
 from hybridrl.config.user_code.supervisor import describe_exit, end, supervise
+from hybridrl.config.user_code.tracebacks import place_of
 
 TRIAL_TIMEOUT_S = 120.0
 
@@ -25,12 +24,6 @@ _COMMAND = (
     "main(*pickle.load(sys.stdin.buffer), int(sys.argv[1]), int(sys.argv[2]))"
 )
 _MAX_CHARS = 1000
-# Folders of code that is not the user's, and the frames of Python's own imports.
-_LIBRARIES = (
-    f"{Path(__file__).parents[2]}/",
-    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
-    "<",
-)
 
 # Dotted path of a function of hybridrl that returns problems, and its arguments.
 Check = tuple[str, tuple[Any, ...]]
@@ -193,9 +186,6 @@ def _problems(function: str, arguments: tuple[Any, ...]) -> list[str]:
 def _described(error: BaseException) -> str:
     """Return an error in one line, with the last line of user code that led to it."""
     text = traceback.format_exception_only(error)[-1].strip()[:_MAX_CHARS]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [(f.filename, f.lineno) for f in frames if not f.filename.startswith(_LIBRARIES)]
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        own.append((error.filename, error.lineno))
-    place = f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
+    file, line = place_of(error) or ("", 0)
+    place = f" ({file}, line {line})" if file else ""
     return (text + place).encode(errors="backslashreplace").decode()

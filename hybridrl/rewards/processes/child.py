@@ -18,8 +18,8 @@ from typing import Any
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.supervisor import supervise
+from hybridrl.config.user_code.tracebacks import user_traceback
 from hybridrl.rewards.processes.messages import START, ChildEnd, Failure, FailureKind, Indexed
-from hybridrl.rewards.processes.tracebacks import user_traceback
 
 _MAX_REASON_CHARS = 500
 # For asyncio.to_thread in rewards; started as needed. Python's default follows the cores.

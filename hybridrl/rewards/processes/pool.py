@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from hybridrl.config.user_code.supervisor import describe_exit
+from hybridrl.config.user_code.tracebacks import last_frame
 from hybridrl.rewards.processes.messages import START, Failure, FailureKind, Indexed, Setup
 from hybridrl.rewards.processes.process import (
     START_TIMEOUT_S,
@@ -27,7 +28,6 @@ from hybridrl.rewards.processes.process import (
     RewardProcessError,
     environment_for,
 )
-from hybridrl.rewards.processes.tracebacks import last_frame
 
 _logger = logging.getLogger(__name__)
 

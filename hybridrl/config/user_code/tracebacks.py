@@ -20,7 +20,7 @@ def user_traceback(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error, compact=True)
     for each in _all(told):
         own = [frame for frame in each.stack if not _is_machinery(frame.filename)]
-        user = [frame for frame in own if not any(part in frame.filename for part in _INSTALLED)]
+        user = [frame for frame in own if not _is_installed(frame.filename)]
         each.stack = traceback.StackSummary.from_list(user or own)
     return "".join(told.format())[-MAX_CHARS:]
 
@@ -39,8 +39,20 @@ def _all(told: traceback.TracebackException) -> Iterator[traceback.TracebackExce
             yield from _all(other)
 
 
+def place_of(error: BaseException) -> tuple[str, int | None] | None:
+    """Return file and line of the user's code that led to an error; None if there is none."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return error.filename, error.lineno
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = (frame for frame in frames if not _is_machinery(frame.filename))
+    return next(((f.filename, f.lineno) for f in own if not _is_installed(f.filename)), None)
+
+
+def _is_installed(filename: str) -> bool:
+    return any(part in filename for part in _INSTALLED)
+
+
 def _is_machinery(filename: str) -> bool:
     """Return whether a file belongs to hybridrl or Python itself."""
-    is_installed = any(part in filename for part in _INSTALLED)
-    is_python = filename.startswith((_PYTHON, "<frozen")) and not is_installed
+    is_python = filename.startswith((_PYTHON, "<frozen")) and not _is_installed(filename)
     return is_python or filename.startswith(_OURS)
