@@ -8,8 +8,8 @@ from hybridrl.trainer.tracking.console import RunConsole
 
 # Characters of a question or an answer in a message.
 SHOWN = 50
-# Answers of at most this many characters on one line are written in the usual forms, too.
-LONGEST_BARE = 40
+# Final answers of at most this many characters on one line are written in the usual forms, too.
+LONGEST_FINAL = 40
 FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 
 
@@ -18,7 +18,7 @@ def show_reference_rewards(
 ) -> None:
     """Score the reference answer of the first problem of each data set; print a line for each.
 
-    A worked solution is scored as it stands. A bare answer is scored in the usual forms, too,
+    A worked solution is scored as it stands. The final answer is scored in the usual forms, too,
     because the reward may ask for one of them; the best one counts.
     """
     first: dict[str, Prompt] = {}
@@ -59,14 +59,15 @@ def _show(config: RunConfig, prompt: Prompt, rewards: FunctionRewards, console: 
 
 
 def references(config: RunConfig, prompt: Prompt) -> list[str]:
-    """Return a problem's worked solution or answer, then its answer in other usual forms."""
+    """Return a problem's worked solution and answer, then its final answer in usual forms."""
     data, answer = config.data, str(prompt.example["answer"])
     part = data.mixture.get(prompt.dataset)
     key = (part and part.solution_key) or data.solution_key
     solution = column_text(prompt.example, key) if key else ""
-    is_bare = len(answer) <= LONGEST_BARE and "\n" not in answer and "####" not in answer
-    forms = [form.format(answer) for form in FORMS] if is_bare else [answer]
-    return list(dict.fromkeys([*filter(None, [solution]), *forms]))
+    final = answer.rpartition("####")[2].strip()
+    is_short = len(final) <= LONGEST_FINAL and "\n" not in final
+    forms = [form.format(final) for form in FORMS] if is_short else []
+    return list(dict.fromkeys([*filter(None, [solution]), answer, *forms]))
 
 
 def _start(text: str) -> str:

@@ -124,6 +124,12 @@ def test_a_fitting_reference_answer_is_one_line(answer, mode, ends):
     assert found.warnings == [] and text.endswith(ends) and "\n" not in text
 
 
+def test_the_final_answer_of_a_solution_is_tried_in_other_forms():
+    pattern = r"\\boxed\{42\}"
+    (text,) = said("hybridrl.rewards.format.matches", prompt(SOLVED), pattern=pattern).notes
+    assert text.endswith(r"reward 1, written as '\\boxed{42}'")
+
+
 def test_a_reward_that_does_not_fit_is_a_warning():
     (text,) = said("hybridrl.rewards.none.score", prompt(SOLVED)).warnings
     assert "reward 0" in text and "data.answer_key = answer" in text
@@ -142,4 +148,5 @@ def test_a_worked_solution_comes_before_the_bare_answer():
     config = run_config("data.solution_key=extra_info.answer", "data.few_shot=1")
     assert references(config, verl)[:2] == [SOLVED, "42"]
     assert references(run_config(), verl)[0] == "42"
-    assert references(run_config(), prompt(SOLVED)) == [SOLVED]
+    forms = ["42", "#### 42", "\\boxed{42}", "<answer>42</answer>"]
+    assert references(run_config(), prompt(SOLVED)) == [SOLVED, *forms]

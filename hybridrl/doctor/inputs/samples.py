@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 TOKENIZER, DATA, REWARD = "inputs.tokenizer", "inputs.data", "inputs.reward"
 NUM_ROWS = 8
 QUESTION = "What is 2 + 2?"
-# Forms of a reference answer: as it is, with GSM8K's mark, with MATH's.
-FORMS, EMPTY = ("{}", "#### {}", "\\boxed{{{}}}"), ""
 BY_HAND = "Call it by hand on a row of the data; a response may be empty, or any text"
 
 
@@ -128,9 +126,13 @@ def _try_rule(
     node: str, key: str, rule: Any, config: RunConfig, prompts: "Sequence[Prompt]"
 ) -> Finding:
     """Score reference answers, as they are and in other forms, and empty responses."""
+    from hybridrl.trainer.reference_answers import references
+    from hybridrl.trainer.rewarding import reward_items
+
     name, timeout_s = f"{key}.function = {rule.function}", config.reward.timeout_s
     signature = config.reward.signature if key == "reward" else RewardSignature.auto
-    responses = {form: [_response(form, prompt) for prompt in prompts] for form in (*FORMS, EMPTY)}
+    empty = [""] * len(prompts)
+    responses = [empty, *zip(*(references(config, prompt) for prompt in prompts), strict=False)]
     with RewardScorer(
         rule.function,
         rule.args,
@@ -141,34 +143,27 @@ def _try_rule(
         signature=signature,
     ) as scorer:
         # One row first: a function that hangs costs one timeout.
-        one = [(prompts[0].text, responses[f][0], prompts[0].example) for f in (FORMS[0], EMPTY)]
-        failures = scorer.score(one).failures
-        scores = {}
-        for form, texts in responses.items() if not failures else ():
-            rows = zip(prompts, texts, strict=True)
-            result = scorer.score([(prompt.text, text, prompt.example) for prompt, text in rows])
+        one = [texts[0] for texts in responses[:2]]
+        failures = scorer.score(reward_items([prompts[0]] * 2, one, [[]] * 2)).failures
+        means = []
+        for texts in responses if not failures else ():
+            result = scorer.score(reward_items(prompts, texts, [[]] * len(prompts)))
             failures += result.failures
-            scores[form] = fmean(result.scores)
+            means.append(fmean(result.scores))
     if failures:
         frames = [line.strip() for line in failures[0].traceback.splitlines() if "  File" in line]
         where = f" ({frames[-1]})" if frames else ""
         reason = f"{name} fails: {failures[0].kind}: {failures[0].reason}{where}"
         return fail(REWARD, node, reason, BY_HAND)
-    empty, best = scores.pop(EMPTY), max(scores.values())
+    of_empty, best = means[0], max(means[1:])
     evidence = (
         f"{name}, {len(prompts)} rows: reference answers score {best:g} on average, empty "
-        f"responses {empty:g}"
+        f"responses {of_empty:g}"
     )
-    if best <= empty and rule.function != NO_REWARD:
+    if best <= of_empty and rule.function != NO_REWARD:
         advice = "Check that data.answer_key and reward.args match the function's form of answers"
         return warn(REWARD, node, evidence, advice)
     return ok(REWARD, node, evidence)
-
-
-def _response(form: str, prompt: "Prompt") -> str:
-    """Return the reference answer as it is, or the part after GSM8K's mark in one of `FORMS`."""
-    answer = str(prompt.example["answer"])
-    return form.format(answer if form == FORMS[0] else answer.rpartition("####")[2].strip())
 
 
 def _try_environment(
