@@ -124,8 +124,7 @@ def _length_lines(
 
 def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
     """Yield the rewards of reference answers, of wrong ones and of empty ones."""
-    from hybridrl.rewards.scorer import ScoreResult
-    from hybridrl.trainer.factory import reward_scorer
+    from hybridrl.rewards.scorer import RewardScorer, ScoreResult
     from hybridrl.trainer.reference_answers import references
     from hybridrl.trainer.rewarding import reward_items
 
@@ -134,7 +133,7 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
         return
     # A bare answer also in the usual forms, because the reward may ask for one.
     forms = [*zip(*(references(config, prompt) for prompt in asked), strict=False)]
-    with reward_scorer(config.reward) as scorer:
+    with RewardScorer(config.reward) as scorer:
 
         def scored(texts: Sequence[str]) -> ScoreResult:
             return scorer.score(reward_items(asked, texts, [[]] * len(asked)))

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from hybridrl.config.choices import RewardSignature
+from hybridrl.config.schema import FunctionConfig, RewardConfig
 from hybridrl.rewards.base import RewardItem, Score, read_score
 from hybridrl.rewards.calls import reward_call
 from hybridrl.rewards.processes.messages import Failure, FailureKind, Setup
@@ -30,46 +31,38 @@ class ScoreResult:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
 
+def rule_config(reward: RewardConfig, rule: FunctionConfig) -> RewardConfig:
+    """Return the config of an evaluation rule: limits of the run's reward, and one process."""
+    return replace(
+        reward,
+        function=rule.function,
+        args=rule.args,
+        signature=RewardSignature.auto,
+        num_processes=1,
+        failed_score=0.0,
+    )
+
+
 class RewardScorer(TaskPool):
     """Pool of processes that run one reward function.
 
     A TRL function gets all responses to one prompt in one call. If that fails, each is computed
     in a call of its own, so that only the guilty one fails.
 
-    Args:
-        function: dotted path of a function (prompt, response, example, **args) -> float, or with
-            verl's or TRL's signature.
-        args: keyword arguments for every call.
-        timeout_s: wall time limit of one call.
-        num_processes: as in `TaskPool`.
-        failed_score: score of a failed item.
-        concurrency: calls under way over all processes if the function is async.
-        signature: auto: by the function's parameter names.
-
     Raises:
         ConfigError: there is no such function, or its signature does not fit these arguments.
     """
 
-    def __init__(
-        self,
-        function: str,
-        args: dict[str, Any],
-        *,
-        timeout_s: float,
-        num_processes: int | None,
-        failed_score: float,
-        concurrency: int = 1,
-        signature: RewardSignature = RewardSignature.auto,
-    ) -> None:
-        found = reward_call("reward", function, args, signature).signature
-        self._is_batched = found is RewardSignature.trl
-        self._function = function
-        self._failed_score = failed_score
-        setup = Setup(TASK, function, args, timeout_s, concurrency, {"signature": found})
+    def __init__(self, config: RewardConfig) -> None:
+        function, args = config.function, config.args
+        signature = reward_call("reward", function, args, config.signature).signature
+        self._is_batched = signature is RewardSignature.trl
+        self._config = config
+        options = {"signature": signature}
+        setup = Setup(TASK, function, args, config.timeout_s, config.concurrency, options)
         read = partial(read_score, function=function)
-        super().__init__(
-            setup, num_processes, "reward", partial(_read_all, read) if self._is_batched else read
-        )
+        decode = partial(_read_all, read) if self._is_batched else read
+        super().__init__(setup, config.num_processes, "reward", decode)
 
     def score(self, items: Sequence[RewardItem]) -> ScoreResult:
         """Compute the reward of each (prompt, response, example); failures are never raised.
@@ -81,7 +74,7 @@ class RewardScorer(TaskPool):
         found = self._by_prompt(items) if self._is_batched else self.run([i[:3] for i in items])
         for score in found:
             if isinstance(score, Failure):
-                result.scores.append(self._failed_score)
+                result.scores.append(self._config.failed_score)
                 result.failures.append(score)
                 continue
             result.scores.append(score.total)
@@ -114,7 +107,7 @@ class RewardScorer(TaskPool):
                 return found
             case Failure():
                 return replace(found, index=row)
-        return Failure(row, FailureKind.error, f"{self._function} returned None for it")
+        return Failure(row, FailureKind.error, f"{self._config.function} returned None for it")
 
 
 def _read_all(read: Callable[[Any], Score], values: Any) -> list[Score | None]:

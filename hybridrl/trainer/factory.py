@@ -3,13 +3,13 @@
 from contextlib import ExitStack
 from functools import partial
 
-from hybridrl.config.schema import RewardConfig, RunConfig
+from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import Generate
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.rewards.scorer import RewardScorer, rule_config
 from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
 from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
@@ -34,20 +34,7 @@ def open_rewards(
     """Return the rewards of the environment, or of the reward function in its own processes."""
     if environment is not None:
         return EnvironmentRewards(decode, environment.failures, config.reward.failed_score)
-    return FunctionRewards(decode, stack.enter_context(reward_scorer(config.reward)))
-
-
-def reward_scorer(reward: RewardConfig) -> RewardScorer:
-    """Start the processes of the run's reward function."""
-    return RewardScorer(
-        reward.function,
-        reward.args,
-        timeout_s=reward.timeout_s,
-        num_processes=reward.num_processes,
-        failed_score=reward.failed_score,
-        concurrency=reward.concurrency,
-        signature=reward.signature,
-    )
+    return FunctionRewards(decode, stack.enter_context(RewardScorer(config.reward)))
 
 
 def generator_for(
@@ -74,14 +61,7 @@ def generator_for(
 
 def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:
     """Return the rules of eval.rules by name; `stack` ends their processes."""
-    opened = partial(
-        RewardScorer,
-        timeout_s=config.reward.timeout_s,
-        num_processes=1,
-        failed_score=0.0,
-        concurrency=config.reward.concurrency,
-    )
     return {
-        name: stack.enter_context(opened(rule.function, rule.args))
+        name: stack.enter_context(RewardScorer(rule_config(config.reward, rule)))
         for name, rule in config.eval.rules.items()
     }

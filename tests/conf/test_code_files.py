@@ -11,8 +11,8 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.files import make_files_absolute, module_of
 from hybridrl.config.user_code.importing import check_import
-from hybridrl.rewards.scorer import RewardScorer
 from tests.run_configs import run_config
+from tests.unit.scorers import reward_scorer
 
 CPU = "hardware=cpu"
 REWARD = "def score(prompt, response, example): return 0.25\n"
@@ -53,7 +53,7 @@ def test_rewards_rules_and_parts_of_a_sum_may_be_files(folder):
     assert problems(*given) == []
     assert config.eval.rules["mine"].function == f"{folder}/my.py:score"
     scorer = {"timeout_s": 5.0, "num_processes": 1, "failed_score": -1.0}
-    with RewardScorer(config.reward.function, config.reward.args, **scorer) as rewards:
+    with reward_scorer(config.reward.function, config.reward.args, **scorer) as rewards:
         assert rewards.score([("", "none", {"answer": "1"})]).parts["mine"] == [0.25]
 
 

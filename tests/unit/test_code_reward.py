@@ -10,7 +10,7 @@ from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.code import cases_of, last_python_block, score
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.sandbox.programs import Case
-from hybridrl.rewards.scorer import RewardScorer
+from tests.unit.scorers import reward_scorer
 
 SCORE = "hybridrl.rewards.code.score"
 LIMITS = {"seconds_per_test": 1.0, "seconds": 5.0, "memory_mb": 256, "file_mb": 2}
@@ -125,7 +125,7 @@ def test_failures_are_the_examples_and_programs_never_fail_a_reward():
     endless = "```python\nwhile True: pass\n```"
     args = settings(limits=LIMITS | {"seconds_per_test": 30.0, "seconds": 30.0})
     items = [(RIGHT, TESTS), (endless, TESTS), (WRONG, TESTS), (RIGHT, []), (HALF, TESTS)]
-    with RewardScorer(SCORE, args, timeout_s=1.0, num_processes=1, failed_score=-1.0) as scorer:
+    with reward_scorer(SCORE, args, timeout_s=1.0, num_processes=1, failed_score=-1.0) as scorer:
         result = scorer.score([("", response, {"tests": tests}) for response, tests in items])
     assert result.scores == [1.0, -1.0, 0.0, -1.0, 0.5]
     assert [failure.kind for failure in result.failures] == [FailureKind.timeout, FailureKind.error]

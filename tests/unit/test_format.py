@@ -8,7 +8,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.format import gsm8k_answer, matches
 from hybridrl.rewards.processes.messages import FailureKind
-from hybridrl.rewards.scorer import RewardScorer
+from tests.unit.scorers import reward_scorer
 
 MATCHES = "hybridrl.rewards.format.matches"
 TAGS = r"(?s)\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
@@ -59,7 +59,7 @@ def test_a_good_pattern_passes():
 def test_a_catastrophic_pattern_is_cut_off_and_the_rest_is_scored():
     """(a+)+b needs time exponential in the number of a's: 2**60 ways, some 10**10 years."""
     start = time.monotonic()
-    with RewardScorer(
+    with reward_scorer(
         MATCHES, {"pattern": "(a+)+b"}, timeout_s=0.3, num_processes=1, failed_score=-1.0
     ) as scorer:
         result = scorer.score([("", text, {}) for text in ("aab", "a" * 60, "b")])

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.reference_answers import references, show_reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from hybridrl.trainer.tracking.health import RULES, Health
 from tests.run_configs import run_config
+from tests.unit.scorers import reward_scorer
 
 GOOD = {
     "reward/mean": 0.4,
@@ -101,7 +101,7 @@ def said(function, *prompts, **args):
     """What is said of reference answers by a reward."""
     config = run_config(f"reward.function={function}")
     settings = {"timeout_s": 5.0, "num_processes": 1, "failed_score": 0.0}
-    with RewardScorer(function, args, **settings) as scorer:
+    with reward_scorer(function, args, **settings) as scorer:
         rewards = FunctionRewards(lambda rows: [], scorer)
         show_reference_rewards(config, list(prompts), rewards, console := Lines())
     return console

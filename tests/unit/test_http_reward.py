@@ -17,7 +17,8 @@ from hybridrl.rewards.base import Score
 from hybridrl.rewards.http import score
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.remote import FIRST_WAIT_S, RemoteScorerError, wait_s
-from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from hybridrl.rewards.scorer import ScoreResult
+from tests.unit.scorers import reward_scorer
 
 SCORE = "hybridrl.rewards.http.score"
 TOKEN = "s3cret-t0ken"
@@ -122,7 +123,7 @@ def ask(server: Server, response: str, **changes) -> Score:
 def scored(
     args: dict, responses: list[str], processes: int = 1, concurrency: int = 1
 ) -> ScoreResult:
-    with RewardScorer(
+    with reward_scorer(
         SCORE,
         args,
         timeout_s=20.0,

@@ -15,7 +15,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.judge import score
 from hybridrl.rewards.remote import RemoteScorerError
-from hybridrl.rewards.scorer import RewardScorer
+from tests.unit.scorers import reward_scorer
 
 SCORE = "hybridrl.rewards.judge.score"
 KEY = "sk-s3cret-key"
@@ -147,7 +147,7 @@ def test_a_busy_judge_is_asked_again(server):
 def judged(server: Server, count: int, concurrency: int, processes: int) -> tuple[list, float]:
     """Scores of so many responses, and the seconds."""
     args = settings(server, template="{response}", number="[0-9]+", scale=1.0)
-    with RewardScorer(
+    with reward_scorer(
         SCORE,
         args,
         timeout_s=60.0,

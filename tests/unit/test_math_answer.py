@@ -11,7 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.math_answer import last_boxed, reference_answer, score
 from hybridrl.rewards.processes.messages import FailureKind
-from hybridrl.rewards.scorer import RewardScorer
+from tests.unit.scorers import reward_scorer
 
 SCORE = "hybridrl.rewards.math_answer.score"
 HALF = {"answer": r"Halve it: $1/2$. The answer is $\boxed{\frac{1}{2}}$."}
@@ -151,7 +151,7 @@ def test_a_long_text_is_read_at_its_end():
 def test_answers_that_take_for_ever_are_cut_off_and_their_process_goes_on():
     """With math-verify's own alarm, its end would take the scorer's away."""
     responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{1/2}", "so 1/2"]
-    with RewardScorer(
+    with reward_scorer(
         SCORE, {"mode": "flexible"}, timeout_s=1.5, num_processes=1, failed_score=-1.0
     ) as scorer:
         result = scorer.score([("", response, HALF) for response in responses])

@@ -18,6 +18,7 @@ from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.processes.pool import MAX_LOGGED_CAUSES
 from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from tests.unit.scorers import reward_scorer
 
 TIMEOUT_S = 0.5
 FAILED = -7.0
@@ -31,7 +32,7 @@ def no_process_is_left() -> Iterator[None]:
 
 
 def scorer(function: str, *, processes: int = 2, timeout_s: float = 20.0, **args) -> RewardScorer:
-    return RewardScorer(
+    return reward_scorer(
         f"reward_cases.{function}",
         args,
         timeout_s=timeout_s,
@@ -269,9 +270,9 @@ def test_closing_is_quick_even_while_rewards_hang_and_may_be_repeated():
 
 DRIVER = """
 import sys, time
-from hybridrl.rewards.scorer import RewardScorer
+from tests.unit.scorers import reward_scorer
 print("driver", flush=True)  # again, if a reward process imported this file
-pool = RewardScorer("reward_cases.misbehave", {}, timeout_s=600, num_processes=2, failed_score=0)
+pool = reward_scorer("reward_cases.misbehave", {}, timeout_s=600, num_processes=2, failed_score=0)
 with pool:
     pool.score([("", "good", {})] * 4)
     print("warm", flush=True)
@@ -327,7 +328,7 @@ def score_with_a_module_that(source: str, folder: Path, monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "fleeting", raising=False)
     __import__("fleeting")
     module.write_text(source)
-    with RewardScorer(
+    with reward_scorer(
         "fleeting.score", {}, timeout_s=1.0, num_processes=1, failed_score=0.0
     ) as pool:
         pool.score([("", "", {})])
@@ -357,7 +358,7 @@ def test_processes_that_die_while_they_start_raise_instead_of_starting_for_ever(
 def test_bad_settings_are_named_before_a_process_starts(change, names):
     good = {"function": "reward_cases.length", "args": {}, "timeout_s": 1.0, "num_processes": 1}
     with pytest.raises(ConfigError, match=names):
-        RewardScorer(**(good | change), failed_score=0.0)
+        reward_scorer(**(good | change), failed_score=0.0)
 
 
 def test_a_thousand_answers_of_gsm8k_take_no_time():
@@ -366,7 +367,7 @@ def test_a_thousand_answers_of_gsm8k_take_no_time():
         ("prompt " * 40, f"{solution}\n#### {index}", {"answer": f"{solution}\n#### 1"})
         for index in range(1000)
     ]
-    with RewardScorer(
+    with reward_scorer(
         "hybridrl.rewards.gsm8k.score",
         {"mode": "strict"},
         timeout_s=5.0,

@@ -22,9 +22,9 @@ from hybridrl.controller.ray.runtime import worker_environment
 from hybridrl.doctor.findings import Stage, warn
 from hybridrl.doctor.report import write_report
 from hybridrl.doctor.stages import StageReport
-from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.tracking.provenance import plain
 from tests.end_to_end.runs import ROOT
+from tests.unit.scorers import reward_scorer
 
 SECRET = "xq7Zp0-unlikely"
 
@@ -220,7 +220,7 @@ def test_reward_processes_get_only_the_secrets_that_an_argument_names(tmp_path, 
     for name in ("JUDGE_TOKEN", "OTHER_TOKEN", "PLAIN_SETTING"):
         monkeypatch.setenv(name, SECRET)
     args = {"key_env": "JUDGE_TOKEN"}
-    with RewardScorer(
+    with reward_scorer(
         "env_reward.score", args, timeout_s=20.0, num_processes=1, failed_score=-1.0
     ) as scorer:
         assert scorer.score([("p", "r", {})]).scores == [1.5]

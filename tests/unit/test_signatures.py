@@ -8,8 +8,9 @@ from hybridrl.config.choices import RewardSignature
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.config.user_code.signatures import CALLS, is_async
-from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from hybridrl.rewards.scorer import ScoreResult
 from tests.unit import own_rewards
+from tests.unit.scorers import reward_scorer
 
 TEXTS = ["x", "bad", "y", "x", "y"]
 OURS, VERL, TRL = RewardSignature.hybridrl, RewardSignature.verl, RewardSignature.trl
@@ -21,7 +22,7 @@ def path(name: str) -> str:
 
 def scored(name: str, items: list, **settings) -> ScoreResult:
     args = settings.pop("args", {})
-    with RewardScorer(
+    with reward_scorer(
         path(name), args, timeout_s=20.0, num_processes=1, failed_score=-7.0, **settings
     ) as scorer:
         return scorer.score(items)
@@ -157,7 +158,7 @@ def test_parts_of_a_sum_may_have_any_signature_and_be_async():
 
     names = {"own": 1.0, "verl_score": 10.0, "trl_some": 100.0, "verl_later": 1000.0}
     parts = {name: part(name, weight) for name, weight in names.items()}
-    with RewardScorer(
+    with reward_scorer(
         "hybridrl.rewards.weighted.score",
         {"parts": parts},
         timeout_s=20.0,

@@ -5,9 +5,10 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import Score
-from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.rewards.weighted import score
 from hybridrl.trainer.rewarding import Rewarded
+from tests.unit.scorers import reward_scorer
 
 WEIGHTED = "hybridrl.rewards.weighted.score"
 
@@ -17,7 +18,9 @@ def part(name: str, weight: float = 1.0, **args) -> dict:
 
 
 def scored(function: str, args: dict, responses: list[str]) -> ScoreResult:
-    with RewardScorer(function, args, timeout_s=20.0, num_processes=1, failed_score=-7.0) as scorer:
+    with reward_scorer(
+        function, args, timeout_s=20.0, num_processes=1, failed_score=-7.0
+    ) as scorer:
         return scorer.score([("prompt", response, {}) for response in responses])
 
 

@@ -1,17 +1,17 @@
 """Trials of tokenizer, data and reward on a few rows, in the process that starts the run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybridrl.config.checks.reward_model import NO_REWARD
-from hybridrl.config.choices import RewardSignature
 from hybridrl.config.data_schema import DataConfig, MixturePart
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.schema import EnvironmentConfig, RunConfig
+from hybridrl.config.schema import EnvironmentConfig, RewardConfig, RunConfig
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
@@ -26,7 +26,7 @@ from hybridrl.doctor.findings import (
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.processes.process import RewardProcessError
-from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.rewards.scorer import RewardScorer, rule_config
 
 if TYPE_CHECKING:
     from hybridrl.data.sources.prompts import Prompt
@@ -106,13 +106,13 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
     if not prompts:
         return [skipped(REWARD, node, "there are no prompts to try it on")]
     found: list[Finding] = []
-    rules: dict[str, Any] = {f"eval.rules.{name}": r for name, r in config.eval.rules.items()}
-    if config.environment is None:
-        rules = {"reward": config.reward} | rules
+    reward, rules = config.reward, config.eval.rules
+    tried = {"reward": replace(reward, num_processes=1)} if config.environment is None else {}
+    tried |= {f"eval.rules.{name}": rule_config(reward, rule) for name, rule in rules.items()}
     try:
         if config.environment is not None:
             found.append(_try_environment(node, config.environment, config, prompts))
-        for key, rule in rules.items():
+        for key, rule in tried.items():
             found.append(_try_rule(node, key, rule, config, prompts))
     except ConfigError as error:
         found.append(fail(REWARD, node, error.problems[0], "Correct reward.* or eval.rules.*"))
@@ -123,25 +123,16 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
 
 
 def _try_rule(
-    node: str, key: str, rule: Any, config: RunConfig, prompts: "Sequence[Prompt]"
+    node: str, key: str, rule: RewardConfig, config: RunConfig, prompts: "Sequence[Prompt]"
 ) -> Finding:
     """Score reference answers, as they are and in other forms, and empty responses."""
     from hybridrl.trainer.reference_answers import references
     from hybridrl.trainer.rewarding import reward_items
 
-    name, timeout_s = f"{key}.function = {rule.function}", config.reward.timeout_s
-    signature = config.reward.signature if key == "reward" else RewardSignature.auto
+    name = f"{key}.function = {rule.function}"
     empty = [""] * len(prompts)
     responses = [empty, *zip(*(references(config, prompt) for prompt in prompts), strict=False)]
-    with RewardScorer(
-        rule.function,
-        rule.args,
-        timeout_s=timeout_s,
-        num_processes=1,
-        failed_score=0.0,
-        concurrency=config.reward.concurrency,
-        signature=signature,
-    ) as scorer:
+    with RewardScorer(rule) as scorer:
         # One row first: a function that hangs costs one timeout.
         one = [texts[0] for texts in responses[:2]]
         failures = scorer.score(reward_items([prompts[0]] * 2, one, [[]] * 2)).failures
