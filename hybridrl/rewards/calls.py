@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from hybridrl.config.user_code.importing import try_out
 from hybridrl.config.user_code.signatures import CALLS, check_signature, inputs_of, is_async
 from hybridrl.rewards.base import RewardItem, Score, WrongScore, as_score
 from hybridrl.rewards.processes.child import ItemTimeout, limited
+from hybridrl.rewards.processes.process import environment_for
 
 TRY_REWARD = "hybridrl.rewards.calls.try_reward"
 # Errors of a program rather than of its surroundings.
@@ -101,23 +103,16 @@ def trial_problems(config: RewardConfig, prompt: str, example: dict[str, Any]) -
     """
     what = "its trial on the reference answer of the first row"
     item: RewardItem = (prompt, str(example["answer"]), example, [])
-    arguments = (config.args, config.signature, item, config.timeout_s)
-    return try_out("reward.function", config.function, what, TRY_REWARD, *arguments)
+    return try_out("reward.function", config.function, what, TRY_REWARD, config, item)
 
 
-def try_reward(
-    key: str,
-    path: str,
-    args: dict[str, Any],
-    signature: RewardSignature,
-    item: RewardItem,
-    timeout_s: float,
-) -> list[str]:
+def try_reward(key: str, path: str, config: RewardConfig, item: RewardItem) -> list[str]:
     """Score an item, in a trial's process; return the problems."""
-    call = reward_call("reward", path, args, signature)
-
+    for name in os.environ.keys() - environment_for(config.args).keys():
+        del os.environ[name]  # as a reward process starts without it
+    call = reward_call("reward", path, config.args, config.signature)
     try:
-        limited(lambda item: asyncio.run(call.score_later(item)), item, timeout_s)
+        limited(lambda item: asyncio.run(call.score_later(item)), item, config.timeout_s)
     except WrongScore as error:
         return [f"{key} = {path}: {error}, {CALLS[call.signature]}."]
     except MISTAKES:

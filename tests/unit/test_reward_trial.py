@@ -9,7 +9,7 @@ from tests.run_configs import run_config
 
 EXAMPLE = {"answer": "7", "level": 2}
 REWARD = """
-import time
+import os, time
 {keyword} score(prompt, response, example):
     assert response == "7"
     {line}
@@ -31,9 +31,11 @@ def tried(tmp_path, line: str, keyword: str = "def") -> list[str]:
         ("return float('nan')", "expected a finite number"),
         ("return example['truth']", "KeyError: 'truth'"),
         ("return lenght(response)", "mine.py, line 5"),
+        ("return len(os.environ['MY_TOKEN'])", "KeyError: 'MY_TOKEN'"),  # no argument names it
     ],
 )
-def test_a_mistake_is_a_problem_that_names_function_and_cause(tmp_path, line, told):
+def test_a_mistake_is_a_problem_that_names_function_and_cause(tmp_path, monkeypatch, line, told):
+    monkeypatch.setenv("MY_TOKEN", "secret")
     (problem,) = tried(tmp_path, line)
     assert problem.startswith(f"reward.function = {tmp_path}/mine.py:score")
     assert told in problem
