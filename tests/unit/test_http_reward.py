@@ -1,13 +1,10 @@
 """The remote scorer against a real server on the loopback: answers, retries, failures, secrets."""
 
 import asyncio
-import json
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -19,96 +16,51 @@ from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.remote import FIRST_WAIT_S, RemoteScorerError, wait_s
 from hybridrl.rewards.scorer import ScoreResult
 from tests.unit.scorers import reward_scorer
+from tests.unit.scoring_server import Handler, Reply, Server, serving
 
 SCORE = "hybridrl.rewards.http.score"
 TOKEN = "s3cret-t0ken"
 SILENCE_S = 0.2
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Does what the response asks for; counts its requests."""
+class Scorer(Handler):
+    """Does what the response asks for."""
 
-    protocol_version = "HTTP/1.1"
-    server: "Server"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.bodies.append(body)
-            self.server.peers.add(self.client_address)
-            self.server.now += 1
-            self.server.most = max(self.server.most, self.server.now)
-            seen = self.server.seen[body["response"]] = self.server.seen[body["response"]] + 1
+    def answer(self, body: dict, number: int) -> Reply | None:
         kind, _, rest = body["response"].partition(" ")
-        try:
-            self.answer(kind, rest, seen)
-        except OSError:  # the client went away
-            self.close_connection = True
-        with self.server.lock:
-            self.server.now -= 1
-
-    def answer(self, kind: str, rest: str, seen: int) -> None:
-        if kind in ("status", "later"):
-            code, _, failures = rest.partition(" ")
-            failing = seen <= int(failures or 1000)
-            asks = {"Retry-After": "1"} if kind == "later" else {}
-            self.send(int(code) if failing else 200, {"score": 0.5}, asks)
-        elif kind == "silent":
-            self.server.released.wait(10)
-        elif kind == "drops" and seen == 1:
-            self.close_connection = True
-        elif kind == "sleeps":
-            time.sleep(0.05)
-            self.send(200, {"score": 1.0})
-        elif kind == "raw":
-            self.send(200, rest)
-        elif kind == "echoes":
-            self.send(401, f"who is {self.headers['Authorization']}?")
-        elif kind == "authorized":
-            self.send(200, {"score": self.headers["Authorization"] == f"Bearer {TOKEN}"})
-        else:
-            self.send(200, {"score": len(kind), "parts": {"style": 0.5}})
-
-    def send(self, code: int, content: object, more: dict[str, str] | None = None) -> None:
-        data = (content if isinstance(content, str) else json.dumps(content)).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in ({"Location": "/elsewhere"} | (more or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.lock = threading.Lock()
-        self.released = threading.Event()
-        self.seen: Counter[str] = Counter()
-        self.bodies: list[dict] = []
-        self.peers: set = set()
-        self.now = self.most = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/score?key=hidden"
+        authorization = self.headers["Authorization"]
+        match kind:
+            case "status" | "later":
+                code, _, failures = rest.partition(" ")
+                failing = number <= int(failures or 1000)
+                asks = {"Retry-After": "1"} if kind == "later" else {}
+                return int(code) if failing else 200, {"score": 0.5}, asks
+            case "silent":
+                self.server.released.wait(10)
+                return None
+            case "drops" if number == 1:
+                return None
+            case "sleeps":
+                time.sleep(0.05)
+                return 200, {"score": 1.0}
+            case "raw":
+                return 200, rest
+            case "echoes":
+                return 401, f"who is {authorization}?"
+            case "authorized":
+                return 200, {"score": authorization == f"Bearer {TOKEN}"}
+        return 200, {"score": len(kind), "parts": {"style": 0.5}}
 
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
+    with serving(server := Server(Scorer)):
         yield server
-        server.released.set()
-        server.shutdown()
-        thread.join()
+
+
+def url_of(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}/score?key=hidden"
 
 
 def settings(url: str, **changes) -> dict:
@@ -116,7 +68,7 @@ def settings(url: str, **changes) -> dict:
 
 
 def ask(server: Server, response: str, **changes) -> Score:
-    args = settings(server.url, **changes)
+    args = settings(url_of(server), **changes)
     return asyncio.run(score("prompt", response, {"answer": "7"}, **args))
 
 
@@ -136,14 +88,14 @@ def scored(
 
 def test_the_server_gets_the_item_and_gives_its_score(server):
     example = {"answer": "7", "when": {1}}
-    found = asyncio.run(score("p", "abc", example, **settings(server.url)))
+    found = asyncio.run(score("p", "abc", example, **settings(url_of(server))))
     assert found == Score(3, {"style": 0.5})
     expected = {"prompt": "p", "response": "abc", "example": {"answer": "7", "when": "{1}"}}
     assert server.bodies == [expected]
 
 
 def test_scores_and_parts_come_through_the_reward_processes(server):
-    result = scored(settings(server.url), ["a", "abc", "ab"])
+    result = scored(settings(url_of(server)), ["a", "abc", "ab"])
     assert result == ScoreResult([1.0, 3.0, 2.0], [], {"style": [0.5, 0.5, 0.5]})
     assert len(server.peers) == 1  # one connection for one request at a time
 
@@ -200,7 +152,7 @@ def test_a_malformed_answer_is_shown_and_not_asked_for_again(server, text, told)
 
 def test_failures_are_counted_and_shown(server):
     bad = ['raw {"score": "high"}', "raw <html>", 'raw {"score": NaN}', 'raw {"score": 2}']
-    result = scored(settings(server.url), ["a", *bad])
+    result = scored(settings(url_of(server)), ["a", *bad])
     assert result.scores == [1.0, -1.0, -1.0, -1.0, 2.0]
     assert Counter(f.kind for f in result.failures) == {FailureKind.error: 3}
     reasons = [failure.reason for failure in result.failures]
@@ -222,7 +174,7 @@ def test_a_refused_connection_is_a_failure_that_names_the_server():
 @pytest.mark.parametrize(("processes", "concurrency"), [(1, 3), (2, 5)])
 def test_concurrency_is_the_number_of_requests_under_way(server, processes, concurrency):
     responses = [f"sleeps {i}" for i in range(24)]
-    result = scored(settings(server.url), responses, processes, concurrency)
+    result = scored(settings(url_of(server)), responses, processes, concurrency)
     assert result.scores == [1.0] * 24
     assert 2 <= server.most <= concurrency
 
@@ -246,7 +198,7 @@ def test_waits_double_and_spread_and_depend_on_the_request_alone():
 
 def test_a_token_is_sent_from_the_environment_and_never_shown(server, monkeypatch, caplog):
     monkeypatch.setenv("SCORER_TOKEN", TOKEN)
-    args = settings(server.url, token_env="SCORER_TOKEN")
+    args = settings(url_of(server), token_env="SCORER_TOKEN")
     check_reward_function("reward", SCORE, args)
     result = scored(args, ["authorized", "echoes"])
     assert result.scores == [1.0, -1.0]

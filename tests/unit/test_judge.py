@@ -1,11 +1,8 @@
 """The LLM judge against a real server on the loopback that speaks /v1/chat/completions."""
 
 import asyncio
-import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,65 +13,39 @@ from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.judge import score
 from hybridrl.rewards.remote import RemoteScorerError
 from tests.unit.scorers import reward_scorer
+from tests.unit.scoring_server import Handler, Reply, Server, serving
 
 SCORE = "hybridrl.rewards.judge.score"
 KEY = "sk-s3cret-key"
 FILE = Path(__file__).parents[2] / "conf" / "reward" / "judge.yaml"
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Replies with the part of the prompt behind 'reply:'; counts and delays."""
+class Judge(Handler):
+    """Replies with the part of the prompt behind 'reply:'; refuses the first, and delays."""
 
-    protocol_version = "HTTP/1.1"
-    server: "Server"
+    server: "JudgeServer"
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        with server.lock:
-            server.seen.append((self.path, self.headers.get("Authorization"), body))
-            server.now += 1
-            server.most = max(server.most, server.now)
-            busy = len(server.seen) <= server.refusals
-        time.sleep(server.seconds)
-        with server.lock:
-            server.now -= 1
+    def answer(self, body: dict, number: int) -> Reply:
+        time.sleep(self.server.seconds)
         reply = body["messages"][0]["content"].partition("reply:")[2]
-        content: dict = {"choices": [{"message": {"role": "assistant", "content": reply}}]}
-        data = json.dumps({"error": "busy"} if busy else content).encode()
-        self.send_response(429 if busy else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
+        if number <= self.server.refusals:
+            return 429, {"error": "busy"}
+        return 200, {"choices": [{"message": {"role": "assistant", "content": reply}}]}
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.lock = threading.Lock()
-        self.seen: list[tuple] = []
-        self.now = self.most = self.refusals = 0
-        self.seconds = 0.0
+class JudgeServer(Server):
+    refusals = 0
+    seconds = 0.0
 
 
 @pytest.fixture
-def server(monkeypatch) -> Iterator[Server]:
+def server(monkeypatch) -> Iterator[JudgeServer]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
+    with serving(server := JudgeServer(Judge)):
         yield server
-        server.shutdown()
-        thread.join()
 
 
-def settings(server: Server | None, **changes) -> dict:
+def settings(server: JudgeServer | None, **changes) -> dict:
     """The shipped arguments, for a server of the test."""
     port = server.server_port if server else 1
     own = {"base_url": f"http://127.0.0.1:{port}/v1/", "model": "grader"}
@@ -82,7 +53,7 @@ def settings(server: Server | None, **changes) -> dict:
     return OmegaConf.to_container(OmegaConf.merge(args, own, changes))
 
 
-def ask(server: Server, response: str, example: dict | None = None, **changes) -> float:
+def ask(server: JudgeServer, response: str, example: dict | None = None, **changes) -> float:
     row = {"answer": "4", "question": "2 + 2?"} | (example or {})
     return asyncio.run(score("<user>2 + 2?", response, row, **settings(server, **changes)))
 
@@ -95,8 +66,8 @@ def test_the_judge_is_asked_in_openais_format(server, monkeypatch):
         )
         == 0.8
     )
-    ((path, authorization, body),) = server.seen
-    assert (path, authorization) == ("/v1/chat/completions", f"Bearer {KEY}")
+    (body,) = server.bodies
+    assert server.heads == [("/v1/chat/completions", f"Bearer {KEY}")]
     text = body.pop("messages")[0]["content"]
     for name, part in {"question": "2 + 2?", "reference_answer": "4"}.items():
         assert f"<{name}>\n{part}\n</{name}>" in text
@@ -117,7 +88,7 @@ def test_the_question_is_a_column_or_the_rendered_prompt(server, example, questi
     args = settings(server, template="{question}|{rubric}|{prompt} reply:1 {response}", number=".")
     row = example | {"rubric": "be kind", "answer": "4"}
     assert asyncio.run(score("rendered", "3", row, **args)) == pytest.approx(0.3)
-    assert server.seen[0][2]["messages"][0]["content"].startswith(f"{question}|be kind|rendered")
+    assert server.bodies[0]["messages"][0]["content"].startswith(f"{question}|be kind|rendered")
 
 
 @pytest.mark.parametrize(
@@ -141,10 +112,10 @@ def test_a_reply_without_number_fails_and_is_shown(server):
 def test_a_busy_judge_is_asked_again(server):
     server.refusals = 2
     assert ask(server, "reply:Grade: 10", template="{response}") == 1.0
-    assert len(server.seen) == 3
+    assert len(server.bodies) == 3
 
 
-def judged(server: Server, count: int, concurrency: int, processes: int) -> tuple[list, float]:
+def judged(server: JudgeServer, count: int, concurrency: int, processes: int) -> tuple[list, float]:
     """Scores of so many responses, and the seconds."""
     args = settings(server, template="{response}", number="[0-9]+", scale=1.0)
     with reward_scorer(
