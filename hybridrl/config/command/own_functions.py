@@ -31,13 +31,12 @@ class Loader(ConfigLoaderImpl):
         recipes = recipe_files(runtime.choices, runtime.config_sources)
         layers = [leaves(raw_tree(recipe)) for recipe in recipes]
         layers.append(override_leaves(OmegaConf.to_container(overrides, resolve=False)))
-        keys = {key for layer in layers for key in layer if key.endswith(".function")}
-        groups = {key: _of_group(key, runtime) for key in keys}
-        drop_inherited(cfg, [{k: v for k, v in groups.items() if v is not None}, *layers])
+        drop_inherited(cfg, [_defaults(runtime, _functions(layers)), *layers])
         return cfg
 
 
-# Hydra has no option for it. A sweep's other processes unpickle the loader by its class.
+# Hydra's callbacks come after it has written the config, and --cfg has none. A sweep's other
+# processes unpickle the loader by its class.
 hydra._internal.hydra.ConfigLoaderImpl = Loader  # type: ignore[misc]
 
 
@@ -61,27 +60,28 @@ def drop_inherited(cfg: DictConfig, layers: Sequence[Layer]) -> None:
         if not isinstance(node, DictConfig):
             continue
         own = {key for layer in layers[replaced:] for key in layer}
-        tree = raw_tree(node)
-        args = tree.get("args")
-        if isinstance(args, Mapping):
+        args: Any = raw_tree(node).get("args")
+        inherited = leaves(args) if isinstance(args, Mapping) else {}
+        if inherited:
             _set(cfg, f"{section}.args", _kept(args, f"{section}.args", own))
         if section == "environment" and f"{section}.stop" not in own:
             _set(cfg, f"{section}.stop", [])
         if section == "reward":
             key = f"{section}.function"
             old = [layer[key] for layer in layers[:replaced] if key in layer]
-            inner = leaves(args) if isinstance(args, Mapping) else {}
-            old += [value for name, value in inner.items() if name.endswith(".function")]
+            old += [inherited[name] for name in _functions([inherited])]
             _drop_rules(cfg, old, own)
 
 
-def _replaced(layers: Sequence[Layer]) -> dict[str, int]:
-    """Return each section whose function is replaced by an own one -> the last layer that does.
+def _functions(layers: Sequence[Layer]) -> list[str]:
+    """Return the keys that name functions; those of sections before those inside of them."""
+    return sorted({key for layer in layers for key in layer if key.endswith(".function")})
 
-    Sections come before those inside of them.
-    """
+
+def _replaced(layers: Sequence[Layer]) -> dict[str, int]:
+    """Return each section whose function is replaced by an own one -> the last layer that does."""
     found: dict[str, int] = {}
-    for key in sorted({key for layer in layers for key in layer if key.endswith(".function")}):
+    for key in _functions(layers):
         before = None
         for number, layer in enumerate(layers):
             function = layer.get(key)
@@ -125,13 +125,12 @@ def _set(cfg: DictConfig, key: str, value: Any) -> None:
     OmegaConf.update(cfg, key, value, merge=False, force_add=True)
 
 
-def _of_group(key: str, runtime: Any) -> Any:
-    """Return the value of a key in the file of its group's choice; None if it has none."""
-    parts = key.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        group = "/".join(parts[:count])
-        choice = runtime.choices.get(group)
-        if isinstance(choice, str):
+def _defaults(runtime: Any, keys: Sequence[str]) -> Layer:
+    """Return the values in the files of the chosen groups that have one of the keys."""
+    found: dict[str, Any] = {}
+    for group, choice in runtime.choices.items():
+        section = group.replace("/", ".")
+        if isinstance(choice, str) and any(key.startswith(f"{section}.") for key in keys):
             file = group_file(group, choice, runtime.config_sources)
-            return None if file is None else leaves(raw_tree(file)).get(".".join(parts[count:]))
-    return None
+            found |= {} if file is None else leaves({section: raw_tree(file)})
+    return found

@@ -12,6 +12,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, RewardConfig, RunConfig
+from hybridrl.config.user_code.tracebacks import last_frame
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
@@ -142,8 +143,7 @@ def _try_rule(
             failures += result.failures
             means.append(fmean(result.scores))
     if failures:
-        frames = [line.strip() for line in failures[0].traceback.splitlines() if "  File" in line]
-        where = f" ({frames[-1]})" if frames else ""
+        where = f" ({frame})" if (frame := last_frame(failures[0].traceback)) else ""
         reason = f"{name} fails: {failures[0].kind}: {failures[0].reason}{where}"
         return fail(REWARD, node, reason, BY_HAND)
     of_empty, best = means[0], max(means[1:])

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import raised_problems
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
@@ -84,8 +84,4 @@ def turn_tokens(model_path: str, config: EnvironmentConfig) -> TurnTokens:
 
 def stop_problems(model_path: str, config: EnvironmentConfig) -> list[str]:
     """Return the problems of environment.stop with a model."""
-    try:
-        turn_tokens(model_path, config)
-    except ConfigError as error:
-        return error.problems
-    return []
+    return raised_problems(turn_tokens, model_path, config)
