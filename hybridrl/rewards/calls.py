@@ -108,17 +108,24 @@ def trial_problems(config: RewardConfig, prompt: str, example: dict[str, Any]) -
 
 def try_reward(key: str, path: str, config: RewardConfig, item: RewardItem) -> list[str]:
     """Score an item, in a trial's process; return the problems."""
-    for name in os.environ.keys() - environment_for(config.args).keys():
-        del os.environ[name]  # as a reward process starts without it
+    withheld = os.environ.keys() - environment_for(config.args).keys()
+    for name in withheld:
+        del os.environ[name]
     call = reward_call("reward", path, config.args, config.signature)
     try:
         limited(lambda item: asyncio.run(call.score_later(item)), item, config.timeout_s)
     except WrongScore as error:
         return [f"{key} = {path}: {error}, {CALLS[call.signature]}."]
-    except MISTAKES:
+    except MISTAKES as error:
+        name = str(*error.args[:1])
+        if name in withheld:
+            return [
+                f"{key} = {path}: reward processes start without {name}.\n"
+                f"To pass it on, name it in an argument: +reward.args.token_env={name}"
+            ]
         raise
     except (Exception, ItemTimeout):
-        return []
+        pass
     return []
 
 

@@ -31,7 +31,7 @@ def tried(tmp_path, line: str, keyword: str = "def") -> list[str]:
         ("return float('nan')", "expected a finite number"),
         ("return example['truth']", "KeyError: 'truth'"),
         ("return lenght(response)", "mine.py, line 5"),
-        ("return len(os.environ['MY_TOKEN'])", "KeyError: 'MY_TOKEN'"),  # no argument names it
+        ("return len(os.environ['MY_TOKEN'])", "start without MY_TOKEN.\nTo pass it on"),
     ],
 )
 def test_a_mistake_is_a_problem_that_names_function_and_cause(tmp_path, monkeypatch, line, told):
