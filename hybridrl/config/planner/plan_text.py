@@ -177,16 +177,12 @@ def memory_tables(
     if on_gpu:
         limit = f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown, so not checked"
     phases = rank_phases(config, shape, gpu_bytes, reward_shape)
-    rows = [
-        (
-            phase.name,
-            gib(phase.total),
-            ("yes" if phase.total <= gpu_bytes else "no") if gpu_bytes else "",
-            listed_parts(phase.parts),
-        )
-        for phase in phases
-    ]
-    columns = ("phase", "needs", "fits", "of which (from 2 %)")
+    columns = ["phase", "needs", "of which (from 2 %)"]
+    rows = [[phase.name, gib(phase.total), listed_parts(phase.parts)] for phase in phases]
+    if gpu_bytes:
+        columns.insert(2, "fits")
+        for row, phase in zip(rows, phases, strict=True):
+            row.insert(2, "yes" if phase.total <= gpu_bytes else "no")
     yield table(f"Predicted memory of one rank by phase ({limit})", columns, rows)
     if on_gpu and not gpu_bytes:
         return
