@@ -8,13 +8,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import verify
@@ -51,6 +51,22 @@ LOCK_S = 5.0
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
 
+class Checked(NamedTuple):
+    """A config after its checks, and the machine that it was checked for.
+
+    Attributes:
+        overrides: as typed, without those of Hydra.
+        command: what `hybridrl resume` needs to compose the config again; may be empty.
+        prompts: None if they were not read.
+    """
+
+    result: Examined
+    machine: Machine
+    overrides: Sequence[str]
+    command: Mapping[str, Any]
+    prompts: "PromptSets | None" = None
+
+
 @dataclass
 class Prepared:
     """A run before anything is started.
@@ -61,8 +77,7 @@ class Prepared:
         callbacks: the user's, those of trainer.callbacks included.
     """
 
-    result: Examined
-    machine: Machine
+    checked: Checked
     setup: SetupTimes
     preflight: Callable[[], None]
     owns_checkpoints: bool = False
@@ -78,7 +93,7 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> "RunResult":
         WorkerError: workers failed, and no restart is left.
         ConfigError: the run could not begin.
     """
-    config, failed = prepared.result.config, None
+    config, failed = prepared.checked.result.config, None
     last = config.trainer.max_restarts
     for restart in range(last + 1):
         try:
@@ -198,7 +213,7 @@ def _started(prepared: Prepared, folder: Path, restart: int) -> "Iterator[Traini
     """Start Ray and workers, yield the trainer, and stop them."""
     from hybridrl.controller.ray.runtime import ray_runtime
 
-    result, machine, setup = prepared.result, prepared.machine, prepared.setup
+    result, setup = prepared.checked.result, prepared.setup
     config = result.config
     if not ray_address():
         prepared.preflight()
@@ -229,8 +244,7 @@ def _started(prepared: Prepared, folder: Path, restart: int) -> "Iterator[Traini
             prepared.owns_checkpoints = True
             from hybridrl.app.session import open_trainer
 
-            callbacks = prepared.callbacks
-            with open_trainer(config, folder, machine, inputs, setup, callbacks) as trainer:
+            with open_trainer(prepared, folder, inputs) as trainer:
                 yield trainer
 
 

@@ -65,13 +65,15 @@ class JobResult:
             log.error("%s could not be written: %s; a sweep counts it as failed", path, error)
 
 
-def show_results(directory: Path, results: list[JobResult]) -> None:
-    """Print the table of a sweep and write sweep.json to its directory."""
+def show_results(directory: Path | None, results: list[JobResult]) -> None:
+    """Print the table of a sweep, and write sweep.json to its directory if that is kept."""
     results = ranked(results)
     # Without a terminal: wide enough for all cells.
     console = Console()
     console = console if console.is_terminal else Console(width=200)
     console.print(sweep_table(results))
+    if directory is None:
+        return
     path = directory / SWEEP_FILE
     try:
         _write_json(path, [asdict(result) for result in results])

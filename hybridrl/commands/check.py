@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hybridrl.app.before_start import Checked, show_plan
-from hybridrl.app.compose import composed, examine_config, find_machine
+from hybridrl.app.before_start import compose_line, show_plan
+from hybridrl.app.compose import examine_config, find_machine
 from hybridrl.app.launch import check_data
 from hybridrl.commands.running import argument_parser, run_command
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
@@ -60,19 +59,16 @@ def _check(argv: Sequence[str]) -> None:
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with config groups of yours")
     args = parser.parse_intermixed_args(list(argv))
     own = [] if args.config_dir is None else ["--config-dir", args.config_dir]
-    machine = find_machine()
-    found = composed(parse_argv([*own, *args.overrides]), lambda: machine)
-    if found.problems or found.cfg is None:
-        raise ConfigError(*found.problems)
-    result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
+    found = compose_line(parse_argv([*own, *args.overrides]))
+    assert found.cfg is not None
+    result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
     prompts, config = check_data(result), result.config
-    assert result.shape is not None
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(config.model.path)
     console.print("\n".join(_prompt_lines(prompts, tokenizer)))
     console.print("\n".join(_length_lines(prompts, tokenizer, config)))
     console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))
-    show_plan(Checked(result, machine, prompts))
+    show_plan(result, prompts)
     if not args.no_samples:
         check_installation(config.hardware.accelerator)
         model_folder(config.model)
