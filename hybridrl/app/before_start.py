@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -36,13 +36,6 @@ log = logging.getLogger(__name__)
 
 # Hydra's plugin that searches with Optuna, and its key for what is better.
 OPTUNA, DIRECTION = "hydra_optuna_sweeper", "hydra.sweeper.direction"
-
-
-class Start(NamedTuple):
-    """Folder of a run or sweep, and the run's checks; the jobs of a sweep check themselves."""
-
-    claim: Claim
-    checked: Checked | None
 
 
 def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = False) -> Checked:
@@ -93,10 +86,10 @@ def compose_line(line: CommandLine, *, guards_output: bool = True) -> Precompose
     return found
 
 
-def before_start(line: CommandLine, found: Precomposed) -> Start | None:
-    """Make the folder of a run or sweep and check the run; None after a dry run, which is shown.
+def before_start(line: CommandLine, found: Precomposed) -> tuple[Claim, Checked | None] | None:
+    """Make the folder of a run or sweep, and check the run; the jobs of a sweep check themselves.
 
-    Nothing is left of a run with problems.
+    Nothing is left of a run with problems. Returns None after a dry run, whose plan is printed.
     """
     assert found.cfg is not None and found.hydra is not None
     logging.basicConfig(stream=sys.stdout, format="%(message)s")  # until Hydra's
@@ -125,7 +118,7 @@ def before_start(line: CommandLine, found: Precomposed) -> Start | None:
         logging.getLogger("alembic").setLevel(logging.WARNING)  # lists its plugins
         if not any(text.lstrip("+").startswith(DIRECTION) for text in line.overrides):
             line.overrides.append(f"{DIRECTION}=maximize")  # its default suits a loss
-    return Start(claimed, checked)
+    return claimed, checked
 
 
 def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
