@@ -65,7 +65,7 @@ def show_plan(result: Examined, prompts: "PromptSets | None") -> None:
 
     console = Console()
     assert result.shape is not None and prompts is not None
-    inputs = input_lines(result.config, prompts.data_sets, prompts.template)
+    inputs = input_lines(result.config, prompts)
     table = plan(result.config, result.shape, result.machine, result.reward_shape, inputs)
     (console if console.is_terminal else Console(width=160)).print(table)
 

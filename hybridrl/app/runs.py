@@ -38,11 +38,6 @@ class Progress:
     reward: float | None
     kl: float | None
 
-    @property
-    def accuracy_text(self) -> str:
-        """The accuracy with its interval."""
-        return accuracy_text(self.accuracy, self.ci95)
-
 
 @dataclass(frozen=True)
 class RunOnDisk:

@@ -45,7 +45,7 @@ from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
-from hybridrl.trainer.tracking.header import RunFacts, header_lines
+from hybridrl.trainer.tracking.header import header_lines
 from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter
@@ -192,21 +192,14 @@ def _show_header(
     resume: Resume | None,
     console: RunConsole,
 ) -> None:
-    reward_parameters = None
+    reward_parameters = 0
     if config.reward_model is not None:
         reward = model_shape(read_model_config(config.reward_model.model.path))
         reward_parameters = reward.backbone_parameters + reward.hidden
-    facts = RunFacts(
-        run_dir=run_dir,
-        machine=machine.describe(),
-        num_ranks=world_size(config),
-        num_parameters=model_shape(read_model_config(config.model.path)).parameters,
-        data_sets=prompts.data_sets,
-        notes=prompts.notes,
-        reward_parameters=reward_parameters,
-        template=prompts.template,
-    )
-    lines = header_lines(config, facts) + ([] if resume is None else resume.lines())
+    parameters = model_shape(read_model_config(config.model.path)).parameters
+    about = machine.describe()
+    lines = header_lines(config, run_dir, about, prompts, parameters, reward_parameters)
+    lines += [] if resume is None else resume.lines()
     console.header(config.run.name, lines)
 
 

@@ -23,7 +23,6 @@ from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.output import guard_standard_output
 from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
 from hybridrl.models.resolve import absolute_path, model_folder
 
@@ -48,7 +47,6 @@ _IDS = 6
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    guard_standard_output()
     run_command(lambda: _check(sys.argv[1:]))
 
 
@@ -94,23 +92,12 @@ def _length_lines(
 ) -> Iterator[str]:
     """Yield lengths of prompts and reference answers, in tokens, beside their limits."""
     every = [*prompts.train, *prompts.held_out]
-    answers = [str(prompt.example["answer"]) for prompt in every]
-    encoded = token_ids(tokenizer, answers, special=False)
-    rollout = config.rollout
-    for what, lengths, key, limit in (
-        (
-            "prompts",
-            [len(p.token_ids) for p in every],
-            "max_prompt_tokens",
-            rollout.max_prompt_tokens,
-        ),
-        (
-            "answers",
-            [len(ids) for ids in encoded],
-            "max_response_tokens",
-            rollout.max_response_tokens,
-        ),
+    answers = token_ids(tokenizer, [str(p.example["answer"]) for p in every], special=False)
+    for what, ids, key in (
+        ("prompts", [p.token_ids for p in every], "max_prompt_tokens"),
+        ("answers", answers, "max_response_tokens"),
     ):
+        lengths, limit = [*map(len, ids)], vars(config.rollout)[key]
         longer = sum(length > limit for length in lengths)
         yield (
             f"{what}: median {median(lengths):.0f}, longest {max(lengths)} tokens; "
@@ -166,9 +153,7 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
     from hybridrl.controller.ray.runtime import ray_runtime
 
     asked, samples = prompts.train[:PROBLEMS], config.rollout.responses_per_prompt
-    options = EvalOptions(
-        "", [], None, samples, [1], False, PROBLEMS, None, Split.train, 1.0, runs_code=True
-    )
+    options = EvalOptions(samples=samples, ks=[1], split=Split.train, runs_code=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         subject = Subject("base", model=config.model.path)
