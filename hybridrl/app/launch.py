@@ -204,48 +204,42 @@ def examine_data(result: Examined) -> "PromptSets | None":
 @contextmanager
 def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[TrainingLoop]":
     """Yield the trainer, with the lock of the directory, Ray and workers during the block."""
-    with exclusive_run(folder), _started(prepared, folder, restart) as trainer:
-        yield trainer
-
-
-@contextmanager
-def _started(prepared: Prepared, folder: Path, restart: int) -> "Iterator[TrainingLoop]":
-    """Start Ray and workers, yield the trainer, and stop them."""
     from hybridrl.controller.ray.runtime import ray_runtime
 
     result, setup = prepared.checked.result, prepared.setup
     config = result.config
-    if not ray_address():
-        prepared.preflight()
-    setup.mark("checks")
-    # Ray's start only waits, for seconds.
-    with ThreadPoolExecutor(1) as meanwhile, VerificationProgress(log.info) as watch:
+    with exclusive_run(folder), ExitStack() as stack:
+        if not ray_address():
+            prepared.preflight()
+        setup.mark("checks")
+        # Ray's start only waits, for seconds.
+        meanwhile = stack.enter_context(ThreadPoolExecutor(1))
+        watch = stack.enter_context(VerificationProgress(log.info))
         agents: Future[NodeProbes] = Future()
         preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
-        with ray_runtime(config.cluster, config.hardware.accelerator):
-            setup.mark("ray")
-            if ray_address():
-                prepared.preflight()
-            with ExitStack() as nodes:
-                if _is_confirmed(config):
-                    from hybridrl.controller.ray.ray_probes import RayProbes
+        stack.enter_context(ray_runtime(config.cluster, config.hardware.accelerator))
+        setup.mark("ray")
+        if ray_address():
+            prepared.preflight()
+        with ExitStack() as nodes:
+            if _is_confirmed(config):
+                from hybridrl.controller.ray.ray_probes import RayProbes
 
-                    agents.set_result(nodes.enter_context(RayProbes()))
-                inputs = preparing.result()
-            setup.mark("checks")
-            if restart:
-                log.warning(
-                    "The run starts anew from %s: restart %d of %d (trainer.max_restarts)",
-                    f"step {inputs.resume.state.step}" if inputs.resume else "its beginning",
-                    restart,
-                    config.trainer.max_restarts,
-                )
-            # A used directory was refused, or its later steps are quarantined.
-            prepared.owns_checkpoints = True
-            from hybridrl.app.session import open_trainer
+                agents.set_result(nodes.enter_context(RayProbes()))
+            inputs = preparing.result()
+        setup.mark("checks")
+        if restart:
+            log.warning(
+                "The run starts anew from %s: restart %d of %d (trainer.max_restarts)",
+                f"step {inputs.resume.state.step}" if inputs.resume else "its beginning",
+                restart,
+                config.trainer.max_restarts,
+            )
+        # A used directory was refused, or its later steps are quarantined.
+        prepared.owns_checkpoints = True
+        from hybridrl.app.session import open_trainer
 
-            with open_trainer(prepared, folder, inputs) as trainer:
-                yield trainer
+        yield stack.enter_context(open_trainer(prepared, folder, inputs))
 
 
 def _is_confirmed(config: RunConfig) -> bool:
