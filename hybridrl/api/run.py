@@ -21,6 +21,8 @@ from hybridrl.app.before_start import compose_line, examine
 from hybridrl.app.folders import directory, template, whole_config
 from hybridrl.app.launch import Prepared, running, train_with_restarts
 from hybridrl.app.process import set_up_process
+from hybridrl.app.runs import progress
+from hybridrl.app.sweep import JobResult
 from hybridrl.config.checks.checkpoint import auto_problem
 from hybridrl.config.command.command_line import RUN_DIR, Precomposed, parse_argv, quoted
 from hybridrl.config.command.input_errors import problem_of
@@ -66,7 +68,7 @@ def train(
 
     if run.prepared is None:
         return RunResult(math.nan, run.folder, 0, {})
-    with _logging(run):
+    with _recorded(run), _logging(run):
         return train_with_restarts(run.prepared, run.folder)
 
 
@@ -111,6 +113,7 @@ class Trainer:
         if self._loop is None:
             assert self._run.prepared is not None
             with ExitStack() as stack:
+                stack.enter_context(_recorded(self._run))
                 stack.enter_context(_logging(self._run))
                 loop = stack.enter_context(running(self._run.prepared, self.folder))
                 stack.push(lambda kind, *_: None if kind else loop.checkpoints.finish())
@@ -234,6 +237,25 @@ def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
         )
     restore_links(tree)
     return OmegaConf.create(tree)
+
+
+@contextmanager
+def _recorded(run: _Run) -> Iterator[None]:
+    """Write how the run ends, for `hybridrl runs`; nothing of a refused one."""
+    start, status = time.time(), "failed"
+    try:
+        yield
+        status = "ok"
+    except ConfigError:
+        status = ""
+        raise
+    except KeyboardInterrupt:  # also Interrupted
+        status = "stopped"
+        raise
+    finally:
+        if status:
+            seconds, accuracy = time.time() - start, progress(run.folder).accuracy
+            JobResult(0, [], status, accuracy, seconds, str(run.folder)).write()
 
 
 @contextmanager
