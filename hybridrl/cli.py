@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from hybridrl.controller.output import guard_standard_output
+
 USAGE = """usage: hybridrl <command> [arguments]
 
   init     write a folder with a reward, data and a recipe of your own
@@ -44,6 +46,7 @@ def main() -> None:
         sys.stderr.write(USAGE)
         sys.exit(EXIT_USAGE)
     del sys.argv[1]
+    guard_standard_output()
     importlib.import_module(COMMANDS[name]).main()
 
 

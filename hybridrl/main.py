@@ -15,10 +15,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import hydra
 import psutil
@@ -33,11 +32,9 @@ from hybridrl.app.before_start import (
     problems_around,
     show_plan,
 )
-from hybridrl.app.compose import (
-    conf_dir,
-    stored_weight_problems,
-)
-from hybridrl.app.launch import Prepared, train_with_restarts
+from hybridrl.app.compose import conf_dir, stored_weight_problems
+from hybridrl.app.folders import Claim
+from hybridrl.app.launch import Checked, Prepared, train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -49,6 +46,8 @@ from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, read_results, show_resul
 from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import (
     CONFIG_NAME,
+    CommandLine,
+    Precomposed,
     parse_argv,
 )
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
@@ -77,37 +76,48 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     line = parse_argv(sys.argv[1:])
     with exit_codes():
-        found = compose_line(line)
-        claimed = None
+        found = compose_line(line) if line.composes else None
+        claimed, checked = None, None
         if found is not None and line.starts:
-            claimed = before_start(line, found)
-            if claimed is None:
+            started = before_start(line, found)
+            if started is None:
                 return
-        sys.argv = [sys.argv[0], *line.overrides, *line.options]
-        command = hydra.main(
-            version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME
-        )(job)
+            claimed, checked = started
         start = time.time()
         try:
-            command()
+            _call_hydra(line, checked)
         except INPUT_ERRORS as error:
-            results = read_results(claimed.folder, start) if claimed and line.sweeps else []
-            if not results:
+            # After the jobs it is the sweeper's, such as Optuna's if none has an accuracy.
+            if not (claimed and line.sweeps and read_results(claimed.folder, start)):
                 raise ConfigError(*problems_around(error, line, found)) from error
-            # Of the sweeper after the jobs, such as Optuna's if none has an accuracy.
             sys.stderr.write(f"{problem_of(error)}\n")
         except SystemExit as end:
             if end.code == EXIT_CONFIG and claimed is not None:
                 claimed.release(".hydra", "main.log")
             raise
         if claimed is not None and line.sweeps:
-            results = read_results(claimed.folder, start)
-            show_results(claimed.folder, results)
-            if any(result.status == "failed" for result in results):
-                sys.exit(EXIT_FAILED)
+            _end_sweep(claimed, read_results(claimed.folder, start))
 
 
-def job(cfg: DictConfig) -> float | None:
+def _call_hydra(line: CommandLine, checked: Checked | None) -> None:
+    def task(cfg: DictConfig) -> float | None:
+        return job(cfg, checked)
+
+    sys.argv = [sys.argv[0], *line.overrides, *line.options]
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(task)()
+
+
+def _end_sweep(claimed: Claim, results: list[JobResult]) -> None:
+    """Print the results of a sweep; exits if a job has failed. Of dry runs no folder is left."""
+    is_dry = bool(claimed.made and results) and all(one.status == "dry" for one in results)
+    show_results(None if is_dry else claimed.folder, results)
+    if is_dry:
+        claimed.release(*os.listdir(claimed.folder))
+    if any(result.status == "failed" for result in results):
+        sys.exit(EXIT_FAILED)
+
+
+def job(cfg: DictConfig, checked: Checked | None) -> float | None:
     """Run Hydra's task: one run, or one job of a sweep, whose failure is a result.
 
     Returns the final eval/accuracy; None without one, which Optuna takes for a failed trial.
@@ -122,7 +132,7 @@ def job(cfg: DictConfig) -> float | None:
         _write_result(status, metric, error, seconds=time.time() - start)
 
     try:
-        metric = run(cfg)
+        metric = run(cfg, checked)
     except ConfigError as error:
         show_problems(error)
         error_text, code = "; ".join(error.problems), EXIT_CONFIG
@@ -184,45 +194,35 @@ def _written_by_hydra() -> list[Path]:
     return files
 
 
-def run(cfg: DictConfig) -> float:
-    """Check the composed config, then train; return the final eval/accuracy (NaN of a dry run).
+def run(cfg: DictConfig, checked: Checked | None) -> float:
+    """Check the composed config, unless it is `checked`, and train; return the final eval/accuracy.
 
-    ConfigError has every problem of config and data, before any worker is started.
+    That is NaN of a dry run. ConfigError has every problem of config and data, before any worker
+    is started.
     """
-    in_sweep = _in_sweep()
+    in_sweep, state = _in_sweep(), cast(DictConfig, HydraConfig.get())
     setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
-    prepared = prepare(cfg, HydraConfig.get(), _task_overrides(), setup, in_sweep=in_sweep)
+    if checked is None:
+        checked = examine(Precomposed([], cfg, _task_overrides(), state), in_sweep=in_sweep)
+    prepared = prepare(checked, setup)
     if prepared is None:
         return math.nan
-    return train_with_restarts(prepared, Path(HydraConfig.get().runtime.output_dir)).accuracy
+    return train_with_restarts(prepared, Path(state.runtime.output_dir)).accuracy
 
 
-def prepare(
-    cfg: DictConfig,
-    state: Any,
-    overrides: Sequence[str],
-    setup: SetupTimes,
-    *,
-    in_sweep: bool = False,
-) -> Prepared | None:
-    """Check a composed config and its data; print the plan and return None for a dry run.
+def prepare(checked: Checked, setup: SetupTimes) -> Prepared | None:
+    """Check the models of a checked run; print the plan and return None for a dry run.
 
-    Args:
-        cfg: as composed by Hydra, without its own section.
-        state: the section `hydra`.
-        overrides: as typed, without those of Hydra.
-        setup: times of the start so far.
-        in_sweep: true for a job of a sweep.
+    `setup` has the times of the start so far.
 
     Raises:
         ConfigError: every problem of config and data.
     """
-    checked = examine(cfg, overrides, state.runtime, in_sweep=in_sweep)
     result, machine, config = checked.result, checked.machine, checked.result.config
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     if config.run.dry:
-        show_plan(checked)
+        show_plan(result, checked.prompts)
         return None
     model_folder(config.model)  # downloads once, not in every worker
     # Workers may have another current directory, and so may a resumed run.
@@ -234,7 +234,7 @@ def prepare(
         raise ConfigError(*problems)
     from hybridrl.doctor.preflight import preflight  # heavy
 
-    prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
+    prepared = Prepared(checked, setup, partial(preflight, result, machine, checked.overrides))
     prepared.owns_checkpoints = config.resume == AUTO
     prepared.callbacks = [callback_class(path)() for path in config.trainer.callbacks]
     return prepared

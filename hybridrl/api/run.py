@@ -4,7 +4,6 @@ Checks and session are those of the command line. Errors are raised, and nothing
 changed for good but the environment's variables of caches and sys.path.
 """
 
-import copy
 import logging
 import math
 import sys
@@ -15,16 +14,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.app.compose import composed, examine_config, find_machine
+from hybridrl.app.before_start import compose_line, examine
+from hybridrl.app.folders import directory, template, whole_config
 from hybridrl.app.launch import Prepared, running, train_with_restarts
 from hybridrl.app.process import set_up_process
+from hybridrl.app.runs import progress
+from hybridrl.app.sweep import JobResult
 from hybridrl.config.checks.checkpoint import auto_problem
-from hybridrl.config.command.command_line import RUN_DIR, parse_argv, quoted
+from hybridrl.config.command.command_line import RUN_DIR, Precomposed, parse_argv, quoted
 from hybridrl.config.command.input_errors import problem_of
-from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.secrets import config_secrets
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.links import restore_links
@@ -67,7 +68,7 @@ def train(
 
     if run.prepared is None:
         return RunResult(math.nan, run.folder, 0, {})
-    with _logging(run):
+    with _recorded(run), _logging(run):
         return train_with_restarts(run.prepared, run.folder)
 
 
@@ -99,7 +100,7 @@ class Trainer:
         if self._run.prepared is None:
             raise ConfigError("run.dry = true: a dry run has no steps.\nRemove run.dry.")
         self.folder = self._run.folder
-        self.config: RunConfig = self._run.prepared.result.config
+        self.config: RunConfig = self._run.prepared.checked.result.config
         self._stack = ExitStack()
         self._loop: TrainingLoop | None = None
         self._is_closed = False
@@ -112,6 +113,7 @@ class Trainer:
         if self._loop is None:
             assert self._run.prepared is not None
             with ExitStack() as stack:
+                stack.enter_context(_recorded(self._run))
                 stack.enter_context(_logging(self._run))
                 loop = stack.enter_context(running(self._run.prepared, self.folder))
                 stack.push(lambda kind, *_: None if kind else loop.checkpoints.finish())
@@ -189,39 +191,38 @@ class _Run(NamedTuple):
 def _checked(config: Config, callbacks: "Sequence[Callback]", folder: str | Path | None) -> _Run:
     """Compose and check a run; nothing is written."""
     set_up_process()
-    start = SetupTimes(time.time())
+    setup = SetupTimes(time.time())
     config = [config] if isinstance(config, str) else config
     at = [] if folder is None else [f"hydra.run.dir={quoted(str(folder))}"]
     if isinstance(config, RunConfig | Mapping | DictConfig):
-        _, hydra, _ = _composed(["hardware=cpu", *at])
-        cfg, overrides = _whole(config), list[str]()
+        found = _composed(["hardware=cpu", *at])._replace(cfg=_whole(config), overrides=[])
     else:
-        cfg, hydra, overrides = _composed([*config, *at])
-    tree: Any = OmegaConf.to_container(hydra, resolve=False)
-    if problem := auto_problem(cfg.resume, RUN_DIR, str(tree["run"]["dir"])):
+        found = _composed([*config, *at])
+    assert found.cfg is not None and found.hydra is not None
+    if problem := auto_problem(found.cfg.resume, RUN_DIR, template(found.hydra, RUN_DIR)):
         raise ConfigError(problem)
-    directory = _folder(cfg, hydra)
-    prepared = prepare(cfg, hydra, overrides, start)
+    try:
+        own = directory(whole_config(found), RUN_DIR)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{RUN_DIR}: {problem_of(error)}.") from error
+    checked = examine(found)
+    if callbacks or not found.overrides:  # a command has neither callbacks nor a whole config
+        checked = checked._replace(command={})
+    prepared = prepare(checked, setup)
     if prepared is not None:
         prepared.callbacks = [*callbacks, *prepared.callbacks]
-    return _Run(prepared, directory, config_secrets(cfg))
+    return _Run(prepared, own, config_secrets(found.cfg))
 
 
-def _composed(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig, list[str]]:
-    """Return the config of overrides, Hydra's section, and the overrides of values and groups."""
+def _composed(overrides: Sequence[str]) -> Precomposed:
+    """Compose the config of overrides."""
     options = [text for text in overrides if text.startswith("-")]
     if wrong := [text for text in options if not text.startswith(f"{CONFIG_DIR}=")]:
         raise ConfigError(
             f"{wrong[0]}: expected overrides, such as +recipe=gsm8k_ppo, or {CONFIG_DIR}=...\n"
             f"Sweeps and other options are the command line's."
         )
-    found = composed(parse_argv(overrides), find_machine)
-    if found.problems:
-        known = found.cfg and examine_config(found.cfg, find_machine(), Provenance())
-        raise ConfigError(*found.problems, *(known.report.problems if known else []))
-    assert found.cfg is not None and found.hydra is not None
-    typed = [text for text in found.overrides if not text.lstrip("+~").startswith("hydra.")]
-    return found.cfg, found.hydra, typed
+    return compose_line(parse_argv(overrides), guards_output=False)
 
 
 def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
@@ -238,15 +239,23 @@ def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
     return OmegaConf.create(tree)
 
 
-def _folder(cfg: DictConfig, hydra: DictConfig) -> Path:
-    """Return the directory of the run, which does not exist yet."""
-    whole = copy.deepcopy(cfg)
+@contextmanager
+def _recorded(run: _Run) -> Iterator[None]:
+    """Write how the run ends, for `hybridrl runs`; nothing of a refused one."""
+    start, status = time.time(), "failed"
     try:
-        with open_dict(whole):
-            whole.hydra = hydra
-        return Path(whole.hydra.run.dir).absolute()
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"hydra.run.dir: {problem_of(error)}.") from error
+        yield
+        status = "ok"
+    except ConfigError:
+        status = ""
+        raise
+    except KeyboardInterrupt:  # also Interrupted
+        status = "stopped"
+        raise
+    finally:
+        if status:
+            seconds, accuracy = time.time() - start, progress(run.folder).accuracy
+            JobResult(0, [], status, accuracy, seconds, str(run.folder)).write()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from hybridrl.config.choices import Init
 from hybridrl.config.command.command_line import (
     CommandLine,
     Precomposed,
+    Underlay,
     names_hardware,
     precompose,
     quoted,
@@ -47,21 +48,25 @@ def find_machine() -> Machine:
     return local_machine()
 
 
-def composed(line: CommandLine, find_machine: Callable[[], Machine]) -> Precomposed:
+def composed(
+    line: CommandLine, find_machine: Callable[[], Machine], underlay: Underlay | None = None
+) -> Precomposed:
     """Compose the line's overrides; choose `hardware` if they do not.
 
     If it cannot be chosen, that is one of the problems, and there is no config.
     """
-    if names_hardware(line.overrides):
-        return precompose(line, conf_dir())
-    try:
-        line.overrides.extend(hardware_overrides(find_machine()))
-    except ConfigError as error:
-        # Groups and keys are the same for all hardware.
-        line.overrides.append("hardware=cpu")
-        found = precompose(line, conf_dir())
-        return Precomposed([*error.problems, *found.problems], None, found.overrides)
-    return precompose(line, conf_dir())
+    problems: list[str] = []
+    if not names_hardware(line.overrides):
+        try:
+            line.overrides.extend(hardware_overrides(find_machine()))
+        except ConfigError as error:
+            problems = error.problems
+            # Groups and keys are the same for all hardware.
+            line.overrides.append("hardware=cpu")
+    found = precompose(line, conf_dir(), underlay)
+    if not problems:
+        return found
+    return Precomposed([*problems, *found.problems], None, found.overrides)
 
 
 def examine_config(cfg: DictConfig, machine: Machine, provenance: Provenance) -> Examined:

@@ -9,9 +9,10 @@ from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hybridrl.app.launch import LOCK_FILE
+from hybridrl.config.checks.checkpoint import NEW_EACH_TIME
 from hybridrl.config.command.command_line import Precomposed
 
 # Link beside the runs to the one that was started last.
@@ -33,28 +34,46 @@ class Claim(NamedTuple):
             shutil.rmtree(folder)
 
 
-def template(found: Precomposed, key: str) -> str:
+def template(hydra: DictConfig, key: str) -> str:
     """Return the value of hydra.run.dir or hydra.sweep.dir, links unresolved."""
-    tree = OmegaConf.to_container(found.hydra, resolve=False)
+    tree = OmegaConf.to_container(hydra, resolve=False)
     assert isinstance(tree, dict)
     _, section, name = key.split(".")
     return str(tree[section][name])
 
 
-def set_up_hydra(found: Precomposed, key: str) -> Path:
-    """Set Hydra's settings for the config's links to read; return the value of `key`, absolute.
-
-    Raises:
-        OmegaConfBaseException: it cannot be resolved.
-    """
+def whole_config(found: Precomposed) -> DictConfig:
+    """Return a copy of the config with Hydra's section, to which its values may link."""
     cfg = copy.deepcopy(found.cfg)
     assert cfg is not None
     with open_dict(cfg):
         cfg.hydra = found.hydra
-        folder = Path(str(OmegaConf.select(cfg, key))).absolute()
-        cfg.hydra.runtime.output_dir = str(folder)
+    return cfg
+
+
+def directory(cfg: DictConfig, key: str) -> Path:
+    """Return the value of hydra.run.dir or hydra.sweep.dir, absolute.
+
+    Raises:
+        OmegaConfBaseException: it cannot be resolved.
+    """
+    return Path(str(OmegaConf.select(cfg, key))).absolute()
+
+
+def claim_folder(found: Precomposed, key: str) -> Claim:
+    """Make the folder that `key` names, and set Hydra's settings for the config's links to read.
+
+    Raises:
+        OmegaConfBaseException: its name cannot be resolved.
+        OSError, ValueError: it cannot be made, or not be written to.
+    """
+    cfg = whole_config(found)
     HydraConfig.instance().set_config(cfg)
-    return folder
+    claimed = claim(directory(cfg, key), is_new=NEW_EACH_TIME in template(cfg.hydra, key))
+    with read_write(cfg.hydra):
+        cfg.hydra.runtime.output_dir = str(claimed.folder)
+    HydraConfig.instance().set_config(cfg)
+    return claimed
 
 
 def claim(folder: Path, *, is_new: bool) -> Claim:

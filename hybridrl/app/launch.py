@@ -8,13 +8,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import verify
@@ -51,6 +51,22 @@ LOCK_S = 5.0
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
 
+class Checked(NamedTuple):
+    """A config after its checks, and the machine that it was checked for.
+
+    Attributes:
+        overrides: as typed, without those of Hydra.
+        command: what `hybridrl resume` needs to compose the config again; may be empty.
+        prompts: None if they were not read.
+    """
+
+    result: Examined
+    machine: Machine
+    overrides: Sequence[str]
+    command: Mapping[str, Any]
+    prompts: "PromptSets | None" = None
+
+
 @dataclass
 class Prepared:
     """A run before anything is started.
@@ -61,8 +77,7 @@ class Prepared:
         callbacks: the user's, those of trainer.callbacks included.
     """
 
-    result: Examined
-    machine: Machine
+    checked: Checked
     setup: SetupTimes
     preflight: Callable[[], None]
     owns_checkpoints: bool = False
@@ -78,7 +93,7 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> "RunResult":
         WorkerError: workers failed, and no restart is left.
         ConfigError: the run could not begin.
     """
-    config, failed = prepared.result.config, None
+    config, failed = prepared.checked.result.config, None
     last = config.trainer.max_restarts
     for restart in range(last + 1):
         try:
@@ -189,49 +204,42 @@ def examine_data(result: Examined) -> "PromptSets | None":
 @contextmanager
 def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[TrainingLoop]":
     """Yield the trainer, with the lock of the directory, Ray and workers during the block."""
-    with exclusive_run(folder), _started(prepared, folder, restart) as trainer:
-        yield trainer
-
-
-@contextmanager
-def _started(prepared: Prepared, folder: Path, restart: int) -> "Iterator[TrainingLoop]":
-    """Start Ray and workers, yield the trainer, and stop them."""
     from hybridrl.controller.ray.runtime import ray_runtime
 
-    result, machine, setup = prepared.result, prepared.machine, prepared.setup
+    result, setup = prepared.checked.result, prepared.setup
     config = result.config
-    if not ray_address():
-        prepared.preflight()
-    setup.mark("checks")
-    # Ray's start only waits, for seconds.
-    with ThreadPoolExecutor(1) as meanwhile, VerificationProgress(log.info) as watch:
+    with exclusive_run(folder), ExitStack() as stack:
+        if not ray_address():
+            prepared.preflight()
+        setup.mark("checks")
+        # Ray's start only waits, for seconds.
+        meanwhile = stack.enter_context(ThreadPoolExecutor(1))
+        watch = stack.enter_context(VerificationProgress(log.info))
         agents: Future[NodeProbes] = Future()
         preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
-        with ray_runtime(config.cluster, config.hardware.accelerator):
-            setup.mark("ray")
-            if ray_address():
-                prepared.preflight()
-            with ExitStack() as nodes:
-                if _is_confirmed(config):
-                    from hybridrl.controller.ray.ray_probes import RayProbes
+        stack.enter_context(ray_runtime(config.cluster, config.hardware.accelerator))
+        setup.mark("ray")
+        if ray_address():
+            prepared.preflight()
+        with ExitStack() as nodes:
+            if _is_confirmed(config):
+                from hybridrl.controller.ray.ray_probes import RayProbes
 
-                    agents.set_result(nodes.enter_context(RayProbes()))
-                inputs = preparing.result()
-            setup.mark("checks")
-            if restart:
-                log.warning(
-                    "The run starts anew from %s: restart %d of %d (trainer.max_restarts)",
-                    f"step {inputs.resume.state.step}" if inputs.resume else "its beginning",
-                    restart,
-                    config.trainer.max_restarts,
-                )
-            # A used directory was refused, or its later steps are quarantined.
-            prepared.owns_checkpoints = True
-            from hybridrl.app.session import open_trainer
+                agents.set_result(nodes.enter_context(RayProbes()))
+            inputs = preparing.result()
+        setup.mark("checks")
+        if restart:
+            log.warning(
+                "The run starts anew from %s: restart %d of %d (trainer.max_restarts)",
+                f"step {inputs.resume.state.step}" if inputs.resume else "its beginning",
+                restart,
+                config.trainer.max_restarts,
+            )
+        # A used directory was refused, or its later steps are quarantined.
+        prepared.owns_checkpoints = True
+        from hybridrl.app.session import open_trainer
 
-            callbacks = prepared.callbacks
-            with open_trainer(config, folder, machine, inputs, setup, callbacks) as trainer:
-                yield trainer
+        yield stack.enter_context(open_trainer(prepared, folder, inputs))
 
 
 def _is_confirmed(config: RunConfig) -> bool:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.app.launch import LOCK_FILE
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
@@ -22,26 +22,14 @@ RESULT_FILE = "result.json"
 STATES = {"ok": "finished", "failed": "failed", "stopped": "stopped"}
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Numbers of a run so far; None if they are not known.
-
-    Attributes:
-        step: the last one in metrics.jsonl.
-        accuracy, ci95: of the last evaluation, with the half-width of the 95 % interval.
-        reward, kl: of the last step.
-    """
+class Progress(NamedTuple):
+    """Numbers of a run so far, None if unknown: of the last evaluation, and of the last step."""
 
     step: int | None
     accuracy: float | None
     ci95: float | None
     reward: float | None
     kl: float | None
-
-    @property
-    def accuracy_text(self) -> str:
-        """The accuracy with its interval."""
-        return accuracy_text(self.accuracy, self.ci95)
 
 
 @dataclass(frozen=True)

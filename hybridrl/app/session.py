@@ -8,7 +8,7 @@ TrainingLoop.fit                 the loop
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from hybridrl.app.folders import link_latest
+from hybridrl.app.launch import Prepared
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.choices import Accelerator
@@ -26,14 +27,12 @@ from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import start_workers
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
-from hybridrl.trainer.callbacks import Callback
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
@@ -46,7 +45,7 @@ from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
-from hybridrl.trainer.tracking.header import RunFacts, header_lines
+from hybridrl.trainer.tracking.header import header_lines
 from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter
@@ -86,16 +85,10 @@ def read_inputs(
 
 
 @contextmanager
-def open_trainer(
-    config: RunConfig,
-    run_dir: Path,
-    machine: Machine,
-    inputs: RunInputs,
-    setup: SetupTimes,
-    callbacks: Sequence[Callback] = (),
-) -> Iterator[TrainingLoop]:
+def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterator[TrainingLoop]:
     """Yield the trainer of a run with its workers, inside `ray_runtime`."""
-    prompts, resume = inputs.prompts, inputs.resume
+    (result, machine, _, command, _), setup = prepared.checked, prepared.setup
+    config, prompts, resume = result.config, inputs.prompts, inputs.resume
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if not os.environ.get("OMP_NUM_THREADS"):  # else torch uses the user's number
@@ -111,7 +104,7 @@ def open_trainer(
         try:
             found = None if resume is None else resume.found
             facts = {"hardware": machine, "data": prompts.data_sets, "models": inputs.models}
-            write_manifest(run_dir, config, facts, started=started, found=found)
+            write_manifest(run_dir, config, facts, started=started, command=command, found=found)
             link_latest(run_dir)
         except OSError as error:  # the run does not need them
             log.warning("the manifest or outputs/latest could not be written: %s", error)
@@ -140,7 +133,7 @@ def open_trainer(
             Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, inputs.models),
             preemption,
             reporter,
-            callbacks,
+            prepared.callbacks,
             resume,
         )
         setup.mark("driver")
@@ -199,21 +192,14 @@ def _show_header(
     resume: Resume | None,
     console: RunConsole,
 ) -> None:
-    reward_parameters = None
+    reward_parameters = 0
     if config.reward_model is not None:
         reward = model_shape(read_model_config(config.reward_model.model.path))
         reward_parameters = reward.backbone_parameters + reward.hidden
-    facts = RunFacts(
-        run_dir=run_dir,
-        machine=machine.describe(),
-        num_ranks=world_size(config),
-        num_parameters=model_shape(read_model_config(config.model.path)).parameters,
-        data_sets=prompts.data_sets,
-        notes=prompts.notes,
-        reward_parameters=reward_parameters,
-        template=prompts.template,
-    )
-    lines = header_lines(config, facts) + ([] if resume is None else resume.lines())
+    parameters = model_shape(read_model_config(config.model.path)).parameters
+    about = machine.describe()
+    lines = header_lines(config, run_dir, about, prompts, parameters, reward_parameters)
+    lines += [] if resume is None else resume.lines()
     console.header(config.run.name, lines)
 
 

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybridrl.app.runs import RESULT_FILE, accuracy_text, progress
-from hybridrl.trainer.tracking.best_effort_files import replace_file
+from hybridrl.trainer.tracking.best_effort_files import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -60,21 +60,23 @@ class JobResult:
         known = progress(path.parent)
         numbers = {"ci95": known.ci95, "reward": known.reward, "kl": known.kl}
         try:
-            _write_json(path, asdict(self) | (numbers if known.step is not None else {}))
+            _write(path, asdict(self) | (numbers if known.step is not None else {}))
         except OSError as error:
             log.error("%s could not be written: %s; a sweep counts it as failed", path, error)
 
 
-def show_results(directory: Path, results: list[JobResult]) -> None:
-    """Print the table of a sweep and write sweep.json to its directory."""
+def show_results(directory: Path | None, results: list[JobResult]) -> None:
+    """Print the table of a sweep, and write sweep.json to its directory if that is kept."""
     results = ranked(results)
     # Without a terminal: wide enough for all cells.
     console = Console()
     console = console if console.is_terminal else Console(width=200)
     console.print(sweep_table(results))
+    if directory is None:
+        return
     path = directory / SWEEP_FILE
     try:
-        _write_json(path, [asdict(result) for result in results])
+        _write(path, [asdict(result) for result in results])
         console.print(f"Written to {path}", markup=False)
     except OSError as error:
         console.print(f"{path} could not be written: {error}", markup=False)
@@ -115,9 +117,8 @@ def _failed(folder: Path, reason: str) -> JobResult:
     return JobResult(job, [], "failed", None, 0.0, str(folder), reason)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=1) + "\n"
-    replace_file(path, lambda new: new.write_text(text))
+def _write(path: Path, value: Any) -> None:
+    replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def ranked(results: list[JobResult]) -> list[JobResult]:

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hybridrl.app.before_start import Checked, show_plan
-from hybridrl.app.compose import composed, examine_config, find_machine
+from hybridrl.app.before_start import compose_line, show_plan
+from hybridrl.app.compose import examine_config, find_machine
 from hybridrl.app.launch import check_data
 from hybridrl.commands.running import argument_parser, run_command
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.output import guard_standard_output
 from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
 from hybridrl.models.resolve import absolute_path, model_folder
 
@@ -49,7 +47,6 @@ _IDS = 6
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    guard_standard_output()
     run_command(lambda: _check(sys.argv[1:]))
 
 
@@ -60,19 +57,16 @@ def _check(argv: Sequence[str]) -> None:
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with config groups of yours")
     args = parser.parse_intermixed_args(list(argv))
     own = [] if args.config_dir is None else ["--config-dir", args.config_dir]
-    machine = find_machine()
-    found = composed(parse_argv([*own, *args.overrides]), lambda: machine)
-    if found.problems or found.cfg is None:
-        raise ConfigError(*found.problems)
-    result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
+    found = compose_line(parse_argv([*own, *args.overrides]))
+    assert found.cfg is not None
+    result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
     prompts, config = check_data(result), result.config
-    assert result.shape is not None
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(config.model.path)
     console.print("\n".join(_prompt_lines(prompts, tokenizer)))
     console.print("\n".join(_length_lines(prompts, tokenizer, config)))
     console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))
-    show_plan(Checked(result, machine, prompts))
+    show_plan(result, prompts)
     if not args.no_samples:
         check_installation(config.hardware.accelerator)
         model_folder(config.model)
@@ -98,23 +92,12 @@ def _length_lines(
 ) -> Iterator[str]:
     """Yield lengths of prompts and reference answers, in tokens, beside their limits."""
     every = [*prompts.train, *prompts.held_out]
-    answers = [str(prompt.example["answer"]) for prompt in every]
-    encoded = token_ids(tokenizer, answers, special=False)
-    rollout = config.rollout
-    for what, lengths, key, limit in (
-        (
-            "prompts",
-            [len(p.token_ids) for p in every],
-            "max_prompt_tokens",
-            rollout.max_prompt_tokens,
-        ),
-        (
-            "answers",
-            [len(ids) for ids in encoded],
-            "max_response_tokens",
-            rollout.max_response_tokens,
-        ),
+    answers = token_ids(tokenizer, [str(p.example["answer"]) for p in every], special=False)
+    for what, ids, key in (
+        ("prompts", [p.token_ids for p in every], "max_prompt_tokens"),
+        ("answers", answers, "max_response_tokens"),
     ):
+        lengths, limit = [*map(len, ids)], vars(config.rollout)[key]
         longer = sum(length > limit for length in lengths)
         yield (
             f"{what}: median {median(lengths):.0f}, longest {max(lengths)} tokens; "
@@ -169,9 +152,7 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
     from hybridrl.controller.ray.runtime import ray_runtime
 
     asked, samples = prompts.train[:PROBLEMS], config.rollout.responses_per_prompt
-    options = EvalOptions(
-        "", [], None, samples, [1], False, PROBLEMS, None, Split.train, 1.0, runs_code=True
-    )
+    options = EvalOptions(samples=samples, ks=[1], split=Split.train, runs_code=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         subject = Subject("base", model=config.model.path)

@@ -23,7 +23,7 @@ from hybridrl.commands.evaluation.options import (
 from hybridrl.commands.running import UsageError, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
-from hybridrl.controller.output import guard_logging, guard_standard_output
+from hybridrl.controller.output import guard_logging
 from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ LOG = "eval.log"
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    guard_standard_output()
     run_command(lambda: _evaluate(sys.argv[1:]))
 
 

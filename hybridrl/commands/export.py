@@ -20,7 +20,6 @@ from hybridrl.commands.running import (
 from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
-from hybridrl.controller.output import guard_standard_output
 from hybridrl.models.export_record import added_to, in_between, is_export
 from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder
 
@@ -40,7 +39,6 @@ Needs neither GPU nor Ray, and host memory for one tensor.
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    guard_standard_output()
     parser = argument_parser("export", DESCRIPTION)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory")

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from hybridrl.commands.running import argument_parser, run_command
 from hybridrl.config.checks.installation import check_ray
-from hybridrl.controller.output import guard_standard_output
 
 EXIT_NOT_FINITE = 3
 # Width of the tables without a terminal.
@@ -25,7 +24,6 @@ WIDTH = 160
 
 def main() -> None:
     """Run the command; exits by SystemExit unless everything is finite."""
-    guard_standard_output()
     parser = argument_parser("replay", __doc__, None)
     parser.add_argument("folder", type=Path, help="folder named by the stopped run")
     parser.add_argument(

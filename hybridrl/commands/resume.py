@@ -79,12 +79,14 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
     """Return the arguments of `hybridrl train` that go on with a run; `overrides` replace its own.
 
     Raises:
-        UsageError: the manifest has no command, or it has a secret, which manifests hide.
+        UsageError: the manifest has no command, as after a start from Python with callbacks, or it
+            has a secret, which manifests hide.
     """
     if "overrides" not in run.manifest:
         raise UsageError(
-            f"{run.folder}: its manifest does not record how it was started.\n"
-            f"Type the whole command again, with resume={AUTO} {RUN_DIR}={run.folder}"
+            f"{run.folder}: its manifest records no command, as it was started from Python with a "
+            f"whole config or callbacks.\n"
+            f"Start it there again, with resume={AUTO} {RUN_DIR}={run.folder}"
         )
     own = [str(override) for override in run.manifest["overrides"]]
     new = {_key(override) for override in overrides} | {"resume"}

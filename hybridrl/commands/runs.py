@@ -6,9 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybridrl.app.runs import RunOnDisk, find_runs, progress, state_of
+from hybridrl.app.runs import RunOnDisk, accuracy_text, find_runs, progress, state_of
 from hybridrl.commands.running import UsageError, argument_parser, run_command
-from hybridrl.controller.output import guard_standard_output
 
 # Where runs and jobs of sweeps are unless hydra.run.dir or hydra.sweep.dir says otherwise.
 FOLDERS = [Path("outputs"), Path("multirun")]
@@ -28,7 +27,6 @@ and nothing here says how it ended).
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    guard_standard_output()
     parser = argument_parser("runs", DESCRIPTION)
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="(outputs multirun)")
@@ -65,7 +63,7 @@ def table(runs: list[RunOnDisk]) -> Table:
             escape(run.name),
             run.started.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
             f"{step} of {run.total_steps}",
-            numbers.accuracy_text,
+            accuracy_text(numbers.accuracy, numbers.ci95),
             state_of(run),
             escape(str(run.folder)),
         )

@@ -212,7 +212,7 @@ def test_a_directory_that_cannot_be_written_to_or_named_is_a_problem(dry, tmp_pa
 def test_a_command_goes_on_when_nobody_reads_what_it_prints(dry, tmp_path, closed):
     """Of a pipe's reader nothing is left; a closed stream must not become another file's."""
     words = [sys.executable, "-m", "hybridrl.main", *dry, "-m", "seed=1", "hydra.sweep.dir=here"]
-    script = f"set -o pipefail; {shlex.join(words)} {closed}"
+    script = f"mkdir here; set -o pipefail; {shlex.join(words)} {closed}"
     env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
@@ -317,6 +317,31 @@ def test_a_sweep_with_a_failing_job_runs_the_others_and_prints_one_table(dry, tm
     assert "seed=2 actor.mini_batch_size=256" in table or "actor.mini_batch_size=256" in table
     assert "does not divide the 512" in table
     assert table.count("dry") == 2
+
+
+def test_a_sweep_of_dry_runs_prints_their_plans_and_leaves_nothing(dry, tmp_path):
+    done = command(*dry, "-m", "seed=1,2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Dry run: nothing was started") == 2
+    assert "Sweep, best first" in done.stdout and "Written to" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_own_code_of_a_run_is_tried_as_often_as_in_a_dry_run(dry, tmp_path):
+    """Hydra's job takes the checks that were made before it."""
+    (tmp_path / "mine.py").write_text(
+        "open('tried', 'a').write('x')\n"
+        "def loss(log_probs, old_log_probs, advantages):\n    return -log_probs * advantages\n"
+    )
+    own = [*dry, "hardware=cpu", "algorithm.loss.function=mine.loss"]
+    own += ["hydra.run.dir=${hydra:runtime.choices.algorithm}"]
+    assert command(*own, cwd=tmp_path).returncode == 0
+    tried = (tmp_path / "tried").read_text()
+    (tmp_path / "tried").unlink()
+    done = command(*own, "run.dry=false", cwd=tmp_path, GLOO_SOCKET_IFNAME="nope")
+    assert done.returncode == 2 and "names no interface" in done.stderr, done.stderr
+    assert (tmp_path / "tried").read_text() == tried
+    assert not (tmp_path / "ppo").exists()
 
 
 def test_cfg_job_shows_the_config_and_the_hardware_found(tmp_path):

@@ -7,7 +7,8 @@ from composing import GPU_NODE, LAPTOP, examined, problems
 from rich.console import Console
 
 from hybridrl.config.planner.plan_text import plan
-from hybridrl.trainer.tracking.header import RunFacts, header_lines
+from hybridrl.data.sources.prompts import PromptSets
+from hybridrl.trainer.tracking.header import header_lines
 from tests.model_shapes import TINY
 
 SFT = ("+recipe=gsm8k_sft", "hardware=cpu")
@@ -61,7 +62,7 @@ def test_plan_and_header_name_reference_answers_and_no_samples():
     text = file.getvalue()
     assert "reference answers a step" in text and "prompts x" not in text
     assert "algorithm.advantage = none needs none" in text
-    facts = RunFacts("here", "a machine", 1, TINY["vocab_size"], [])
-    lines = dict(header_lines(found.config, facts))
+    prompts = PromptSets([], [], [])
+    lines = dict(header_lines(found.config, "here", "a machine", prompts, TINY["vocab_size"]))
     assert lines["method"] == "supervised fine-tuning on reference answers, nll, lr 0.0001"
     assert lines["batch"].startswith("64 reference answers a step; 1 update of 64")

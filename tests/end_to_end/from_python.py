@@ -99,6 +99,8 @@ def failing(folder: Path) -> None:
         assert "Fails.on_step_end failed" in str(error) and "a mistake at step 1" in str(error)
     else:
         raise AssertionError("it went on")
+    ended = json.loads((folder / "failed" / "result.json").read_text())
+    assert ended["status"] == "failed"
     result = hybridrl.train([*long, "eval.every_steps=1"], [Calls(1)], folder=folder / "stopped")
     assert result.step == 1 and result.accuracy == result.metrics["eval/accuracy"]
     assert state() == before

@@ -51,7 +51,7 @@ def test_a_new_task_is_read_rewarded_and_planned(task):
     assert re.search(r"reference answers: mean 1\.000", told)
     assert re.search(r"answers of other problems: mean 0\.0\d+", told)
     assert "empty answers: mean 0.000" in told
-    assert "memory of one rank by phase" in told
+    assert "Predicted memory of one rank by phase" in told
     assert sorted(path.name for path in task.iterdir()) == sorted(
         ["README.md", "data.jsonl", "recipe", "reward.py", "test_reward.py"]
     )

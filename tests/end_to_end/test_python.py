@@ -1,6 +1,7 @@
 """Runs from Python: the examples, a run in one call and by hand, callbacks, Ctrl-C."""
 
 import ast
+import json
 import os
 import re
 import signal
@@ -28,6 +29,8 @@ def test_steps_by_hand_are_on_policy_and_have_their_penalty_in_the_loss(tmp_path
         output = run.output()
         assert run.process.returncode == 0, output
         run.assert_nothing_left()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["status"] == "ok" and result["metric"] == run.metrics()[-1]["eval/accuracy"]
     first, second = run.metrics()  # nobody has asked for the initial model's row
     for row in (first, second):
         check_row(row)

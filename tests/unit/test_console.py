@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridrl.data.sources.prompts import DataSetSummary
+from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
 from hybridrl.trainer.tracking.console import RunConsole
-from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
+from hybridrl.trainer.tracking.header import count_text, evaluation_steps, header_lines
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, pick_samples
 from hybridrl.trainer.tracking.summary import (
     SUPERVISED_COLUMNS,
@@ -51,20 +51,17 @@ def shown(file: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
 
 
-def facts(**changes) -> RunFacts:
-    known = {
-        "run_dir": Path("outputs/gsm8k_ppo/today"),
-        "machine": "no NVIDIA GPU, 4 cores, 64 GiB RAM",
-        "num_ranks": 2,
-        "num_parameters": 674_304,
-        "data_sets": [DataSetSummary("", "embedded", 1.0, 8192, 320)],
-    }
-    return RunFacts(**(known | changes))
+def header(*overrides: str, run_dir="outputs/gsm8k_ppo/today", **changes) -> list[tuple[str, str]]:
+    """The header of a run with these overrides; `changes` are of its prompts."""
+    data_sets = [DataSetSummary("", "embedded", 1.0, 8192, 320)]
+    prompts = PromptSets(**({"train": [], "held_out": [], "data_sets": data_sets} | changes))
+    about = "no NVIDIA GPU, 4 cores, 64 GiB RAM"
+    return header_lines(run_config(*overrides), Path(run_dir), about, prompts, 674_304)
 
 
 def test_header_says_what_runs_where_on_what_and_how_much():
-    config = run_config("cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2")
-    lines = dict(header_lines(config, facts(notes=["be warned"], template="none")))
+    config = ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2"]
+    lines = dict(header(*config, notes=["be warned"], template="none"))
     assert lines["run"] == "gsm8k_ppo, seed 1"
     assert lines["hardware"] == "cpu: hardware=cpu was given"
     assert lines["reward"] == "hybridrl.rewards.gsm8k.score (mode strict)"
@@ -89,8 +86,7 @@ def test_header_says_what_runs_where_on_what_and_how_much():
     ],
 )
 def test_header_counts_updates_over_all_epochs_and_responses_where_they_are(overrides, updates):
-    config = run_config("cluster.gpus_per_node=4", *overrides)
-    lines = dict(header_lines(config, facts(num_ranks=4)))
+    lines = dict(header("cluster.gpus_per_node=4", *overrides))
     assert lines["batch"] == f"64 prompts x 8 responses = 512 a step; {updates}"
 
 
@@ -99,7 +95,7 @@ def test_header_has_a_line_for_each_data_set_of_a_mixture():
         DataSetSummary("sums", "sums.jsonl", 0.75, 1000, 50),
         DataSetSummary("words", "embedded", 0.25, 8192, 320),
     ]
-    lines = header_lines(run_config(), facts(data_sets=sets))
+    lines = header(data_sets=sets)
     at = lines.index(("data", "sums, 0.75 of the prompts, sums.jsonl: 1,000 training, 50 held out"))
     assert lines[at + 1] == (
         "",
@@ -110,7 +106,7 @@ def test_header_has_a_line_for_each_data_set_of_a_mixture():
 
 
 def test_header_sums_up_many_evaluations():
-    lines = dict(header_lines(run_config("trainer.total_steps=100"), facts()))
+    lines = dict(header("trainer.total_steps=100"))
     assert "evaluated 11 times" in lines["steps"]
 
 
@@ -126,13 +122,13 @@ def test_header_fits_the_terminal_and_keeps_paths_whole_in_logs():
     path = "/a/long/path" * 9
     for width in (80, 140):
         console, file = screen(terminal=True, width=width)
-        console.header("hybridrl 0.1.0", header_lines(run_config(), facts(run_dir=Path(path))))
+        console.header("hybridrl 0.1.0", header(run_dir=path))
         lines = shown(file).splitlines()
         assert max(map(len, lines)) <= width
         assert "hybridrl 0.1.0" in lines[0]
         assert lines[-1].startswith("\u2570")
     console, file = screen(terminal=False)
-    console.header("hybridrl 0.1.0", header_lines(run_config(), facts(run_dir=Path(path))))
+    console.header("hybridrl 0.1.0", header(run_dir=path))
     assert path in file.getvalue()
     assert file.getvalue().isascii()
 

@@ -57,7 +57,8 @@ def test_a_sweep_submits_an_array_and_prints_one_table(tmp_path: Path, slurm):
     call = [sys.executable, "-m", "hybridrl.main", "+recipe=gsm8k_ppo", "run.dry=true"]
     call += ["hardware=cpu", "-m", "hydra/launcher=submitit_slurm", "seed=1,2"]
     call += ["hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=8"]
-    call += ["hydra.launcher.timeout_min=1440"]
+    call += ["hydra.launcher.timeout_min=1440", "hydra.sweep.dir=here"]
+    (tmp_path / "here").mkdir()
     done = subprocess.run(
         call, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=120
     )
@@ -65,7 +66,6 @@ def test_a_sweep_submits_an_array_and_prints_one_table(tmp_path: Path, slurm):
     script = (tmp_path / "script").read_text()
     for line in ("--partition=gpu", "--gpus-per-node=8", "--time=1440", "--array=0-1%2"):
         assert f"#SBATCH {line}" in script, script
-    (file,) = tmp_path.glob("multirun/gsm8k_ppo/*/sweep.json")
-    results = json.loads(file.read_text())
+    results = json.loads((tmp_path / "here" / "sweep.json").read_text())
     assert [(job["job"], job["status"]) for job in results] == [(0, "dry"), (1, "dry")]
     assert "seed=2" in done.stdout

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -98,6 +99,22 @@ def test_a_whole_config_is_that_of_its_overrides(tmp_path, capsys):
         plans.append(capsys.readouterr().out)
     assert "128" in plans[0] and plans[1] == plans[0] == plans[2]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_overrides_records_the_command_that_resumes_it(tmp_path):
+    """A command has neither a whole config nor callbacks, so with these there is none."""
+
+    def command(config, *callbacks):
+        return hybridrl.Trainer(config, callbacks, folder=tmp_path)._run.prepared.checked.command
+
+    own = [*DRY[:2], "seed=7", f"--config-dir={ROOT / 'examples'}"]
+    assert command(own) == {
+        "overrides": own[:3],
+        "directory": os.getcwd(),
+        "config_dirs": [str(ROOT / "examples")],
+    }
+    assert command(own, hybridrl.Callback()) == {}
+    assert command(hybridrl.Trainer(own, folder=tmp_path).config) == {}
 
 
 class Named(hybridrl.Callback):

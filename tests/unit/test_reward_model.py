@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.models.vocabulary import read_vocabulary, vocabulary_problems
 from hybridrl.rewards.none import score
 from hybridrl.trainer.rewarding import Rewarded, add_model_scores
-from hybridrl.trainer.tracking.header import RunFacts, header_lines
+from hybridrl.trainer.tracking.header import header_lines
 from tests.role_configs import fsdp_config, reward_model_config
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
@@ -48,17 +49,10 @@ def test_the_header_names_it():
     config = replace(
         run_config(), reward_model=reward_model_config(folder, fsdp_config(dp_shard=1))
     )
-    facts = RunFacts(
-        run_dir=folder,
-        machine="",
-        num_ranks=1,
-        num_parameters=10,
-        data_sets=[],
-        reward_parameters=1_240_000_000,
-    )
-    lines = header_lines(config, facts)
+    facts = folder, "", PromptSets([], [], []), 10, 1_240_000_000
+    lines = header_lines(config, *facts)
     assert ("reward model", "/rm, 1.24 B parameters, weight 1") in lines
-    assert "reward model" not in dict(header_lines(run_config(), facts))
+    assert "reward model" not in dict(header_lines(run_config(), *facts))
 
 
 def words(folder, text):

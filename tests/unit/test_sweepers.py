@@ -17,13 +17,14 @@ OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_j
 
 
 def swept(folder: Path, *arguments: str) -> list[dict]:
-    """The results of a sweep's jobs, in their order."""
-    call = [sys.executable, "-m", "hybridrl.main", *DRY, *arguments]
+    """The results of a sweep's jobs, in their order; its folder is kept, as it was there before."""
+    (folder / "here").mkdir()
+    call = [sys.executable, "-m", "hybridrl.main", *DRY, "hydra.sweep.dir=here", *arguments]
     done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Sweep, best first" in done.stdout and "setup plugin" not in done.stdout
-    (file,) = folder.glob("multirun/gsm8k_grpo/*/sweep.json")
-    return sorted(json.loads(file.read_text()), key=lambda job: job["job"])
+    results = json.loads((folder / "here" / "sweep.json").read_text())
+    return sorted(results, key=lambda job: job["job"])
 
 
 def value(job: dict, key: str) -> str:
@@ -51,9 +52,10 @@ def test_optuna_maximises_the_accuracy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import hybridrl.main as main\n"
-        "main.run = lambda cfg: cfg.seed / 4 if cfg.seed > 1 else float('nan')\n"
+        "main.run = lambda cfg, _: cfg.seed / 4 if cfg.seed > 1 else float('nan')\n"
         "main.main()\n"
     )
+    (tmp_path / "here").mkdir()
     call = [sys.executable, str(script), *DRY, "hydra.sweep.dir=here", "hydra/sweeper=optuna"]
     call += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "seed=choice(1,2,3)"]
     call += ["hydra/sweeper/sampler=grid"]

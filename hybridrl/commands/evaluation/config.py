@@ -11,11 +11,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hybridrl.app.compose import conf_dir, hardware_overrides, stored_weight_problems
+from hybridrl.app.compose import composed, stored_weight_problems
 from hybridrl.checkpoint.find import Found
 from hybridrl.commands.evaluation.options import Subject
 from hybridrl.config.choices import Init
-from hybridrl.config.command.command_line import CommandLine, names_hardware, precompose
+from hybridrl.config.command.command_line import CommandLine
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
@@ -71,11 +71,9 @@ def evaluation_config(
     problems = list(idle_problems(line.overrides, subject))
     if problems:
         raise ConfigError(*problems)
-    if not names_hardware(line.overrides):
-        line.overrides.extend(hardware_overrides(machine))
     if subject.checkpoint is not None:
         _refuse_unresolved(subject.checkpoint)
-    found = precompose(line, conf_dir(), partial(underlay, subject))
+    found = composed(line, lambda: machine, partial(underlay, subject))
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
     if subject.checkpoint is not None and not runs_code:

@@ -40,17 +40,17 @@ class Split(StrEnum):
 class EvalOptions:
     """Options of an evaluation, as `_parser` describes them; `ks` of pass@k are rising."""
 
-    subject: str
-    overrides: list[str]
-    config_dir: str | None
     samples: int
     ks: list[int]
-    greedy: bool
-    problems: int | None
-    output: Path | None
-    split: Split
-    correct_at: float
-    runs_code: bool
+    subject: str = ""
+    overrides: Sequence[str] = ()
+    config_dir: str | None = None
+    greedy: bool = False
+    problems: int | None = None
+    output: Path | None = None
+    split: Split = Split.held_out
+    correct_at: float = 1.0
+    runs_code: bool = False
 
 
 def parse_options(argv: Sequence[str]) -> EvalOptions:

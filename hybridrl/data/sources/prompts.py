@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
 from jinja2 import TemplateError
@@ -111,31 +112,32 @@ def load_prompts(
     sets = load_problem_sets(config, with_solutions=max_answer_tokens is not None)
     renderer = Renderer(load_tokenizer(model_path))
     answers = None if max_answer_tokens is None else AnswerTokens(model_path)
-    train, held_out = _rendered(config, sets, renderer, answers)
-    summaries: list[DataSetSummary] = []
-    faults: list[str] = []
-    if max_answer_tokens is not None:
-        faults += too_long_answers(train, config, max_answer_tokens)
-        train = _with_short_answers(train, sets, max_answer_tokens)
-    for one in sets.values():
-        halves = [[p for p in half if p.dataset == one.name] for half in (train, held_out)]
-        summaries.append(_summary(one, halves, max_prompt_tokens))
-        faults += [text for half in halves for text in too_long(half, config, max_prompt_tokens)]
-        warn_of_unknown_tokens([*halves[0], *halves[1]], renderer, model_path)
+    rendered = _rendered(config, sets, renderer, answers)
+    kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
+    for name, (train, held_out) in rendered.items():
+        warn_of_unknown_tokens([*train, *held_out], renderer, model_path)
+        if max_answer_tokens is not None:
+            faults += _too_long(train, config, max_answer_tokens, answers=True)
+            short = [prompt for prompt in train if len(prompt.answer_ids) <= max_answer_tokens]
+            reason = f"with an answer longer than {max_answer_tokens} tokens"
+            sets[name].left_out[reason] = len(train) - len(short)
+            train = short
+        for half in (train, held_out):
+            faults += _too_long(half, config, max_prompt_tokens)
+        _keep_short(sets[name], train, held_out, max_prompt_tokens, kept)
     if not faults:
         faults = [
-            text for one in summaries for text in _too_few(one, sets[one.name], max_prompt_tokens)
+            text
+            for summary in kept.data_sets
+            for text in _too_few(summary, sets[summary.name], max_prompt_tokens)
         ]
     if faults:
         raise ConfigError(*faults)
-    notes = [text for each in summaries for text in _notes(each, sets[each.name])]
-    for note in notes:
+    for summary in kept.data_sets:
+        kept.notes.extend(_notes(summary, sets[summary.name]))
+    for note in kept.notes:
         log.info("%s", note)
-    train, held_out = (
-        [prompt for prompt in half if len(prompt.token_ids) <= max_prompt_tokens]
-        for half in (train, held_out)
-    )
-    return PromptSets(train, held_out, summaries, notes, renderer.description)
+    return kept
 
 
 def examine_prompts(
@@ -156,25 +158,26 @@ def _rendered(
     sets: dict[str, ProblemSets],
     renderer: Renderer,
     answers: AnswerTokens | None,
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Render training and held-out prompts, of all data sets, with consecutive ids.
+) -> dict[str, tuple[list[Prompt], list[Prompt]]]:
+    """Render the training and held-out prompts of each data set by name.
+
+    Ids are consecutive, those of all training prompts first.
 
     Raises:
         ConfigError: the chat template raises, or a system prompt has no effect.
     """
-    faults = _unused_system_prompts(config, sets)
-    halves: tuple[list[Prompt], list[Prompt]] = [], []
-    next_id = 0
-    for index, half in enumerate(halves):
-        for each in sets.values():
-            problems = (each.train, each.held_out)[index]
-            prompts, refused = prompts_of(each, problems, renderer, next_id, answers)
+    faults, next_id = _unused_system_prompts(config, sets), 0
+    halves: list[dict[str, list[Prompt]]] = []
+    for half_of in (attrgetter("train"), attrgetter("held_out")):
+        halves.append({})
+        for name, each in sets.items():
+            problems = half_of(each)
+            halves[-1][name], refused = prompts_of(each, problems, renderer, next_id, answers)
             next_id += len(problems)
-            half += prompts
             faults += map(each.with_own_keys, refused)
     if faults:
         raise ConfigError(*faults)
-    return halves
+    return {name: (halves[0][name], halves[1][name]) for name in sets}
 
 
 def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> list[str]:
@@ -197,22 +200,18 @@ def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> 
     return faults
 
 
-def _summary(sets: ProblemSets, halves: list[list[Prompt]], limit: int) -> DataSetSummary:
-    """Count a data set's training and held-out prompts, without those longer than `limit`."""
-    longer, longer_held_out = (
-        sum(len(prompt.token_ids) > limit for prompt in half) for half in halves
-    )
+def _keep_short(
+    sets: ProblemSets, train: list[Prompt], held_out: list[Prompt], limit: int, kept: PromptSets
+) -> None:
+    """Add a data set's prompts of at most `limit` tokens to `kept`, with its summary."""
+    halves = [[p for p in half if len(p.token_ids) <= limit] for half in (train, held_out)]
+    kept.train.extend(halves[0])
+    kept.held_out.extend(halves[1])
     reason = f"longer than {limit} tokens"
-    sets.left_out[reason] = longer
-    return DataSetSummary(
-        name=sets.name,
-        source=sets.source,
-        share=sets.share,
-        train=len(halves[0]) - longer,
-        held_out=len(halves[1]) - longer_held_out,
-        left_out=sets.left_out,
-        held_out_left_out={reason: longer_held_out},
-    )
+    sets.left_out[reason] = len(train) - len(halves[0])
+    longer_held_out = {reason: len(held_out) - len(halves[1])}
+    counts = len(halves[0]), len(halves[1]), sets.left_out, longer_held_out
+    kept.data_sets.append(DataSetSummary(sets.name, sets.source, sets.share, *counts))
 
 
 def _too_few(summary: DataSetSummary, sets: ProblemSets, limit: int) -> list[str]:
@@ -250,11 +249,10 @@ def prompts_of(
     texts, turns, refused = [], [], []
     for problem in problems:
         try:
-            messages = with_examples(_messages(problem, sets.config.system_prompt), sets.examples)
+            messages = with_examples(problem.messages(sets.config.system_prompt), sets.examples)
             texts.append(renderer.render(messages))
             if answers is not None:
-                reference = problem.solution or problem.answer
-                turns.append(answers.turn(messages, texts[-1], reference))
+                turns.append(answers.turn(messages, texts[-1], problem.reference))
         except TemplateError as error:
             refused.append(f"{problem.where}: {error}")
     if refused:
@@ -286,19 +284,29 @@ def prompts_of(
     ], []
 
 
-def too_long(prompts: Sequence[Prompt], config: DataConfig, limit: int) -> list[str]:
-    """Report prompts of more than `limit` tokens, unless data.too_long_prompts = drop."""
-    longer = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+def _too_long(
+    prompts: Sequence[Prompt], config: DataConfig, limit: int, *, answers: bool = False
+) -> list[str]:
+    """Report prompts, or their reference answers, of more than `limit` tokens, unless dropped."""
+    found = [
+        (len(prompt.answer_ids if answers else prompt.token_ids), prompt) for prompt in prompts
+    ]
+    longer = [(length, prompt.where) for length, prompt in found if length > limit]
     if not longer or config.too_long_prompts is TooLongPrompts.drop:
         return []
-    listed = first_faults([f"{p.where}: {len(p.token_ids)} tokens" for p in longer])
-    longest = max(len(prompt.token_ids) for prompt in longer)
-    examples = f" with the {config.few_shot} examples of data.few_shot" if config.few_shot else ""
+    key, what = "rollout.max_prompt_tokens", "prompts"
+    if answers:
+        key, what = "rollout.max_response_tokens", "reference answers"
+    few_shot = (
+        ""
+        if answers or not config.few_shot
+        else (f" with the {config.few_shot} examples of data.few_shot")
+    )
+    listed = first_faults([f"{where}: {length} tokens" for length, where in longer])
     return [
-        f"rollout.max_prompt_tokens = {limit}, but {len(longer)} of {len(prompts)} prompts "
-        f"are longer{examples}.\n{listed}\n"
-        f"Set rollout.max_prompt_tokens={longest}, or drop these prompts: "
-        "data.too_long_prompts=drop"
+        f"{key} = {limit}, but {len(longer)} of {len(prompts)} {what} are longer{few_shot}.\n"
+        f"{listed}\n"
+        f"Set {key}={max(longer)[0]}, or drop these problems: data.too_long_prompts=drop"
     ]
 
 
@@ -319,53 +327,17 @@ def warn_of_unknown_tokens(prompts: Sequence[Prompt], renderer: Renderer, model_
         )
 
 
-def too_long_answers(prompts: Sequence[Prompt], config: DataConfig, limit: int) -> list[str]:
-    """Report reference answers of more than `limit` tokens, unless they are dropped."""
-    longer = [prompt for prompt in prompts if len(prompt.answer_ids) > limit]
-    if not longer or config.too_long_prompts is TooLongPrompts.drop:
-        return []
-    listed = first_faults([f"{p.where}: {len(p.answer_ids)} tokens" for p in longer])
-    return [
-        f"rollout.max_response_tokens = {limit}, but {len(longer)} of {len(prompts)} reference "
-        f"answers are longer.\n{listed}\n"
-        f"Set rollout.max_response_tokens={max(len(p.answer_ids) for p in longer)}, or drop these "
-        "problems: data.too_long_prompts=drop"
-    ]
-
-
-def _with_short_answers(
-    prompts: list[Prompt], sets: dict[str, ProblemSets], limit: int
-) -> list[Prompt]:
-    """Return the prompts with answers of at most `limit` tokens; count the others."""
-    kept = [prompt for prompt in prompts if len(prompt.answer_ids) <= limit]
-    for name, each in sets.items():
-        before, after = (sum(p.dataset == name for p in half) for half in (prompts, kept))
-        each.left_out[f"with an answer longer than {limit} tokens"] = before - after
-    return kept
-
-
-def _messages(problem: SourceProblem, system_prompt: str | None) -> list[Message]:
-    """Return a question as messages; a list of messages is returned unchanged."""
-    if not isinstance(problem.prompt, str):
-        return problem.prompt
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    return [*system, {"role": "user", "content": problem.prompt}]
-
-
 def with_examples(messages: list[Message], examples: Sequence[SourceProblem]) -> list[Message]:
     """Insert few-shot examples as earlier turns after the system messages."""
-    first = len(_system(messages))
-    turns = [turn for example in examples for turn in _turns(example)]
-    return [*messages[:first], *turns, *messages[first:]]
+    system, asked = _split(messages)
+    turns: list[Message] = []
+    for example in examples:
+        solved = {"role": "assistant", "content": example.reference}
+        turns += [*_split(example.messages(None))[1], solved]
+    return [*system, *turns, *asked]
 
 
-def _turns(example: SourceProblem) -> list[Message]:
-    """Return a solved problem as a user turn and an assistant turn."""
-    solution = {"role": "assistant", "content": example.solution or example.answer}
-    asked = _messages(example, None)
-    return [*asked[len(_system(asked)) :], solution]
-
-
-def _system(messages: list[Message]) -> list[Message]:
-    """Return the system messages at the beginning."""
-    return list(takewhile(lambda message: message["role"] == "system", messages))
+def _split(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Return the system messages at the beginning, and the others."""
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    return system, messages[len(system) :]

@@ -43,6 +43,18 @@ class SourceProblem:
         asked = [message["content"] for message in self.prompt if message["role"] == "user"]
         return asked[-1] if asked else self.prompt[-1]["content"]
 
+    @property
+    def reference(self) -> str:
+        """The worked solution if there is one, else the answer."""
+        return self.solution or self.answer
+
+    def messages(self, system_prompt: str | None) -> list[Message]:
+        """Return a question as messages; a list of messages is returned unchanged."""
+        if not isinstance(self.prompt, str):
+            return self.prompt
+        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        return [*system, {"role": "user", "content": self.prompt}]
+
 
 class Columns(NamedTuple):
     """Column names by config key; a dot selects a field of a struct."""

@@ -1,61 +1,54 @@
 """Header of a run: model, data, method, batch, steps, in a few lines."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.choices import Init, RewardSignature
 from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import is_supervised
-from hybridrl.config.planner.world import data_shards
+from hybridrl.config.planner.world import data_shards, world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.prompts import DataSetSummary
+from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
 from hybridrl.rewards.calls import reward_call
 
 # More evaluation steps are shown as a count.
 MAX_STEPS_SHOWN = 6
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """Content of the header beyond the config; numbers of parameters are None if unknown."""
-
-    run_dir: Path
-    machine: str
-    num_ranks: int
-    num_parameters: int | None
-    data_sets: list[DataSetSummary]
-    notes: list[str] = field(default_factory=list)
-    reward_parameters: int | None = None
-    template: str = ""
-
-
-def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
-    """Build the header as (label, text) pairs."""
+def header_lines(
+    config: RunConfig,
+    run_dir: Path,
+    machine: str,
+    prompts: PromptSets,
+    parameters: int,
+    reward_parameters: int = 0,
+) -> list[tuple[str, str]]:
+    """Build the header as (label, text) pairs; `parameters` are counts, of the model and the
+    reward model.
+    """
     lines = [
         ("run", f"{config.run.name}, seed {config.seed}"),
-        ("directory", str(facts.run_dir)),
-        ("machine", facts.machine),
+        ("directory", str(run_dir)),
+        ("machine", machine),
         ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
-        ("model", _model(config, facts)),
-        ("reward model", _reward_model(config, facts)),
-        *input_lines(config, facts.data_sets, facts.template),
+        ("model", _model(config, parameters)),
+        ("reward model", _reward_model(config, reward_parameters)),
+        *input_lines(config, prompts),
         ("method", _method(config)),
-        ("workers", _workers(config, facts.num_ranks)),
+        ("workers", _workers(config)),
         ("batch", _batch(config)),
-        ("steps", _steps(config, facts.data_sets)),
+        ("steps", _steps(config, prompts.data_sets)),
         ("limits", _limits(config)),
         ("turns", _turns(config)),
-        *(("note", note) for note in facts.notes),
+        *(("note", note) for note in prompts.notes),
     ]
     return [(label, text) for label, text in lines if text]
 
 
-def input_lines(
-    config: RunConfig, data_sets: list[DataSetSummary], template: str
-) -> list[tuple[str, str]]:
+def input_lines(config: RunConfig, prompts: PromptSets) -> list[tuple[str, str]]:
     """Describe what the run learns from: reward, data, chat template."""
-    return [("reward", _reward(config)), *_data(data_sets), ("chat template", template)]
+    data = _data(prompts.data_sets)
+    return [("reward", _reward(config)), *data, ("chat template", prompts.template)]
 
 
 def _reward(config: RunConfig) -> str:
@@ -101,23 +94,22 @@ def evaluation_steps(total: int, every: int) -> list[int]:
     return sorted({0, *between, total})
 
 
-def _model(config: RunConfig, facts: RunFacts) -> str:
-    size = _size(facts.num_parameters)
+def _model(config: RunConfig, parameters: int) -> str:
     train, rollout = config.fsdp.param_dtype.value, config.rollout.dtype.value
     dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
     weights = ", random weights" if config.model.init is Init.random else ""
-    return f"{config.model.path}{size}{weights}, {dtypes}"
+    return f"{config.model.path}{_size(parameters)}{weights}, {dtypes}"
 
 
-def _reward_model(config: RunConfig, facts: RunFacts) -> str:
+def _reward_model(config: RunConfig, parameters: int) -> str:
     reward = config.reward_model
     if reward is None:
         return ""
-    return f"{reward.model.path}{_size(facts.reward_parameters)}, weight {reward.weight:g}"
+    return f"{reward.model.path}{_size(parameters)}, weight {reward.weight:g}"
 
 
-def _size(num_parameters: int | None) -> str:
-    return "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
+def _size(parameters: int) -> str:
+    return f", {count_text(parameters)} parameters"
 
 
 def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
@@ -141,8 +133,8 @@ def _method(config: RunConfig) -> str:
     return f"{algorithm.advantage} advantages, {loss.function} ({settings}), lr {lr:g}, {penalty}"
 
 
-def _workers(config: RunConfig, num_ranks: int) -> str:
-    tp = config.rollout.tensor_parallel_size
+def _workers(config: RunConfig) -> str:
+    num_ranks, tp = world_size(config), config.rollout.tensor_parallel_size
     engines = num_ranks // tp
     nodes = f"{config.cluster.nodes} nodes, " if config.cluster.nodes > 1 else ""
     return (

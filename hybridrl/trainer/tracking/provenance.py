@@ -11,10 +11,8 @@ from datetime import datetime
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
-
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from types import MappingProxyType
+from typing import Any
 
 import hybridrl
 from hybridrl.checkpoint.find import Found
@@ -54,13 +52,14 @@ def write_manifest(
     facts: Mapping[str, Any],
     *,
     started: datetime,
+    command: Mapping[str, Any] = MappingProxyType({}),
     found: Found | None = None,
     argv: Sequence[str] = tuple(sys.argv),
 ) -> Path:
     """Write <run>/manifest.json; return its path.
 
-    `facts` has the hardware and inputs, by name. If the run resumes from a checkpoint `found`,
-    earlier starts stay listed.
+    `facts` has the hardware and inputs, by name; `command` is that of `command_of`. If the run
+    resumes from a checkpoint `found`, earlier starts stay listed.
     """
     path = run_dir / MANIFEST_FILE
     manifest = {
@@ -68,7 +67,7 @@ def write_manifest(
         "seed": config.seed,
         "started": started.isoformat(timespec="seconds"),
         "argv": [argument_without_secret(argument) for argument in argv],
-        **_command(),
+        **command,
         "resumed_from": None if found is None else str(found.folder),
         "config": plain(config),
         "versions": versions(),
@@ -80,17 +79,15 @@ def write_manifest(
     return replace_text(path, json.dumps(manifest, indent=2) + "\n")
 
 
-def _command() -> dict[str, Any]:
-    """Describe how Hydra composed the config: what `hybridrl resume` needs to do it again."""
-    if not HydraConfig.initialized():
-        return {}
-    state = HydraConfig.get()
-    # As typed: reading the list would resolve their links.
-    overrides = cast(list[str], OmegaConf.to_container(state.overrides.task, resolve=False))
-    sources = state.runtime.config_sources
+def command_of(overrides: Sequence[str], runtime: Any) -> dict[str, Any]:
+    """Describe how a config was composed: what `hybridrl resume` needs to do it again.
+
+    `overrides` are without those of Hydra; `runtime` is Hydra's section hydra.runtime.
+    """
+    sources = runtime.config_sources
     return {
         "overrides": [argument_without_secret(text) for text in overrides],
-        "directory": state.runtime.cwd,
+        "directory": runtime.cwd,
         "config_dirs": [
             source.path
             for source in sources
