@@ -103,6 +103,7 @@ def _failure(index: int, error: BaseException, timeout_s: float | None) -> Failu
     if timeout_s is not None:
         return Failure(index, FailureKind.timeout, f"took longer than {timeout_s:g} s", trace)
     reason = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    reason = reason.removeprefix(f"{type(error).__module__}.")
     return Failure(index, FailureKind.error, reason[:_MAX_REASON_CHARS], trace)
 
 
