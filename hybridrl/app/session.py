@@ -109,7 +109,8 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         except OSError as error:  # the run does not need them
             log.warning("the manifest or outputs/latest could not be written: %s", error)
         _show_header(config, run_dir, machine, prompts, resume, console)
-        decode = decoder(load_tokenizer(config.model.path))
+        tokenizer = load_tokenizer(config.model.path)
+        decode = decoder(tokenizer)
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
         _show_references(config, prompts, rewards, console)
@@ -121,7 +122,9 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         setup.mark("workers", workers.pool.start_times.seconds)
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
-        reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
+        texts = decode, decoder(tokenizer, special=True)
+        throughput = _throughput(config, machine)
+        reporter = Reporter(config, run_dir, console, tracker, throughput, *texts)
         trainer_class = SFTTrainer if is_supervised(config) else PPOTrainer
         trainer = trainer_class(
             config,

@@ -288,6 +288,7 @@ class EvalConfig(Section):
 class TrackingConfig(Section):
     """conf/tracking."""
 
+    token_samples: Annotated[int, at_least_zero("0 writes no tokens")]
     tensorboard: bool
     wandb_project: str | None
     mlflow_uri: str | None

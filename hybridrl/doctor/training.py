@@ -58,7 +58,7 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
         "eval.samples=1",
         f"rollout.max_response_tokens={tokens}",
         "trainer.save_final_model=false",
-        *([] if supervised else ["trainer.samples_every_steps=0"]),
+        "trainer.samples_every_steps=0",
         "trainer.profile_steps=[]",
         "trainer.max_restarts=0",
         "checkpoint.every_steps=0",

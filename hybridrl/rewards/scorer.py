@@ -24,11 +24,13 @@ class ScoreResult:
         scores: one per item; `failed_score` for failed items.
         failures: failed items in order of index.
         parts: by name, values of the items that have such a part.
+        item_parts: the parts of each item; {} if it failed or has none.
     """
 
     scores: list[float]
     failures: list[Failure]
     parts: dict[str, list[float]] = field(default_factory=dict)
+    item_parts: list[dict[str, float]] = field(default_factory=list, compare=False)
 
 
 def rule_config(reward: RewardConfig, rule: FunctionConfig) -> RewardConfig:
@@ -76,8 +78,10 @@ class RewardScorer(TaskPool):
             if isinstance(score, Failure):
                 result.scores.append(self._config.failed_score)
                 result.failures.append(score)
+                result.item_parts.append({})
                 continue
             result.scores.append(score.total)
+            result.item_parts.append(dict(score.parts))
             for name, value in score.parts.items():
                 result.parts.setdefault(name, []).append(value)
         return result

@@ -25,6 +25,10 @@ class Evaluator:
     One response to each is sampled as in training and, if asked for, one is `greedy`. They are
     scored by the rewards of the training and by further rules. Before and after training `samples`
     are sampled, of which the best counts.
+
+    Attributes:
+        last_accuracy: of the last evaluation; NaN before it.
+        responses: of the last evaluation, by kind: "sampled", and "greedy" if asked for.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Evaluator:
         self._samples = samples
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
         self.last_accuracy = math.nan
+        self.responses: dict[str, tuple[RolloutBatch, Rewarded]] = {}
 
     def evaluate(
         self, step: int, generate: Generate, *, is_end: bool = False
@@ -68,14 +73,14 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: scores that raised or hung, over all rules.
         """
-        batch, results = self._scored(step, generate, self._temperature, self._top_p)
+        batch, results = self._scored("sampled", step, generate, self._temperature, self._top_p)
         metrics: dict[str, float | None] = {}
         for group, members in self._groups.items():
             for rule, result in results.items():
                 name = f"eval/accuracy_{group}{rule}"
                 metrics[name] = fmean([result.scores[index] for index in members])
         if self._greedy:
-            _, greedy = self._scored(step, generate, temperature=0.0, top_p=1.0)
+            _, greedy = self._scored("greedy", step, generate, temperature=0.0, top_p=1.0)
             results |= {f"_greedy{rule}": result for rule, result in greedy.items()}
         if is_end and self._samples > 1:
             best = self._best(results[""].scores, step, generate)
@@ -108,12 +113,14 @@ class Evaluator:
         return ScoreResult(best, rest.failures)
 
     def _scored(
-        self, step: int, generate: Generate, temperature: float, top_p: float
+        self, kind: str, step: int, generate: Generate, temperature: float, top_p: float
     ) -> tuple[RolloutBatch, dict[str, Scored]]:
         """Sample and score; keys are suffixes of metrics, "" for the training reward."""
         request = request_of(self.prompts, step, temperature=temperature, top_p=top_p)
         batch = generate(request)
-        return batch, score_by_rules(self._rewards, self._rules, self.prompts, batch)[1]
+        rewarded, results = score_by_rules(self._rewards, self._rules, self.prompts, batch)
+        self.responses[kind] = batch, rewarded
+        return batch, results
 
 
 def score_by_rules(

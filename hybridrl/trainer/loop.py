@@ -4,6 +4,7 @@ It runs in the driver process. It holds no weights and calls the worker groups.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.config.planner.model_shape import model_shape
@@ -12,7 +13,7 @@ from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, call_together
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import ScheduledBatch, update_sizes
+from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.models.resolve import FINAL, read_model_config
@@ -30,7 +31,7 @@ from hybridrl.trainer.sampling import HybridEngine
 from hybridrl.trainer.state import RunResult, TrainState
 from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
 from hybridrl.trainer.tracking.report import Reporter, is_due
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord, rollout_records
+from hybridrl.trainer.tracking.rollout_log import RolloutRecord
 from hybridrl.trainer.tracking.tracker import Row
 
 
@@ -76,7 +77,7 @@ class TrainingLoop:
         # Of the last step.
         self.row: Row = {} if resume is None or not resume.rows else resume.rows[-1]
         self.batch: RolloutBatch | None = None
-        self.scored: tuple[list[Prompt], Ragged, Rewarded] | None = None
+        self.scored: tuple[list[Prompt], RolloutBatch, Rewarded] | None = None
 
     def fit(self) -> RunResult:
         """Train the remaining steps, up to trainer.total_steps, and save the model.
@@ -100,7 +101,7 @@ class TrainingLoop:
     def step(self) -> Row:
         """Sample, train, evaluate and checkpoint if due, report; return the metrics."""
         step = self.state.step + 1
-        self.batch = None  # freed before the next one is sampled
+        self.batch = self.scored = None  # freed before the next one is sampled
         with self.profiler.step(step), self.phases.step():
             self.train(step)
             if self.evaluates(step):
@@ -115,7 +116,7 @@ class TrainingLoop:
     @property
     def samples(self) -> list[RolloutRecord]:
         """Texts and scores of the last step, in the order of `batch`."""
-        return [] if self.scored is None else rollout_records(*self.scored, frozenset())
+        return [] if self.scored is None else self.reporter.records(*self.scored)
 
     def stop(self) -> None:
         """Make `fit` end after the current step, with a checkpoint; for callbacks."""
@@ -181,8 +182,7 @@ class TrainingLoop:
         self.batch, calls = scheduled.batch, {}
         if self.workers.critic is not None:
             calls["update_critic"] = Call(self.workers.critic, "update", (step,))
-        trains_policy = not calls or step > self.config.trainer.critic_warmup_steps
-        if trains_policy:
+        if trains_policy := self.trains_policy(step):
             arguments = (step, self.kl.loss_coef)
             calls["update_actor"] = Call(self.workers.actor, "update", arguments)
         with self.phases.section("update"):
@@ -193,6 +193,24 @@ class TrainingLoop:
             self.metrics |= outcome.value
         self.guard.note(step, scheduled, self.kl.loss_coef, self.metrics)
         self.metrics |= self.kl.adapt(scheduled.batch)
+
+    def trains_policy(self, step: int) -> bool:
+        """Return true unless only the critic is trained in the step."""
+        warmup = 0 if self.workers.critic is None else self.config.trainer.critic_warmup_steps
+        return step > warmup
+
+    def forward_any(self, method: str, batch: RolloutBatch) -> Ragged:
+        """Run a forward method of the actor on any number of responses.
+
+        Responses are repeated until all ranks have the same number.
+        """
+        count, shards = len(batch), self.sizes.num_shards
+        whole = -(-count // shards) * shards
+        repeated = batch.select([index % count for index in range(whole)])
+        sizes = replace(self.sizes, mini_batch_size=whole, epochs=1)
+        scheduled = schedule(repeated, sizes, seed=self.config.seed, step=0)
+        found: Ragged = self.workers.actor.call(method, scheduled)
+        return found.select(range(count))
 
     def evaluates(self, step: int) -> bool:
         """Return true if the step ends with an evaluation; after a signal, only the last does."""
@@ -213,6 +231,7 @@ class TrainingLoop:
         is_end = step in (0, self.config.trainer.total_steps)
         with self.phases.section("evaluate"):
             self.metrics |= self.evaluator.evaluate(step, self.generate, is_end=is_end)
+            self.reporter.log_evaluation(step, self.evaluator.prompts, self.evaluator.responses)
 
     def checkpoint(self, step: int) -> None:
         """Begin a checkpoint if one is due; it is written while later steps run."""
@@ -228,6 +247,7 @@ class TrainingLoop:
     def log(self, step: int) -> None:
         """Report the step's metrics and clear them."""
         self.row = self.reporter.log(step, self.metrics | self.phases.metrics())
+        self.reporter.log_timeline(step, self.phases.timeline)
         self.checkpoints.logged(step, self.row)
         self.grace.look(self.phases.timeline, self.checkpoints.write_s)
         self.metrics = {}

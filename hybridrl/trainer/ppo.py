@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule
 from hybridrl.trainer.advantage import AdvantageEstimator, LossInputs, value_metrics
@@ -42,6 +43,7 @@ from hybridrl.trainer.timing.engines import (
     rollout_metrics,
     straddling,
 )
+from hybridrl.trainer.tracking.token_log import pick_rows
 
 # Calls of the forward phase, on the roles that the run has: field of the batch -> role, method.
 FORWARDS = {
@@ -72,6 +74,19 @@ class PPOTrainer(TrainingLoop):
         scheduled = self.advantage(scheduled, step)
         self.pause()
         self.update(scheduled, step)
+        if self.reporter.is_recorded(step):
+            with self.phases.section("record"):
+                self.record(scheduled.batch, step)
+
+    def record(self, batch: RolloutBatch, step: int) -> None:
+        """Store the tokens of some responses, with log-probs after the updates."""
+        assert self.scored is not None
+        self.reporter.log_advantages(step, batch)
+        if count := self.config.tracking.token_samples:
+            rows = pick_rows(batch, self.scored[2].scores, count)
+            chosen, trained = batch.select(rows), self.trains_policy(step)
+            updated = self.forward_any("compute_token_stats", chosen)
+            self.reporter.log_tokens(step, rows, chosen, updated, trained=trained)
 
     def rollout(self, step: int) -> Sampled:
         """Sample responses to the next prompts; then put vLLM to sleep."""
@@ -105,9 +120,9 @@ class PPOTrainer(TrainingLoop):
         outcome = torch.tensor(rewarded.scores) + penalty
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
         self.metrics |= mixed_fraction(outcome, self.config.rollout.responses_per_prompt)
-        self.reporter.log_responses(step, sampled.prompts, responses, rewarded)
+        self.reporter.log_responses(step, sampled.prompts, sampled.batch, rewarded)
         rewarded.stop_if_all_failed(step)
-        self.scored = sampled.prompts, responses, rewarded
+        self.scored = sampled.prompts, sampled.batch, rewarded
         if self.callbacks:
             call_each(self.callbacks, "on_samples", self, step, self.samples)
         return outcome_on_last_token(outcome, responses)

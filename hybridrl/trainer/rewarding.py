@@ -29,12 +29,14 @@ class Rewarded:
         scores: [B] reward before the KL penalty.
         failures: rewards that raised, hung or were no number.
         parts: name -> that part of the score, of the responses that have it.
+        row_parts: [B] the parts of each response's score; empty if no response has any.
     """
 
     texts: list[str]
     scores: list[float]
     failures: list[Failure]
     parts: dict[str, list[float]] = field(default_factory=dict)
+    row_parts: list[dict[str, float]] = field(default_factory=list)
 
     @classmethod
     def joined(cls, parts: Iterable[tuple["Rewarded", Sequence[int]]]) -> "Rewarded":
@@ -47,6 +49,7 @@ class Rewarded:
                     joined.failures.append(replace(failed[row], index=len(joined.scores)))
                 joined.texts.append(one.texts[row])
                 joined.scores.append(one.scores[row])
+                joined.row_parts.append(one.row_parts[row] if one.row_parts else {})
             for name, values in one.parts.items():
                 joined.parts.setdefault(name, []).extend(values)
         return joined
@@ -175,7 +178,8 @@ class FunctionRewards:
         ids = [row.tolist() for row in batch.responses.rows()]
         texts = self._decode(ids)
         result = self._scorer.score(reward_items(prompts, texts, ids))
-        return Rewarded(texts, list(result.scores), list(result.failures), result.parts)
+        scores, failures = list(result.scores), list(result.failures)
+        return Rewarded(texts, scores, failures, result.parts, result.item_parts)
 
     def score_texts(self, prompt: Prompt, texts: Sequence[str]) -> ScoreResult:
         """Score texts as responses to one prompt; they have no token ids."""

@@ -6,7 +6,6 @@ log, checkpoint
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -42,19 +41,10 @@ class SFTTrainer(TrainingLoop):
         self.engine.sleep()
 
     def held_out_nll(self) -> float:
-        """Compute the mean of -log p over the tokens of the held-out reference answers, nats.
-
-        Prompts are repeated until all ranks have the same number; repeated ones do not count.
-        """
-        prompts, shards = self.evaluator.prompts, self.sizes.num_shards
-        count = -(-len(prompts) // shards) * shards
-        rows = [index % len(prompts) for index in range(count)]
-        batch = reference_batch([prompts[row] for row in rows])
-        sizes = replace(self.sizes, mini_batch_size=count, epochs=1)
-        scheduled = schedule(batch, sizes, seed=self.config.seed, step=0)
-        log_probs: Ragged = self.workers.actor.call("compute_log_probs", scheduled)
-        counted = batch.responses.spread(torch.arange(count) < len(prompts))
-        return -float(masked_mean(log_probs.values, counted))
+        """Compute the mean of -log p over the tokens of the held-out reference answers, nats."""
+        batch = reference_batch(self.evaluator.prompts)
+        log_probs = self.forward_any("compute_log_probs", batch)
+        return -float(masked_mean(log_probs.values, batch.response_mask.values))
 
 
 def reference_batch(prompts: Sequence[Prompt]) -> RolloutBatch:

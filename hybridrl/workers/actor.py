@@ -68,6 +68,21 @@ class ActorWorker(TrainedWorker):
         """
         return self.over_first_epoch(batch, self.log_probs)
 
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def compute_token_stats(self, batch: RankBatch) -> Ragged:
+        """Compute log-probs and entropies of the response tokens: ragged complex64, on CPU.
+
+        The real part is the log-prob, the imaginary part the entropy of the token's distribution;
+        nats. Otherwise as `compute_log_probs`.
+        """
+
+        def compute(micro: RolloutBatch) -> Tensor:
+            found = self.forward(micro, Entropy.report)
+            assert found.entropy is not None
+            return torch.complex(found.log_probs, found.entropy)
+
+        return self.over_first_epoch(batch, compute)
+
     def log_probs(self, micro: RolloutBatch) -> Tensor:
         """Compute log-probs of the response tokens, [R] float32, nats, on the device."""
         return self.forward(micro, Entropy.omit).log_probs

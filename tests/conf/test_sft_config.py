@@ -30,7 +30,7 @@ LOSS = "algorithm.loss.function"
             ["algorithm.rollout_correction.high=3"],
             ["algorithm.rollout_correction.high is set but has no effect", "advantage = none"],
         ),
-        (["trainer.samples_every_steps=1"], ["trainer.samples_every_steps", "no effect"]),
+        (["tracking.token_samples=1"], ["tracking.token_samples", "no effect"]),
         (["critic.optim.lr=1e-3"], ["critic.optim.lr", "no effect"]),
     ],
 )

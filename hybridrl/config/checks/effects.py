@@ -56,7 +56,7 @@ _CORRECTION, _ADVANTAGE = "algorithm.rollout_correction", "algorithm.advantage"
 RULES = (
     Idle(
         "algorithm.whiten_advantages algorithm.rollout_correction algorithm.overlong "
-        "algorithm.max_sampling_rounds trainer.max_log_prob_diff trainer.samples_every_steps "
+        "algorithm.max_sampling_rounds trainer.max_log_prob_diff tracking.token_samples "
         "reward_model",
         _ADVANTAGE,
         is_supervised,

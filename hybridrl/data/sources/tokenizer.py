@@ -150,11 +150,11 @@ def _plain_text(messages: list[Message]) -> str:
     return text + "\n"
 
 
-def decoder(tokenizer: "PreTrainedTokenizerBase") -> Decode:
-    """Return a function from token ids of responses to their texts without special tokens."""
+def decoder(tokenizer: "PreTrainedTokenizerBase", *, special: bool = False) -> Decode:
+    """Return a function from token ids to texts, without special tokens unless asked for."""
 
     def decode(rows: Iterable[list[int]]) -> list[str]:
-        return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        return [tokenizer.decode(row, skip_special_tokens=not special) for row in rows]
 
     return decode
 

@@ -78,6 +78,33 @@ class Timeline:
             "time/outside_s": outside,
         }
 
+    def record(self, step: int) -> dict[str, Any]:
+        """Return the step as a line of timeline.jsonl: starts since its begin, seconds.
+
+        Ranks of other nodes use their own clocks.
+        """
+
+        def times(span: Span) -> dict[str, float]:
+            start = span.start - self.step.start
+            return {"start": round(start, 6), "seconds": round(span.seconds, 6)}
+
+        return {
+            "step": step,
+            "seconds": round(self.step.seconds, 6),
+            "num_ranks": self.num_ranks,
+            "sections": [
+                {
+                    "name": section.span.name,
+                    **times(section.span),
+                    "ranks": [
+                        [{"method": span.name, **times(span)} for span in spans]
+                        for spans in section.ranks
+                    ],
+                }
+                for section in self.sections
+            ],
+        }
+
 
 class Phases:
     """Wall seconds of a step's phases on the driver's clock, with the ranks' calls in them.

@@ -1,32 +1,52 @@
 """Reporter of a run: console, trackers and files behind one object."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.schema import RunConfig
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.rows import MAX_FAULTS_SHOWN, first_faults
+from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.timing.phases import Timeline
 from hybridrl.trainer.timing.throughput import Throughput
-from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
+from hybridrl.trainer.tracking.best_effort_files import (
+    AppendOnlyFile,
+    BestEffortFiles,
+    replace_text,
+)
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.health import Health
 from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
 from hybridrl.trainer.tracking.rollout_log import (
+    RolloutRecord,
+    conversations,
     pick_samples,
     rollout_records,
     samples_text,
+    write_evaluation,
     write_rollouts,
 )
-from hybridrl.trainer.tracking.tracker import Row, Tracker
+from hybridrl.trainer.tracking.token_log import clipped, token_table, write_tokens
+from hybridrl.trainer.tracking.tracker import Row, Tracker, read_metrics
+
+TIMELINE_FILE = "timeline.jsonl"
 
 
 class Reporter:
-    """Reporter of steps, samples, rollouts and the summary."""
+    """Reporter of steps, samples, records and the summary.
+
+    `decode` leaves special tokens of responses out, `decode_all` shows them.
+    """
 
     def __init__(
         self,
@@ -35,6 +55,8 @@ class Reporter:
         console: RunConsole,
         tracker: Tracker,
         throughput: Throughput,
+        decode: Decode,
+        decode_all: Decode,
     ) -> None:
         self.run_dir = run_dir
         self._config = config
@@ -46,6 +68,8 @@ class Reporter:
         self._files = BestEffortFiles()
         self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
+        self._decode, self._decode_all = decode, decode_all
+        self._has_timeline = False
 
     def log(self, step: int, metrics: Row) -> Row:
         """Store and show one step's metrics, with warnings; return the row."""
@@ -57,19 +81,83 @@ class Reporter:
             self.warn(warning)
         return row
 
+    def is_recorded(self, step: int) -> bool:
+        """Return true if a training step is one of trainer.samples_every_steps."""
+        return step > 0 and is_due(self._config.trainer.samples_every_steps, step)
+
+    def records(
+        self, prompts: list[Prompt], batch: RolloutBatch, rewarded: Rewarded
+    ) -> list[RolloutRecord]:
+        """Return the responses' records, with the turns of conversations."""
+        turns: Sequence[list[dict[str, str]] | None] = [None] * len(batch)
+        if (environment := self._config.environment) is not None:
+            turns = conversations(batch, self._decode, environment.role)
+        return rollout_records(prompts, batch, rewarded, self._secrets, turns)
+
     def log_responses(
-        self, step: int, prompts: list[Prompt], responses: Ragged, rewarded: Rewarded
+        self, step: int, prompts: list[Prompt], batch: RolloutBatch, rewarded: Rewarded
     ) -> None:
         """Store and show the step's rollouts if due; warn of failed rewards."""
         if rewarded.failures:
             self._warn_of_failures(step, prompts, rewarded.failures)
-        if not is_due(self._config.trainer.samples_every_steps, step):
+        if not self.is_recorded(step):
             return
-        records = rollout_records(prompts, responses, rewarded, self._secrets)
+        records = self.records(prompts, batch, rewarded)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         samples = pick_samples(records)
         self._console.samples(step, samples)
         self._tracker.text("samples", step, samples_text(samples))
+        self._tracker.histogram("rewards", step, torch.tensor(rewarded.scores))
+        self._tracker.histogram("response_lengths", step, batch.responses.lengths)
+
+    def log_evaluation(
+        self,
+        step: int,
+        prompts: list[Prompt],
+        responses: Mapping[str, tuple[RolloutBatch, Rewarded]],
+    ) -> None:
+        """Store the held-out responses of an evaluation, by kind, unless there are no records."""
+        if self._config.trainer.samples_every_steps:
+            kinds = {kind: self.records(prompts, *found) for kind, found in responses.items()}
+            self._files.attempt("rollouts/", lambda: write_evaluation(self.run_dir, step, kinds))
+
+    def log_tokens(
+        self, step: int, rows: Sequence[int], batch: RolloutBatch, updated: Ragged, *, trained: bool
+    ) -> None:
+        """Store the tokens of the step's responses `rows`, which are `batch`.
+
+        `updated` has their log-probs and entropies after the update (real and imaginary part), in
+        which the policy was `trained` or, in the critic's warm-up, not.
+        """
+        loss = self._config.algorithm.loss
+        cut = clipped(batch, updated.values.real, loss) if trained else None
+        table = token_table(batch, rows, updated, cut, self._decode_all)
+        self._files.attempt("tokens/", lambda: write_tokens(self.run_dir, step, table))
+
+    def log_advantages(self, step: int, batch: RolloutBatch) -> None:
+        """Show the distribution of the advantages of the tokens in the loss mask."""
+        assert batch.advantages is not None
+        values, mask = batch.advantages.values, batch.counted.values
+        self._tracker.histogram("advantages", step, values[mask])
+
+    def log_timeline(self, step: int, timeline: Timeline) -> None:
+        """Store the timeline of a recorded step in timeline.jsonl."""
+        if self.is_recorded(step):
+            self._files.attempt(TIMELINE_FILE, lambda: self._append(timeline.record(step)))
+
+    def _append(self, record: dict[str, Any]) -> None:
+        """Append a line; the first one replaces those of an earlier start from its step on."""
+        path, line = self.run_dir / TIMELINE_FILE, json.dumps(record) + "\n"
+        if not self._has_timeline:
+            before = [row for row in read_metrics(path) if row["step"] < record["step"]]
+            replace_text(path, "".join(json.dumps(row) + "\n" for row in before) + line)
+            self._has_timeline = True
+            return
+        file = AppendOnlyFile(path, path.stat().st_size)
+        file.append(line.encode())
+        file.close()
+        if file.reason is not None:
+            raise OSError(file.reason)
 
     def _warn_of_failures(
         self, step: int, prompts: list[Prompt], failures: Sequence[Failure]

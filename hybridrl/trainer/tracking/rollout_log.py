@@ -1,24 +1,33 @@
-"""Rollouts of some steps: records, their JSONL, and samples to print."""
+"""Rollouts of some steps and evaluations: records, their JSONL, and samples to print.
+
+docs/records.md describes each field.
+"""
 
 import json
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.command.secrets import without_secrets
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.sinks import code_block
+
+# Role of the policy's turns, as in chat messages.
+POLICY = "assistant"
 
 
 @dataclass(frozen=True)
 class RolloutRecord:
     """Record of one response, with its reward before the KL penalty.
 
-    `prompt` has the chat template, `question` has not. The length includes the end token.
+    `prompt` has the chat template, `question` has not. The length includes the end token. `turns`
+    are those of a conversation, {"role", "text"}; None without an environment.
     """
 
     prompt_id: int
@@ -29,17 +38,27 @@ class RolloutRecord:
     score: float
     length: int
     failure: str | None = None
+    truncated: bool = False
+    parts: dict[str, float] = field(default_factory=dict)
+    turns: list[dict[str, str]] | None = None
+    weight_version: int = 0
 
 
 def rollout_records(
-    prompts: list[Prompt], responses: Ragged, rewarded: Rewarded, secrets: Set[str]
+    prompts: list[Prompt],
+    batch: RolloutBatch,
+    rewarded: Rewarded,
+    secrets: Set[str],
+    turns: Sequence[list[dict[str, str]] | None],
 ) -> list[RolloutRecord]:
-    """Build a step's records; secrets are hidden in reasons of failures."""
+    """Build the records of responses; secrets are hidden in reasons of failures."""
     reasons = {
         failure.index: without_secrets(f"{failure.kind}: {failure.reason}", secrets)
         for failure in rewarded.failures
     }
-    rows = zip(prompts, rewarded.texts, rewarded.scores, responses.lengths.tolist(), strict=True)
+    lengths, truncated = batch.responses.lengths.tolist(), batch.truncated.tolist()
+    versions, parts = batch.weight_version.tolist(), rewarded.row_parts
+    rows = zip(prompts, rewarded.texts, rewarded.scores, turns, strict=True)
     return [
         RolloutRecord(
             prompt_id=prompt.prompt_id,
@@ -48,11 +67,30 @@ def rollout_records(
             response=text,
             answer=str(prompt.example["answer"]),
             score=score,
-            length=length,
+            length=lengths[index],
             failure=reasons.get(index),
+            truncated=truncated[index],
+            parts=parts[index] if parts else {},
+            turns=turns_of_row,
+            weight_version=versions[index],
         )
-        for index, (prompt, text, score, length) in enumerate(rows)
+        for index, (prompt, text, score, turns_of_row) in enumerate(rows)
     ]
+
+
+def conversations(batch: RolloutBatch, decode: Decode, role: str) -> list[list[dict[str, str]]]:
+    """Return the turns of each response; those of the environment have the given role.
+
+    Turns are told apart by the response mask: an empty answer joins the turns around it.
+    """
+    found = []
+    for tokens, mask in zip(batch.responses.rows(), batch.response_mask.rows(), strict=True):
+        ends = (mask[1:] != mask[:-1]).nonzero().flatten() + 1
+        texts = decode(part.tolist() for part in tokens.tensor_split(ends))
+        roles = [POLICY if part[0] else role for part in mask.tensor_split(ends)]
+        pairs = zip(roles, texts, strict=True)
+        found.append([{"role": speaker, "text": text} for speaker, text in pairs])
+    return found
 
 
 def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -> Path:
@@ -61,10 +99,18 @@ def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -
     Raises:
         OSError: the write failed; no partial file is left.
     """
-    path = run_dir / "rollouts" / f"step_{step}.jsonl"
+    return _write(run_dir / "rollouts" / f"step_{step}.jsonl", map(asdict, records))
+
+
+def write_evaluation(run_dir: Path, step: int, kinds: Mapping[str, list[RolloutRecord]]) -> Path:
+    """Write <run>/rollouts/eval_step_<n>.jsonl as `write_rollouts`, with the kind of each."""
+    lines = (asdict(r) | {"kind": kind} for kind, records in kinds.items() for r in records)
+    return _write(run_dir / "rollouts" / f"eval_step_{step}.jsonl", lines)
+
+
+def _write(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records]
-    return replace_text(path, "".join(lines))
+    return replace_text(path, "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines))
 
 
 def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:

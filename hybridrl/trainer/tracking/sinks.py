@@ -26,6 +26,7 @@ from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.provenance import plain
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ MAX_REASON = 200
 TRACKERS_FILE = "trackers.json"
 # Bytes of a metric in TensorBoard's file beside its name.
 METRIC_BYTES = 48
+# Most bytes of a histogram there: two float64 of each of up to 1,550 bins.
+HISTOGRAM_BYTES = 2**15
 # Bytes that other files of the run may take meanwhile.
 OTHERS_BYTES = 2**13
 _REMEMBERING = Lock()
@@ -78,6 +81,10 @@ class BackgroundSink:
     def text(self, name: str, step: int, text: str) -> None:
         """Queue a text; return at once. Only TensorBoard shows texts."""
         self._submit(lambda: self._sink.get().text(name, step, text))
+
+    def histogram(self, name: str, step: int, values: "Tensor") -> None:
+        """Queue a histogram; return at once. Only TensorBoard shows histograms."""
+        self._submit(lambda: self._sink.get().histogram(name, step, values))
 
     def start_closing(self) -> None:
         """Queue the close of the sink; return at once."""
@@ -161,6 +168,7 @@ class TensorBoardSink:
         self._missing = [known for known in before if known[0] >= shown]
         first = self._missing[0][0] if self._missing else 0
         self._texts = [("config", first, code_block(yaml.safe_dump(config, sort_keys=False)))]
+        self._histograms: list[tuple[str, int, Tensor]] = []
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -171,6 +179,10 @@ class TensorBoardSink:
     def text(self, name: str, step: int, text: str) -> None:
         """Keep a text, in Markdown, for the next write."""
         self._texts.append((name, step, text))
+
+    def histogram(self, name: str, step: int, values: "Tensor") -> None:
+        """Keep finite values [N], N > 0, for the next write of a histogram."""
+        self._histograms.append((name, step, values))
 
     def close(self) -> None:
         """Write what is missing, and close the file."""
@@ -187,6 +199,7 @@ class TensorBoardSink:
         names = [name for _, metrics in self._missing for name in metrics]
         needed = OTHERS_BYTES + sum(map(len, names)) + METRIC_BYTES * len(names)
         needed += sum(len(text.encode()) for _, _, text in self._texts)
+        needed += HISTOGRAM_BYTES * len(self._histograms)
         if shutil.disk_usage(self._folder).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._writer is None:
@@ -194,6 +207,8 @@ class TensorBoardSink:
         try:
             for name, step, text in self._texts:
                 self._writer.add_text(name, text, step)
+            for name, step, values in self._histograms:
+                self._writer.add_histogram(name, values, step)
             for step, metrics in self._missing:
                 for name, value in metrics.items():
                     self._writer.add_scalar(name, value, step)
@@ -203,6 +218,7 @@ class TensorBoardSink:
             raise
         self._missing.clear()
         self._texts.clear()
+        self._histograms.clear()
 
 
 def _last_shown(folder: Path) -> int:

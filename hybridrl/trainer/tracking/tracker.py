@@ -5,15 +5,20 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_file
 from hybridrl.trainer.tracking.sinks import TENSORBOARD, close_all, open_sinks
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+# Values of a histogram.
+MAX_SHOWN = 100_000
 
 # Metrics of every row; null if a step has no such number.
 PROMISED = (
@@ -81,6 +86,17 @@ class Tracker:
         for sink in self._sinks:
             if sink.name == TENSORBOARD:
                 sink.text(name, step, text)
+
+    def histogram(self, name: str, step: int, values: "Tensor") -> None:
+        """Show the distribution of finite values [N] in TensorBoard, with the next step's metrics.
+
+        Of many values, about MAX_SHOWN at even distances are shown.
+        """
+        shown = values[:: 1 + len(values) // MAX_SHOWN]
+        shown = shown[shown.isfinite()]
+        for sink in self._sinks:
+            if sink.name == TENSORBOARD and len(shown):
+                sink.histogram(name, step, shown)
 
     @property
     def lost(self) -> int:
