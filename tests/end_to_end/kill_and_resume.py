@@ -217,7 +217,9 @@ def assert_same_end(run_dir: Path, reference: Path, after: int = 0) -> None:
     assert_same_bits(read_whole(one.folder / STATE, ""), read_whole(other.folder / STATE, ""))
     assert untimed(one.manifest.metrics) == untimed(other.manifest.metrics)
     assert untimed_rows(run_dir) == untimed_rows(reference)
-    assert rollouts(run_dir) and rollouts(run_dir) == rollouts(reference, after)
+    assert kept("rollouts", run_dir) == kept("rollouts", reference, after) != {}
+    tokens = kept("tokens", run_dir)  # none with tracking.token_samples=0
+    assert tokens in ({}, kept("tokens", reference, after))
     shown = untimed(scalars(run_dir))
     assert shown["reward/mean"] and shown == untimed(scalars(reference))
 
@@ -247,11 +249,11 @@ def untimed_rows(run_dir: Path) -> list[str]:
     return [str(sorted(untimed(dict(row)).items())) for row in rows]
 
 
-def rollouts(run_dir: Path, after: int = 0) -> dict[str, bytes]:
-    """Prompts, responses and scores that were kept of the steps after one, by file."""
-    files = (run_dir / "rollouts").glob("*.jsonl")
-    steps = {int(path.stem.removeprefix("step_")): path for path in files}
-    return {path.name: path.read_bytes() for step, path in steps.items() if step > after}
+def kept(folder: str, run_dir: Path, after: int = 0) -> dict[str, bytes]:
+    """The files of the steps after one in a folder of records."""
+    files = (run_dir / folder).glob("*step_*")
+    later = [path for path in files if int(path.stem.rpartition("_")[2]) >= (after and after + 1)]
+    return {path.name: path.read_bytes() for path in later}
 
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:

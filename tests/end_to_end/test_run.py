@@ -4,9 +4,12 @@ import json
 import math
 import re
 import secrets
+from functools import partial
 
+import pyarrow.compute as pc
 import pytest
 import torch
+from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.checkpoint.find import newest_good
@@ -148,6 +151,54 @@ def test_run_directory_holds_the_record(finished):
     rollouts = (run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()
     assert len(rollouts) == 8 * 4
     assert {"prompt", "response", "score"} <= json.loads(rollouts[0]).keys()
+    evaluated = [f"rollouts/eval_step_{step}.jsonl" for step in (0, 2)]
+    kinds = [json.loads(line)["kind"] for line in (run_dir / evaluated[1]).read_text().splitlines()]
+    assert kinds == ["sampled"] * 20 + ["greedy"] * 20
+    assert sorted(run_dir.glob("rollouts/eval*")) == [run_dir / name for name in evaluated]
+
+
+def test_the_timeline_has_every_section_and_call(finished):
+    run_dir, rows = finished[0].run_dir, finished[0].metrics()
+    lines = [json.loads(line) for line in (run_dir / "timeline.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line, row in zip(lines, rows[1:], strict=True):
+        assert line["seconds"] == pytest.approx(row["time/step_s"], abs=1e-6)
+        for section in line["sections"]:
+            (calls,) = section["ranks"]
+            spans = [section, *calls]
+            assert all(-0.1 < span["start"] < line["seconds"] for span in spans)
+            assert sum(call["seconds"] for call in calls) <= section["seconds"]
+        methods = [call["method"] for part in line["sections"] for call in part["ranks"][0]]
+        assert {"rollout.generate", "critic.update", "actor.update"} <= {*methods}
+        assert methods.count("actor.compute_token_stats") == 1
+
+
+def test_recorded_tokens_are_those_of_their_responses_and_of_the_final_policy(finished):
+    """transformers, with the model after the last step, has the new log-probs and entropies."""
+    run_dir = finished[0].run_dir
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
+    lines = (run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()
+    table = parquet.read_table(run_dir / "tokens" / "step_2.parquet")
+    assert len(table["response"].unique()) == 4
+    for response in table["response"].unique().to_pylist():
+        told = json.loads(lines[response])
+        rows = table.filter(pc.field("response") == response).to_pydict()
+        assert rows["position"] == [*range(told["length"])]
+        assert "".join(rows["token"]).startswith(told["response"])
+        prompt = tokenizer(told["prompt"], add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([prompt + rows["token_id"]])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = log_probs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+        close(torch.tensor(rows["new_log_prob"]), wanted)
+        close(torch.tensor(rows["entropy"]), -(log_probs.exp() * log_probs).sum(-1))
+        close(torch.tensor(rows["old_log_prob"]), torch.tensor(rows["rollout_log_prob"]))
+        assert rows["version"] == [1] * told["length"] and told["weight_version"] == 1
+        assert all(rows["trained"]) and None not in rows["clipped"] + rows["return_"]
+        sums = zip(rows["value"], rows["ref_log_prob"], rows["advantage"], strict=True)
+        assert all(math.isfinite(number) for row in sums for number in row)
 
 
 def test_output_says_what_ran_and_how_it_ended(finished):

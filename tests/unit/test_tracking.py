@@ -9,12 +9,10 @@ import threading
 import time
 
 import pytest
-import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.rewarding import Rewarded
@@ -25,7 +23,13 @@ from hybridrl.trainer.tracking.report import Reporter
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.tracking.sinks import MAX_WAITING, BackgroundSink, close_all
 from hybridrl.trainer.tracking.tracker import PROMISED, Tracker, read_metrics
+from tests.batches import batch_of
 from tests.run_configs import run_config
+
+
+def reporter_of(config, run_dir, console, tracker) -> Reporter:
+    """A reporter without a tokenizer."""
+    return Reporter(config, run_dir, console, tracker, Throughput(None, 1, None), str, str)
 
 
 class Memory:
@@ -96,11 +100,10 @@ def tensorboard_steps(folder):
 def test_tensorboard_shows_config_and_samples(tmp_path):
     config = run_config("trainer.samples_every_steps=2", "+reward.args.api_key=hunter22")
     tracker = Tracker(tmp_path, config)
-    reporter = Reporter(config, tmp_path, RunConsole(1), tracker, Throughput(None, 1, None))
+    reporter = reporter_of(config, tmp_path, RunConsole(1), tracker)
     for step in (1, 2):
         prompt = Prompt(1, [1], "<user> 1+1?", "q", {"answer": "#### 2"}, {})
-        responses = Ragged.from_rows([[1, 2]], torch.int64)
-        reporter.log_responses(step, [prompt], responses, Rewarded(["a\n# b"], [0.5], []))
+        reporter.log_responses(step, [prompt], batch_of([2]), Rewarded(["a\n# b"], [0.5], []))
         reporter.log(step, {"reward/mean": 0.5})
     tracker.close()
     assert tracker.failures() == []
@@ -113,6 +116,10 @@ def test_tensorboard_shows_config_and_samples(tmp_path):
     assert config_step == 0 and "      api_key: '***'\n" in config_text
     assert "    trainer:\n      total_steps: " in config_text
     assert step == 2 and "**score 0.5, 2 tokens, expected #### 2**" in sample
+    for tag, value in (("rewards", 0.5), ("response_lengths", 2.0)):
+        (histogram,) = shown.Histograms(tag)
+        found = histogram.histogram_value
+        assert (histogram.step, found.num, found.min, found.max) == (2, 1, value, value)
     assert "    <user> 1+1?\n" in sample and "    a\n    # b\n" in sample
 
 
@@ -238,6 +245,10 @@ def test_rollouts_are_one_json_object_a_line(tmp_path):
         "score": 0.5,
         "length": 4,
         "failure": None,
+        "truncated": False,
+        "parts": {},
+        "turns": None,
+        "weight_version": 0,
     }
 
 
@@ -249,8 +260,8 @@ def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypa
     reason = "ValueError: hunter22, xq7Zp0-unlikely, https://me:pw@host/x"
     rewarded = Rewarded(["r hunter22"], [0.0], [Failure(0, FailureKind.error, reason, "")])
     prompt = Prompt(1, [1], "p", "q", {"answer": "2"}, {})
-    reporter = Reporter(config, tmp_path, RunConsole(1), tracker, Throughput(None, 1, None))
-    reporter.log_responses(1, [prompt], Ragged.from_rows([[1]], torch.int64), rewarded)
+    reporter = reporter_of(config, tmp_path, RunConsole(1), tracker)
+    reporter.log_responses(1, [prompt], batch_of([1]), rewarded)
     tracker.close()
     (kept,) = read_metrics(tmp_path / "rollouts" / "step_1.jsonl")
     assert kept["failure"] == "error: ValueError: ***, ***, https://***@host/x"
@@ -262,7 +273,7 @@ def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
     config, file = run_config("trainer.samples_every_steps=0"), io.StringIO()
     console = RunConsole(1, Console(file=file, width=200))
     tracker = Tracker(tmp_path, config)
-    reporter = Reporter(config, tmp_path, console, tracker, Throughput(None, 1, None))
+    reporter = reporter_of(config, tmp_path, console, tracker)
     named = []
     for step, failing in enumerate([{1, 2}, {2, 3}, {4, 5, 6, 7}, {7}, {7}]):
         prompts = [
@@ -275,8 +286,7 @@ def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
             if prompt.prompt_id in failing
         ]
         rewarded = Rewarded(["r"] * 16, [0.0] * 16, failures)
-        responses = Ragged.from_rows([[1]] * 16, torch.int64)
-        reporter.log_responses(step, prompts, responses, rewarded)
+        reporter.log_responses(step, prompts, batch_of([1] * 16), rewarded)
         named.append(re.findall(r"a\.jsonl:(\d): ValueError: no \1", file.getvalue()))
         file.truncate(file.seek(0))
     tracker.close()
@@ -289,7 +299,7 @@ def test_the_end_of_a_run_tells_of_checkpoints_that_were_lost(tmp_path, failed):
     config = run_config("tracking.tensorboard=false")
     tracker, file = Tracker(tmp_path, config), io.StringIO()
     console = RunConsole(1, Console(file=file))
-    reporter = Reporter(config, tmp_path, console, tracker, Throughput(None, 1, None))
+    reporter = reporter_of(config, tmp_path, console, tracker)
     tracker.log(1, {"checkpoint/failed": 0.0})
     reporter.finish(failed)
     tracker.close()

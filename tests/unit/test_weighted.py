@@ -54,6 +54,7 @@ def test_a_part_that_fails_fails_the_whole():
     assert result.scores == [21.0, -7.0]
     assert "no x, please" in result.failures[0].reason
     assert result.parts == {"long": [2.0], "ok": [1.0]}
+    assert result.item_parts == [{"long": 2.0, "ok": 1.0}, {}]
 
 
 def test_responses_may_have_different_parts():
