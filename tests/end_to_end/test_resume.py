@@ -133,7 +133,8 @@ def two_kills(timeline: Timeline) -> tuple[Kill, Kill]:
 def test_a_run_killed_twice_ends_like_the_undisturbed_one(reference, tmp_path):
     """It restarts without a worker's process, and is resumed after the driver's.
 
-    It records no tokens: the forward pass for them changes no number. Then the newest checkpoint is damaged, too: the one before is as good.
+    Then the newest checkpoint is damaged, too: the one before is as good. Unlike the
+    reference it records no tokens: the forward pass for them changes no number.
     """
     run_dir, timeline = reference
     first, second = two_kills(timeline)

@@ -1,6 +1,6 @@
 """Evaluator: every rule, greedy decoding and tagged groups on hand-made responses."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,16 +8,10 @@ import torch
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
 from hybridrl.trainer.rewarding import FunctionRewards
 from tests.batches import batch_of
-
-
-@dataclass
-class Scores:
-    scores: list[float]
-    failures: list[str] = field(default_factory=list)
-    parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Contains:
@@ -30,7 +24,7 @@ class Contains:
     def score(self, items):
         self.items = list(items)
         scores = [float(self.word in response) for _, response, *_ in items]
-        return Scores(scores, ["no word"] if not self.word else [])
+        return ScoreResult(scores, ["no word"] if not self.word else [])
 
 
 def prompt(index: int, **tags: str) -> Prompt:
