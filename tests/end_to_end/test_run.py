@@ -173,6 +173,18 @@ def test_the_timeline_has_every_section_and_call(finished):
         assert methods.count("actor.compute_token_stats") == 1
 
 
+def test_the_records_page_reads_them_as_written(finished, monkeypatch, capsys):
+    page = (ROOT / "docs" / "records.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(finished[0].run_dir)
+    exec(code.replace("step_10", "step_2"), {})
+    assert "'new_log_prob': -" in capsys.readouterr().out
+    columns = parquet.read_schema("tokens/step_2.parquet").names
+    line, *_ = (finished[0].run_dir / "rollouts" / "eval_step_2.jsonl").read_text().splitlines()
+    fields = json.loads(line).keys()
+    assert all(f"`{name}`" in page for name in [*columns, *fields])
+
+
 def test_recorded_tokens_are_those_of_their_responses_and_of_the_final_policy(finished):
     """transformers, with the model after the last step, has the new log-probs and entropies."""
     run_dir = finished[0].run_dir
