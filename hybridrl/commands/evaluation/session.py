@@ -96,7 +96,8 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
         rules = open_rules(config, stack)
         file = (evaluation.output / COMPLETIONS).open("w", encoding="utf-8")
         log = stack.enter_context(file)
-        rollout = _rollout_engines(evaluation, stack)
+        subject = evaluation.subject
+        rollout = rollout_engines(config, subject.folder, subject.step, evaluation.output, stack)
         generate = generator_for(config, environment, rollout, evaluation.prompts, decode)
         lengths = ResponseLengths()
         totals = Totals({rule: [[] for _ in evaluation.asked] for rule in ("", *rules)})
@@ -136,9 +137,13 @@ def passes(samples: int, problems: int, per_call: int) -> Iterator[tuple[int, in
         yield first, min(each, samples - first)
 
 
-def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
-    """Start rollout engines with the subject's weights; `stack` ends them."""
-    config, folder = evaluation.config, evaluation.subject.folder
+def rollout_engines(
+    config: RunConfig, folder: Path | None, step: int, output: Path, stack: ExitStack
+) -> WorkerGroup:
+    """Start rollout engines with the weights of a checkpoint's `folder`; `stack` ends them.
+
+    None: weights of config.model. Workers log to `output`/logs.
+    """
     policy = PolicyConfig(
         model=config.model,
         fsdp=config.fsdp,
@@ -147,9 +152,9 @@ def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
     )
     roles = {"rollout": config.rollout, "actor": policy}
     with nullcontext() if folder is None else report_removal(folder):
-        rollout = start_roles(config, roles, evaluation.output)["rollout"]
+        rollout = start_roles(config, roles, output)["rollout"]
     stack.enter_context(rollout.pool)
-    rollout.call("reshard", evaluation.subject.step)
+    rollout.call("reshard", step)
     return rollout
 
 
