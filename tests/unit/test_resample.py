@@ -1,0 +1,77 @@
+"""Replay of a recorded response: what is read, which steps can be replayed, where it differs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridrl.checkpoint.files import checkpoints_folder, step_name
+from hybridrl.commands.resample import (
+    Recorded,
+    Sample,
+    checkpoint_before,
+    compared,
+    read_recorded,
+)
+from hybridrl.commands.running import UsageError
+from hybridrl.trainer.tracking.token_log import token_table, write_tokens
+from tests.batches import batch_of
+
+LINE = {"response": "3 4", "length": 3}
+
+
+def decode(rows):
+    """Token 0 is the end, 9 a part of a character, others their number."""
+    return [" ".join("\ufffd" if i == 9 else str(i) for i in row if i) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "finding"),
+    [
+        ([3, 4, 0], [-0.5, 0.0, -1.0], (3, True, "to the bit")),
+        ([3, 4, 0], [-0.5, 0.25, -0.5], (3, True, "up to 0.5 nats")),
+        ([3, 5, 0], [-0.5, 0.0, -1.0], (1, False, "at token 1: '5', was '4'")),
+        ([3, 4], [-0.5, 0.0], (2, False, "at token 2: '', was ''")),
+    ],
+)
+def test_tokens_are_compared_and_then_their_log_probs(ids, log_probs, finding):
+    recorded = Recorded(1, 0, LINE, Sample([3, 4, 0], [-0.5, None, -1.0]))
+    equal, same, text = compared(recorded, Sample(ids, log_probs), decode)
+    assert (equal, same) == finding[:2] and finding[2] in text
+
+
+@pytest.mark.parametrize(
+    ("ids", "finding"),
+    [([3, 4, 0], (3, True)), ([3, 5, 0], (1, False)), ([3, 4], (2, False)), ([9], (1, False))],
+)
+def test_without_ids_the_text_is_compared(ids, finding):
+    found = compared(Recorded(1, 0, LINE, None), Sample(ids, [0.0] * len(ids)), decode)
+    assert found[:2] == finding
+
+
+def test_a_response_is_read_with_its_tokens_if_they_are_there(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    lines = [json.dumps(LINE | {"score": k}) + "\n" for k in range(3)]
+    (tmp_path / "rollouts" / "step_2.jsonl").write_text("".join(lines))
+    batch = batch_of([3])
+    zeros = batch.responses.like(torch.zeros(3))
+    batch = replace(batch, old_log_probs=zeros, advantages=zeros)
+    updated = zeros.like(torch.zeros(3, dtype=torch.complex64))
+    write_tokens(tmp_path, 2, token_table(batch, [1], updated, None, decode))
+    assert read_recorded(tmp_path, 2, 1).sample == Sample([0, 0, 0], [0.0, 0.0, 0.0])
+    assert read_recorded(tmp_path, 2, 2) == Recorded(2, 2, LINE | {"score": 2}, None)
+    with pytest.raises(UsageError, match=r"Recorded steps: 2\."):
+        read_recorded(tmp_path, 1, 0)
+    with pytest.raises(UsageError, match="0 to 2"):
+        read_recorded(tmp_path, 2, 3)
+
+
+def test_a_step_needs_the_checkpoint_of_the_step_before(tmp_path):
+    folder = checkpoints_folder(tmp_path)
+    for step in (4, 8):
+        (folder / step_name(step)).mkdir(parents=True)
+    assert checkpoint_before(tmp_path, 9) == folder / step_name(8)
+    assert checkpoint_before(tmp_path, 1) is None
+    with pytest.raises(UsageError, match=r"checkpoint: 1, 5, 9\."):
+        checkpoint_before(tmp_path, 8)
