@@ -86,11 +86,16 @@ def test_a_run_without_room_for_logs_and_metrics_trains_to_its_end(tmp_path, fin
         assert run.process.wait() == 0, output
         run.assert_nothing_left()
     rows, rollouts = steps_of(seen)
+    timeline = [json.loads(line) for line in (seen / "timeline.jsonl").read_text().splitlines()]
     os.close(disk)
     printed = re.findall(rf"^step +(\d+)/{STEPS}", output, re.M)
     assert [*map(int, printed)] == [*range(STEPS + 1)], output
     assert re.search(rf"steps +{STEPS} in ", output) and "Traceback" not in output, output
-    assert re.search(r"warning: rollouts/ could not be written \d times: .*No space left", output)
+    for records in ("rollouts/", "tokens/", r"timeline\.jsonl"):
+        told = rf"warning: {records} could not be written \d times: .*No space left"
+        assert re.search(told, output), output
+    steps = [line["step"] for line in timeline]
+    assert steps == sorted({*steps}) and {*range(1, FULL_FROM)} <= {*steps}
     assert {*range(1, FULL_FROM + 1)} <= rollouts
     assert rollouts.isdisjoint(range(FULL_FROM + 2, ROOM_FROM + 1))
     if finds_room:

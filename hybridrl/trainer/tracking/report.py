@@ -106,9 +106,9 @@ class Reporter:
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         samples = pick_samples(records)
         self._console.samples(step, samples)
-        self._tracker.text("samples", step, samples_text(samples))
-        self._tracker.histogram("rewards", step, torch.tensor(rewarded.scores))
-        self._tracker.histogram("response_lengths", step, batch.responses.lengths)
+        self._tracker.show("samples", step, samples_text(samples))
+        self._tracker.show("rewards", step, torch.tensor(rewarded.scores))
+        self._tracker.show("response_lengths", step, batch.responses.lengths)
 
     def log_evaluation(
         self,
@@ -138,7 +138,7 @@ class Reporter:
         """Show the distribution of the advantages of the tokens in the loss mask."""
         assert batch.advantages is not None
         values, mask = batch.advantages.values, batch.counted.values
-        self._tracker.histogram("advantages", step, values[mask])
+        self._tracker.show("advantages", step, values[mask])
 
     def log_timeline(self, step: int, timeline: Timeline) -> None:
         """Store the timeline of a recorded step in timeline.jsonl."""

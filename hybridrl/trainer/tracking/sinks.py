@@ -42,6 +42,8 @@ TRACKERS_FILE = "trackers.json"
 METRIC_BYTES = 48
 # Most bytes of a histogram there: two float64 of each of up to 1,550 bins.
 HISTOGRAM_BYTES = 2**15
+# Values of a histogram.
+MAX_SHOWN = 100_000
 # Bytes that other files of the run may take meanwhile.
 OTHERS_BYTES = 2**13
 _REMEMBERING = Lock()
@@ -78,13 +80,9 @@ class BackgroundSink:
             return
         self._submit(lambda: self._sink.get().log(step, metrics))
 
-    def text(self, name: str, step: int, text: str) -> None:
-        """Queue a text; return at once. Only TensorBoard shows texts."""
-        self._submit(lambda: self._sink.get().text(name, step, text))
-
-    def histogram(self, name: str, step: int, values: "Tensor") -> None:
-        """Queue a histogram; return at once. Only TensorBoard shows histograms."""
-        self._submit(lambda: self._sink.get().histogram(name, step, values))
+    def show(self, name: str, step: int, what: "str | Tensor") -> None:
+        """Queue a text or a histogram, for TensorBoard; return at once."""
+        self._submit(lambda: self._sink.get().show(name, step, what))
 
     def start_closing(self) -> None:
         """Queue the close of the sink; return at once."""
@@ -167,22 +165,25 @@ class TensorBoardSink:
         # The last one that is shown may lack metrics.
         self._missing = [known for known in before if known[0] >= shown]
         first = self._missing[0][0] if self._missing else 0
-        self._texts = [("config", first, code_block(yaml.safe_dump(config, sort_keys=False)))]
-        self._histograms: list[tuple[str, int, Tensor]] = []
+        text = code_block(yaml.safe_dump(config, sort_keys=False))
+        self._shown: list[tuple[str, int, str | Tensor]] = [("config", first, text)]
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write scalars, and texts before them."""
+        """Write scalars, and texts and histograms before them."""
         self._missing.append((step, metrics))
         self._write()
 
-    def text(self, name: str, step: int, text: str) -> None:
-        """Keep a text, in Markdown, for the next write."""
-        self._texts.append((name, step, text))
+    def show(self, name: str, step: int, what: "str | Tensor") -> None:
+        """Keep a text, in Markdown, or values [N] for a histogram, for the next write.
 
-    def histogram(self, name: str, step: int, values: "Tensor") -> None:
-        """Keep finite values [N], N > 0, for the next write of a histogram."""
-        self._histograms.append((name, step, values))
+        Of many values, about MAX_SHOWN at even distances are shown, without NaN and infinity.
+        """
+        if not isinstance(what, str):
+            what = what[:: 1 + len(what) // MAX_SHOWN]
+            what = what[what.isfinite()]
+        if len(what):
+            self._shown.append((name, step, what))
 
     def close(self) -> None:
         """Write what is missing, and close the file."""
@@ -198,17 +199,17 @@ class TensorBoardSink:
 
         names = [name for _, metrics in self._missing for name in metrics]
         needed = OTHERS_BYTES + sum(map(len, names)) + METRIC_BYTES * len(names)
-        needed += sum(len(text.encode()) for _, _, text in self._texts)
-        needed += HISTOGRAM_BYTES * len(self._histograms)
+        for _, _, what in self._shown:
+            needed += len(what.encode()) if isinstance(what, str) else HISTOGRAM_BYTES
         if shutil.disk_usage(self._folder).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=self._missing[0][0])
         try:
-            for name, step, text in self._texts:
-                self._writer.add_text(name, text, step)
-            for name, step, values in self._histograms:
-                self._writer.add_histogram(name, values, step)
+            for name, step, what in self._shown:
+                is_text = isinstance(what, str)
+                add = self._writer.add_text if is_text else self._writer.add_histogram
+                add(name, what, step)
             for step, metrics in self._missing:
                 for name, value in metrics.items():
                     self._writer.add_scalar(name, value, step)
@@ -217,8 +218,7 @@ class TensorBoardSink:
             self._writer = None
             raise
         self._missing.clear()
-        self._texts.clear()
-        self._histograms.clear()
+        self._shown.clear()
 
 
 def _last_shown(folder: Path) -> int:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-# Values of a histogram.
-MAX_SHOWN = 100_000
 
 # Metrics of every row; null if a step has no such number.
 PROMISED = (
@@ -81,22 +79,14 @@ class Tracker:
             sink.log(*_known(row))
         return row
 
-    def text(self, name: str, step: int, text: str) -> None:
-        """Show a text, in Markdown, in TensorBoard, with the next step's metrics."""
+    def show(self, name: str, step: int, what: "str | Tensor") -> None:
+        """Show a text, in Markdown, or a histogram of values [N] in TensorBoard.
+
+        It is written with the next step's metrics.
+        """
         for sink in self._sinks:
             if sink.name == TENSORBOARD:
-                sink.text(name, step, text)
-
-    def histogram(self, name: str, step: int, values: "Tensor") -> None:
-        """Show the distribution of finite values [N] in TensorBoard, with the next step's metrics.
-
-        Of many values, about MAX_SHOWN at even distances are shown.
-        """
-        shown = values[:: 1 + len(values) // MAX_SHOWN]
-        shown = shown[shown.isfinite()]
-        for sink in self._sinks:
-            if sink.name == TENSORBOARD and len(shown):
-                sink.histogram(name, step, shown)
+                sink.show(name, step, what)
 
     @property
     def lost(self) -> int:
