@@ -14,7 +14,7 @@ USAGE = """usage: hybridrl <command> [arguments]
   doctor   python -m hybridrl.doctor: check the machines and the config before a run
   export   write a checkpoint as a folder for transformers and vLLM
   eval     score a checkpoint or a model on a data set: pass@1, pass@k, completions
-  replay   repeat the batch for which a run was stopped
+  replay   repeat the batch for which a run was stopped, or sample a recorded response again
   resume   go on with a run, without typing its command again
   runs     list runs: step, accuracy, state, path
 

@@ -16,6 +16,7 @@ from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import Subject
 from hybridrl.commands.running import UsageError, checkpoint_at
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.models.resolve import absolute_path, model_folder
 
@@ -33,12 +34,17 @@ class Sample(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A response as recorded: its line, and its tokens if they were recorded, too."""
+    """Response k of a step as recorded: the step's lines, and its tokens if they were recorded."""
 
     step: int
     response: int
-    line: dict[str, Any]
+    lines: list[dict[str, Any]]
     sample: Sample | None
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Its own line."""
+        return self.lines[self.response]
 
 
 def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tuple[bool, str]:
@@ -50,8 +56,20 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
     """
     recorded = read_recorded(run_dir, step, response)
     checkpoint = checkpoint_before(run_dir, step)
-    subject = Subject("replay", checkpoint=checkpoint_at(checkpoint or run_dir))
-    examined = evaluation_config(parse_argv([]), subject, find_machine(), runs_code=runs_code)
+    found = checkpoint_at(checkpoint or run_dir)
+    run = found.manifest.config
+    if run["algorithm"]["max_sampling_rounds"] > 1:
+        raise UsageError(
+            "algorithm.max_sampling_rounds > 1: responses of a round that were replaced are not "
+            "recorded, and seeds count them.\nResponses of such a run cannot be replayed."
+        )
+    on_cpu = run["hardware"]["accelerator"] == Accelerator.cpu.value
+    # As many threads for each rank: their number changes the rounding.
+    line = ["hardware=cpu", f"cluster.gpus_per_node={run['cluster']['gpus_per_node']}"]
+    subject, machine = Subject("replay", checkpoint=found), find_machine()
+    examined = evaluation_config(
+        parse_argv(line if on_cpu else []), subject, machine, runs_code=runs_code
+    )
     config = examined.config
     model_folder(config.model)
     prompts = check_data(examined)
@@ -59,17 +77,13 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
     from hybridrl.controller.ray.runtime import ray_runtime
     from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 
-    assert subject.checkpoint is not None
-    rounds = subject.checkpoint.manifest.config["algorithm"]["max_sampling_rounds"]
+    engines = run["fsdp"]["dp_replicate"] * run["fsdp"]["dp_shard"]
+    engines //= run["rollout"]["tensor_parallel_size"]
     with ray_runtime(config.cluster, config.hardware.accelerator):
         config.model.path = absolute_path(config.model.path)
         decode = decoder(load_tokenizer(config.model.path))
-        found = [
-            compared(recorded, sample, decode)
-            for sample in _samples(config, prompts, recorded, checkpoint, rounds, decode)
-        ]
-    # The round of dynamic sampling is not recorded: it is that of the longest match.
-    same, text = max(found)[1:]
+        sample = _sampled(config, prompts, recorded, checkpoint, engines, decode)
+    same, text = compared(recorded, sample, decode)
     return same, f"response {response} of step {step}: {text}"
 
 
@@ -89,7 +103,7 @@ def read_recorded(run_dir: Path, step: int, response: int) -> Recorded:
 
         rows = parquet.read_table(tokens, filters=[("response", "==", response)]).to_pydict()
         sample = Sample(rows["token_id"], rows["rollout_log_prob"]) if rows["token_id"] else None
-    return Recorded(step, response, json.loads(lines[response]), sample)
+    return Recorded(step, response, [json.loads(line) for line in lines], sample)
 
 
 def checkpoint_before(run_dir: Path, step: int) -> Path | None:
@@ -105,63 +119,72 @@ def checkpoint_before(run_dir: Path, step: int) -> Path | None:
     )
 
 
-def _samples(
+def _sampled(
     config: "RunConfig",
     prompts: "PromptSets",
     recorded: Recorded,
     checkpoint: Path | None,
-    rounds: int,
+    engines: int,
     decode: "Decode",
-) -> list[Sample]:
-    """Start engines, and sample the response as each round would, on the first engine."""
+) -> Sample:
+    """Sample again what one of the run's engines sampled in the step; return the response.
+
+    The engine had the same batch: alone, a response has log-probs that are rounded differently.
+    """
     from dataclasses import replace
 
     import torch
 
     from hybridrl.commands.evaluation.session import rollout_engines
+    from hybridrl.data.lengths import ResponseLengths
     from hybridrl.trainer.factory import generator_for, open_environment
     from hybridrl.trainer.sampling import request_of
+    from hybridrl.trainer.state import read_state
 
-    rollout, number = config.rollout, recorded.line["prompt_id"]
-    asked = [prompt for prompt in prompts.train if prompt.prompt_id == number]
-    each = rollout.responses_per_prompt
+    each, number = config.rollout.responses_per_prompt, recorded.line["prompt_id"]
+    known = {prompt.prompt_id: prompt for prompt in prompts.train}
+    lengths = ResponseLengths()
+    if checkpoint is not None:
+        lengths = ResponseLengths.restored(read_state(checkpoint).lengths)
     request = request_of(
-        asked * rounds, recorded.step, temperature=rollout.temperature, top_p=rollout.top_p
+        [known[line["prompt_id"]] for line in recorded.lines[::each]],
+        recorded.step,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        samples=each,
     )
-    request = replace(
-        request,
-        first_sample=torch.arange(rounds) * each + recorded.response % each,
-        engine=torch.zeros(rounds, dtype=torch.int64),
-    )
+    parts = [piece() for (piece,) in lengths.expect(request).pieces(engines)]
+    part = next(part for part in parts if number in part.prompt_id)
+    part = replace(part, engine=torch.zeros(len(part), dtype=torch.int64))
     with ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-replay-"))
-        engines = rollout_engines(config, checkpoint, recorded.step, Path(logs), stack)
+        rollout = rollout_engines(config, checkpoint, recorded.step, Path(logs), stack)
         environment = open_environment(config, stack)
-        batch = generator_for(config, environment, engines, prompts, decode)(request)
-    rows = zip(batch.responses.rows(), batch.rollout_log_probs.rows(), strict=True)
-    return [Sample(ids.tolist(), log_probs.tolist()) for ids, log_probs in rows]
+        batch = generator_for(config, environment, rollout, prompts, decode)(part)
+    row = part.prompt_id.tolist().index(number) * each + recorded.response % each
+    ids, log_probs = batch.responses.rows()[row], batch.rollout_log_probs.rows()[row]
+    return Sample(ids.tolist(), log_probs.tolist())
 
 
-def compared(recorded: Recorded, found: Sample, decode: "Decode") -> tuple[int, bool, str]:
-    """Return the number of equal tokens at the start, whether all are the same, and a finding.
+def compared(recorded: Recorded, found: Sample, decode: "Decode") -> tuple[bool, str]:
+    """Return whether all tokens are the same, and a finding.
 
     If only the text of the response was recorded, tokens are compared by it.
     """
     if recorded.sample is None:
         text, length = recorded.line["response"], recorded.line["length"]
         texts = decode(found.ids[: k + 1] for k in range(len(found.ids)))
+        if texts[-1] == text and len(found.ids) == length:
+            return True, f"the same text of {length} tokens, of which no ids were recorded"
         equal = len([*takewhile(lambda start: text.startswith(start.rstrip("\ufffd")), texts)])
-        same = texts[-1:] == [text] and len(found.ids) == length
-        if same:
-            return equal, True, f"the same text of {length} tokens, of which no ids were recorded"
-        return equal, False, f"its text differs from token {equal} on: {texts[-1]!r}, was {text!r}"
+        return False, f"its text differs from token {equal} on: {texts[-1]!r}, was {text!r}"
     ids, log_probs = recorded.sample
-    pairs = zip(ids, found.ids, strict=False)
-    equal = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
     if ids != found.ids:
+        pairs = zip(ids, found.ids, strict=False)
+        equal = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         was, now = (decode([part[equal : equal + 1]])[0] for part in (ids, found.ids))
-        return equal, False, f"differs first at token {equal}: {now!r}, was {was!r}"
+        return False, f"differs first at token {equal}: {now!r}, was {was!r}"
     numbers = zip(log_probs, found.log_probs, strict=True)
     far = max(abs(was - now) for was, now in numbers if was is not None and now is not None)
     bits = "are the same to the bit" if far == 0 else f"differ by up to {far:.3g} nats"
-    return equal, True, f"the same {equal} tokens; their log-probs {bits}"
+    return True, f"the same {len(ids)} tokens; their log-probs {bits}"

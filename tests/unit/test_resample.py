@@ -29,25 +29,30 @@ def decode(rows):
 @pytest.mark.parametrize(
     ("ids", "log_probs", "finding"),
     [
-        ([3, 4, 0], [-0.5, 0.0, -1.0], (3, True, "to the bit")),
-        ([3, 4, 0], [-0.5, 0.25, -0.5], (3, True, "up to 0.5 nats")),
-        ([3, 5, 0], [-0.5, 0.0, -1.0], (1, False, "at token 1: '5', was '4'")),
-        ([3, 4], [-0.5, 0.0], (2, False, "at token 2: '', was ''")),
+        ([3, 4, 0], [-0.5, 0.0, -1.0], (True, "to the bit")),
+        ([3, 4, 0], [-0.5, 0.25, -0.5], (True, "up to 0.5 nats")),
+        ([3, 5, 0], [-0.5, 0.0, -1.0], (False, "at token 1: '5', was '4'")),
+        ([3, 4], [-0.5, 0.0], (False, "at token 2: '', was ''")),
     ],
 )
 def test_tokens_are_compared_and_then_their_log_probs(ids, log_probs, finding):
-    recorded = Recorded(1, 0, LINE, Sample([3, 4, 0], [-0.5, None, -1.0]))
-    equal, same, text = compared(recorded, Sample(ids, log_probs), decode)
-    assert (equal, same) == finding[:2] and finding[2] in text
+    recorded = Recorded(1, 0, [LINE], Sample([3, 4, 0], [-0.5, None, -1.0]))
+    same, text = compared(recorded, Sample(ids, log_probs), decode)
+    assert same == finding[0] and finding[1] in text
 
 
 @pytest.mark.parametrize(
     ("ids", "finding"),
-    [([3, 4, 0], (3, True)), ([3, 5, 0], (1, False)), ([3, 4], (2, False)), ([9], (1, False))],
+    [
+        ([3, 4, 0], (True, "of 3 tokens")),
+        ([3, 5, 0], (False, "from token 1")),
+        ([3, 4], (False, "from token 2")),
+        ([9], (False, "from token 1")),
+    ],
 )
 def test_without_ids_the_text_is_compared(ids, finding):
-    found = compared(Recorded(1, 0, LINE, None), Sample(ids, [0.0] * len(ids)), decode)
-    assert found[:2] == finding
+    same, text = compared(Recorded(1, 0, [LINE], None), Sample(ids, [0.0] * len(ids)), decode)
+    assert same == finding[0] and finding[1] in text
 
 
 def test_a_response_is_read_with_its_tokens_if_they_are_there(tmp_path):
@@ -60,7 +65,8 @@ def test_a_response_is_read_with_its_tokens_if_they_are_there(tmp_path):
     updated = zeros.like(torch.zeros(3, dtype=torch.complex64))
     write_tokens(tmp_path, 2, token_table(batch, [1], updated, None, decode))
     assert read_recorded(tmp_path, 2, 1).sample == Sample([0, 0, 0], [0.0, 0.0, 0.0])
-    assert read_recorded(tmp_path, 2, 2) == Recorded(2, 2, LINE | {"score": 2}, None)
+    other = read_recorded(tmp_path, 2, 2)
+    assert (other.line, other.sample) == (LINE | {"score": 2}, None)
     with pytest.raises(UsageError, match=r"Recorded steps: 2\."):
         read_recorded(tmp_path, 1, 0)
     with pytest.raises(UsageError, match="0 to 2"):
