@@ -3,14 +3,13 @@
 Responses here are a function of prompt and sample, so that every reward is known beforehand.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.rewarding import (
     FunctionRewards,
     Rewarded,
@@ -59,7 +58,7 @@ class Scorer:
         self.scored += len(texts)
         pairs = [tuple(map(int, text.split()[:2])) for text in texts]
         scores = [float(sample % 2) if n in self.mixed else 1.0 for n, sample in pairs]
-        return SimpleNamespace(scores=scores, failures=[], parts={})
+        return ScoreResult(scores, [])
 
 
 def sampled(mixed: set[int], rounds: int = 3, prompts: int = 4):

@@ -6,13 +6,13 @@ A group is the responses to one prompt in one round; a mixed one has two differe
 import random
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.rewarding import FunctionRewards
 from hybridrl.trainer.sampling import Sampling
 from tests.run_configs import run_config
@@ -69,7 +69,7 @@ class Chance:
     def score(self, items):
         pairs = [tuple(map(int, text.split()[:2])) for _, text, *_ in items]
         scores = [self.reward(number, sample) for number, sample in pairs]
-        return SimpleNamespace(scores=scores, failures=[], parts={})
+        return ScoreResult(scores, [])
 
 
 def groups_of(batch, each: int) -> list[Group]:
