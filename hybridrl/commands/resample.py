@@ -94,7 +94,8 @@ def read_recorded(run_dir: Path, step: int, response: int) -> Recorded:
         names = (file.stem.removeprefix("step_") for file in path.parent.glob("step_*.jsonl"))
         steps = ", ".join(map(str, sorted(map(int, names)))) or "none"
         raise UsageError(f"--step {step}: {path} does not exist.\nRecorded steps: {steps}.")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # Not splitlines, which cuts texts at other characters, too.
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     if not 0 <= response < len(lines):
         raise UsageError(f"--response {response}: expected 0 to {len(lines) - 1}, as in {path}.")
     sample, tokens = None, run_dir / "tokens" / f"step_{step}.parquet"

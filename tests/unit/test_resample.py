@@ -18,7 +18,7 @@ from hybridrl.commands.running import UsageError
 from hybridrl.trainer.tracking.token_log import token_table, write_tokens
 from tests.batches import batch_of
 
-LINE = {"response": "3 4", "length": 3}
+LINE = {"response": "3 4", "length": 3, "prompt": "one\u2028line"}
 
 
 def decode(rows):
@@ -57,7 +57,7 @@ def test_without_ids_the_text_is_compared(ids, finding):
 
 def test_a_response_is_read_with_its_tokens_if_they_are_there(tmp_path):
     (tmp_path / "rollouts").mkdir()
-    lines = [json.dumps(LINE | {"score": k}) + "\n" for k in range(3)]
+    lines = [json.dumps(LINE | {"score": k}, ensure_ascii=False) + "\n" for k in range(3)]
     (tmp_path / "rollouts" / "step_2.jsonl").write_text("".join(lines))
     batch = batch_of([3])
     zeros = batch.responses.like(torch.zeros(3))
