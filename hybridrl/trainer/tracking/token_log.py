@@ -34,7 +34,7 @@ def pick_rows(batch: RolloutBatch, scores: Sequence[float], count: int) -> list[
     other = batch.ref_log_probs or batch.rollout_log_probs
     distance = in_chunks(_distance, batch.old_log_probs.values, other.values)
     distance = distance.where(batch.response_mask.values, 0.0)
-    farthest = torch.segment_reduce(distance, "max", lengths=batch.responses.lengths)
+    farthest = torch.tensor([row.max() for row in batch.responses.like(distance).views()])
     ranked = torch.tensor(scores)
     size = len(batch)
     spread = [k * size // count for k in range(count)]
