@@ -101,18 +101,20 @@ def test_what_leaves_nothing_to_learn_fails_the_run(tmp_path, source, overrides,
 
 TALKS = r"""
 import os
+import zlib
 from hybridrl.environments.base import StepResult
 
 class Talk:
     def __init__(self, example):
         self.turns = 0
+        self.question = example["question"]
 
     def reset(self):
         return "\udc00"
 
     def step(self, text):
         self.turns += 1
-        kind = (sum(map(ord, text)) + 4) % 12
+        kind = zlib.crc32(f"{self.question}{text}".encode()) % 12
         if kind == 0:
             raise ValueError("caf\udfff")
         if kind == 1:
