@@ -1,0 +1,96 @@
+"""The page: `write_report` makes one HTML file of runs. It needs no network.
+
+Data and Plotly's script are packed (gzip, base64), so that no text of a model is HTML or script.
+"""
+
+import base64
+import gzip
+import json
+import logging
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hybridrl.app.runs import RESULT_FILE
+from hybridrl.report.overview import overview
+from hybridrl.report.panels import GROUPS
+from hybridrl.report.read import read_run
+from hybridrl.trainer.tracking.best_effort_files import replace_text
+from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
+from hybridrl.trainer.tracking.tracker import METRICS_FILE
+
+log = logging.getLogger(__name__)
+
+REPORT_FILE = "report.html"
+# Bytes of the file, and characters of JSON that are tried first.
+MAX_BYTES, FIRST_BUDGET = 8_000_000, 15_000_000
+RUN_FILES = (METRICS_FILE, RESULT_FILE, ".hydra")
+
+
+def find_folders(paths: Sequence[Path]) -> list[Path]:
+    """Return the folders of runs among paths; of another folder, such as a sweep's, those below."""
+    found: list[Path] = []
+    for path in paths:
+        for folder, inside, names in os.walk(path):
+            if {*RUN_FILES} & {*names, *inside}:
+                found.append(Path(folder))
+                inside.clear()
+            inside.sort(key=lambda name: (len(name), name))
+    return [*dict.fromkeys(found)]
+
+
+def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES) -> Path:
+    """Write the report of runs, thinned until it has at most about `max_bytes`; return `path`.
+
+    Raises:
+        OSError: it cannot be written; an older one is unchanged.
+    """
+    about = [overview(folder) for folder in folders]
+    plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
+    budget, limit = FIRST_BUDGET, max_bytes - len(plotly) - 200_000
+    while True:
+        runs = [
+            {"name": facts["name"], "folder": facts["folder"]}
+            | {"settings": {key: value for key, value, _ in facts["settings"]}}
+            | {"result": facts["result"], **read_run(folder, budget // len(folders))}
+            for facts, folder in zip(about, folders, strict=True)
+        ]
+        data = _pack(json.dumps({"runs": runs, "groups": GROUPS}, allow_nan=False).encode())
+        if len(data) <= limit or budget < 100_000:
+            break
+        budget = int(min(0.9 * limit / len(data), 0.5) * budget)
+    for facts, run in zip(about, runs, strict=True):
+        facts["notes"] = run["notes"]
+    return replace_text(path, _render(about, data, plotly))
+
+
+def write_at_end(folder: Path) -> None:
+    """Write the report of a run that ends, unless it has left nothing; failures are logged."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return
+    try:
+        log.info("report: %s", write_report([folder], folder / REPORT_FILE))
+    # No kind of damage to a recorded file may fail a run.
+    except Exception as error:
+        log.warning("%s could not be written: %r", folder / REPORT_FILE, error)
+
+
+def _pack(content: bytes) -> str:
+    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
+
+
+def _render(runs: list[dict[str, Any]], data: str, plotly: str) -> str:
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(loader=PackageLoader("hybridrl.report"), autoescape=True)
+    loader = environment.loader
+    assert loader is not None
+    script, style = (
+        loader.get_source(environment, name)[0] for name in ("report.js", "report.css")
+    )
+    now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    page = environment.get_template("report.html.j2")
+    return page.render(runs=runs, data=data, plotly=plotly, script=script, style=style, now=now)
