@@ -24,7 +24,7 @@ LOG_FILE = "main.log"
 # Messages of main.log, first and last ones of more.
 MAX_MESSAGES = 60
 # Chosen by the program for the machine.
-NOT_TYPED = ("hardware", "hardware.reason", "recipe")
+NOT_TYPED = ("hardware", "hardware.reason")
 # A line of main.log that begins a message, as the command and as the Python interface write it.
 MESSAGE = re.compile(
     r"\[?(?P<time>\d{4}-\d\d-\d\d [\d:]{8})[,\d]*\]?(?:\[[\w.]+\]\[| )"
@@ -65,10 +65,10 @@ def overview(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "facts": [(label, text) for label, text in facts if text],
         "accuracies": [
-            (name, _interval(*before), _interval(*after), f"{after[0] - before[0]:+.3f}")
+            (name, _interval(*before), _interval(*after), _change(after[0] - before[0]))
             for name, before, after in accuracy_changes(rows)
         ],
-        "settings": settings(manifest),
+        "settings": settings(manifest or result),
         "config": [(key, shown(value)) for key, value in sorted(leaves(config).items())],
         "messages": messages(folder / LOG_FILE),
         "result": {
@@ -80,6 +80,10 @@ def overview(folder: Path) -> dict[str, Any]:
             "minutes": round(seconds / 60, 1),
         },
     }
+
+
+def _change(value: float) -> str:
+    return f"{value:+.3f}" if abs(value) >= 5e-4 else "0"
 
 
 def _accuracy_fact(last: Mapping[str, Any]) -> list[tuple[str, str]]:

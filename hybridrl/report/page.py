@@ -53,9 +53,9 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
     budget, limit = FIRST_BUDGET, max_bytes - len(plotly) - 200_000
     while True:
         runs = [
-            {"name": facts["name"], "folder": facts["folder"]}
+            {name: facts[name] for name in ("name", "folder", "state", "result")}
             | {"settings": {key: value for key, value, _ in facts["settings"]}}
-            | {"result": facts["result"], **read_run(folder, budget // len(folders))}
+            | read_run(folder, budget // len(folders))
             for facts, folder in zip(about, folders, strict=True)
         ]
         data = _pack(json.dumps({"runs": runs, "groups": GROUPS}, allow_nan=False).encode())
@@ -68,11 +68,12 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
 
 
 def write_at_end(folder: Path) -> None:
-    """Write the report of a run that ends, unless it has left nothing; failures are logged."""
-    if not (folder / MANIFEST_FILE).is_file():
+    """Write the report of a run or sweep that ends, if any was started; failures are logged."""
+    folders = find_folders([folder])
+    if not any((one / MANIFEST_FILE).is_file() for one in folders):
         return
     try:
-        log.info("report: %s", write_report([folder], folder / REPORT_FILE))
+        log.info("report: %s", write_report(folders, folder / REPORT_FILE))
     # No kind of damage to a recorded file may fail a run.
     except Exception as error:
         log.warning("%s could not be written: %r", folder / REPORT_FILE, error)

@@ -1,13 +1,13 @@
 """Recorded files of a run as plain data for the page, thinned to a budget of characters.
 
-Every file may be missing, cut off by a kill, or still growing. docs/report.md names the columns.
+Every file may be missing, cut off by a kill, or still growing. docs/records.md names the fields.
 """
 
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,6 +22,7 @@ MAX_TEXT, MAX_TOKENS = 12_000, 4_000
 TOKEN_CHARACTERS = 90
 # Shares of the budget.
 RESPONSES, TOKENS, TIMELINE = 0.55, 0.35, 0.1
+KINDS = ("training", "sampled", "greedy")
 # Columns of tokens/*.parquet that are no numbers of a token.
 TOKEN_KEYS = ("response", "position", "token_id", "token")
 
@@ -90,10 +91,9 @@ def _responses(
     kept: list[Data] = []
     found = 0
     for step, path in files:
-        default = "sampled" if path.name.startswith("eval") else "training"
+        kind = "sampled" if path.name.startswith("eval") else "training"
         records = [
-            (k, {**record, "step": step, "k": k, "kind": record.get("kind") or default})
-            for k, record in _json_lines(path)
+            (k, {"kind": kind, **record, "step": step, "k": k}) for k, record in _json_lines(path)
         ]
         found += len(records)
         left = budget // len(files)
@@ -108,7 +108,7 @@ def _responses(
             kept.append(_response(record) | {"prompt": prompts[key]})
     if len(kept) < found:
         notes.append(f"Responses: {len(kept):,} of {found:,}; rollouts/ has all of them.")
-    return table, sorted(kept, key=lambda record: (record["step"], record["kind"], record["k"]))
+    return table, sorted(kept, key=lambda record: (record["step"], KINDS.index(record["kind"])))
 
 
 def _order(with_tokens: set[tuple[int, int]]) -> Callable[[tuple[int, Data]], Any]:
@@ -160,35 +160,33 @@ def _tokens(folder: Path, budget: int, notes: list[str]) -> list[Data]:
     used = found = 0
     for done, (step, path) in enumerate(files, start=1):
         try:
-            rows = parquet.read_table(path).to_pylist()
+            columns = parquet.read_table(path).to_pydict()
         except (OSError, pyarrow.ArrowException) as error:
             notes.append(f"{path.name} cannot be read: {error}")
             continue
-        for response, its in groupby(rows, key=lambda row: row["response"]):
+        start = 0
+        for response, count in Counter(columns["response"]).items():
             found += 1
-            columns = [*its]
-            used += (size := min(len(columns), MAX_TOKENS) * TOKEN_CHARACTERS)
-            if used > budget * done / len(files) and kept:
-                used -= size
-                continue
-            kept.append({"step": step, "response": response, **_token_columns(columns)})
+            size = min(count, MAX_TOKENS) * TOKEN_CHARACTERS
+            if used + size <= budget * done / len(files) or not kept:
+                used += size
+                own = {name: column[start : start + count] for name, column in columns.items()}
+                kept.append({"step": step, "response": response, **_token_columns(own)})
+            start += count
     if len(kept) < found:
         notes.append(f"Tokens: {len(kept):,} of {found:,} responses; tokens/ has all of them.")
     return kept
 
 
-def _token_columns(rows: list[Data]) -> Data:
-    """Turn the tokens of a response into columns; those without any value are left out."""
-    shown = rows[:MAX_TOKENS]
+def _token_columns(columns: dict[str, list[Any]]) -> Data:
+    """Round and cut the columns of a response; those without any value are left out."""
     numbers = {
-        name: [number(row[name]) for row in shown] for name in rows[0] if name not in TOKEN_KEYS
+        name: [number(value) for value in column[:MAX_TOKENS]]
+        for name, column in columns.items()
+        if name not in TOKEN_KEYS and any(value is not None for value in column)
     }
-    return {
-        "length": len(rows),
-        "token": [row["token"] for row in shown],
-        "token_id": [row["token_id"] for row in shown],
-        **{name: column for name, column in numbers.items() if any(v is not None for v in column)},
-    }
+    texts = {name: columns[name][:MAX_TOKENS] for name in ("token", "token_id")}
+    return {"length": len(columns["token"]), **texts, **numbers}
 
 
 def _timeline(folder: Path, budget: int, notes: list[str]) -> list[Data]:

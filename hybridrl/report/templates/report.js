@@ -32,8 +32,9 @@ async function unpack(id) {
 // ---- Several runs: names, table, parallel coordinates
 
 function varied() {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
-  return keys.filter((key) => new Set(runs.map((run) => run.settings[key])).size > 1);
+  const known = runs.filter((run) => Object.keys(run.settings).length);
+  const keys = [...new Set(known.flatMap((run) => Object.keys(run.settings)))];
+  return keys.filter((key) => new Set(known.map((run) => run.settings[key])).size > 1);
 }
 
 function nameRuns() {
@@ -54,21 +55,22 @@ function showRuns() {
   const rank = (run) => run.result.accuracy ?? -Infinity;
   const sorted = [...runs].sort((a, b) => rank(b) - rank(a) || 0);
   $("#runs_table").replaceChildren(
-    el("tr", {}, ...["run", ...keys, ...numbers].map((name) => el("th", {}, name))),
-    ...sorted.map((run) => el("tr", {}, ...[run.folder, ...keys.map((key) => run.settings[key] ?? "default"), ...numbers.map((name) => format(run.result[name]))].map((text) => el("td", {}, text))))
+    el("tr", {}, ...["run", ...keys, ...numbers, "state"].map((name) => el("th", {}, name))),
+    ...sorted.map((run) => el("tr", {}, ...[run.folder, ...keys.map((key) => run.settings[key] ?? "default"), ...numbers.map((name) => format(run.result[name])), run.state].map((text) => el("td", {}, text))))
   );
-  const dimension = (label, values) => {
-    const plain = values.map((value) => (value === null || value === "" || value === undefined ? NaN : Number(value)));
-    if (!plain.some(Number.isNaN)) return { label: literal(label), values: plain };
-    const texts = [...new Set(values.map(String))];
-    return { label: literal(label), values: values.map((value) => texts.indexOf(String(value))), tickvals: texts.map((_, index) => index), ticktext: texts.map(literal) };
+  const numeric = (values) => values.every((value) => value !== "" && value !== null && Number.isFinite(Number(value)));
+  const setting = (key) => {
+    const values = scored.map((run) => run.settings[key] ?? "default"), texts = [...new Set(values)];
+    texts.sort(numeric(texts) ? (a, b) => a - b : undefined);
+    return { label: literal(key), values: values.map((value) => texts.indexOf(value)), tickvals: texts.map((_, index) => index), ticktext: texts.map(literal) };
   };
   const scored = sorted.filter((run) => run.result.accuracy !== null);
   if (!keys.length || scored.length < 2) return;
   const accuracies = scored.map((run) => run.result.accuracy);
-  const dimensions = [...keys.map((key) => dimension(key, scored.map((run) => run.settings[key]))), dimension("accuracy", accuracies), dimension("reward", scored.map((run) => run.result.reward))];
+  const rewards = scored.map((run) => run.result.reward);
+  const dimensions = [...keys.map(setting), ...(numeric(rewards) ? [{ label: "reward", values: rewards }] : []), { label: "accuracy", values: accuracies }];
   const style = look();
-  const line = { color: accuracies, colorscale: "Viridis", showscale: true };
+  const line = { color: accuracies, colorscale: [[0, "#7f9fe8"], [1, "#e8932a"]], showscale: true };
   $("#parallel").style.height = "360px";
   Plotly.react("parallel", [{ type: "parcoords", dimensions, line, labelfont: { color: style.font.color }, tickfont: { color: style.font.color }, rangefont: { color: "transparent" } }], { ...style, margin: { l: 80, r: 60, t: 60, b: 30 } }, { displaylogo: false, responsive: true });
 }
@@ -126,12 +128,12 @@ function traces(panel) {
   runs.forEach((run, r) =>
     panel.names.forEach((name, m) => {
       const y = run.series[name];
-      if (!y?.some((value) => value !== null)) return;
+      if (run.isHidden || !y?.some((value) => value !== null)) return;
       const x = wall ? run.series.wall.map((seconds) => seconds / scale) : run.series.step;
       const count = y.filter((value) => value !== null).length, several = runs.length > 1;
       const color = PALETTE[(several ? r : m) % PALETTE.length], dash = DASHES[several ? m % DASHES.length : Math.floor(m / PALETTE.length) % DASHES.length];
-      const label = literal([panel.names.length > 1 || !several ? name : "", several ? run.label : ""].filter(Boolean).join(" "));
-      const base = { x, type: "scatter", connectgaps: count < y.length / 2, line: { color, dash, width: 1.6 }, marker: { color, size: 5 }, mode: count < 30 ? "lines+markers" : "lines", legendgroup: `${r} ${name}` };
+      const label = literal([panel.names.length > 1 || !several ? name.slice(name.indexOf("/") + 1) : "", several ? run.label : ""].filter(Boolean).join(" "));
+      const base = { x, type: "scatter", connectgaps: name.startsWith("eval/") || count < y.length / 2, line: { color, dash, width: 1.6 }, marker: { color, size: 5 }, mode: count < 30 ? "lines+markers" : "lines", legendgroup: `${r} ${name}` };
       const width = name.startsWith("eval/accuracy") && run.series[name.replace("eval/accuracy", "eval/ci95")];
       if (width) {
         const known = y.map((_, i) => i).filter((i) => y[i] !== null && width[i] !== null);
@@ -158,8 +160,9 @@ function draw(panel) {
     title: { text: literal(panel.title) + (panel.unit ? ` <span style="font-size:11px">${literal(panel.unit)}</span>` : ""), font: { size: 13 }, x: 0.02, y: 0.97, yanchor: "top" },
     margin: { l: 8, r: 12, t: 34, b: 8 },
     xaxis: { ...style.xaxis, title: { text: x, standoff: 4 }, ...(zoom ? { range: [...zoom] } : {}) },
-    showlegend: lines > 1 && lines <= 14,
-    legend: { orientation: "h", y: -0.22, yanchor: "top", font: { size: 10 } },
+    showlegend: runs.length === 1 && lines > 1 && lines <= 6,
+    yaxis: { ...style.yaxis, rangemode: new Set(data.flatMap((trace) => trace.y).filter((y) => y !== null)).size > 1 ? "normal" : "tozero" },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", font: { size: 10 } },
     hovermode: lines <= 14 ? "x unified" : "closest",
   };
   Plotly.react(panel.node, data, layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "pan2d"] });
@@ -175,6 +178,14 @@ async function link(event) {
   const change = () => (zoom ? { "xaxis.range": [...zoom] } : { "xaxis.autorange": true });
   await Promise.all(panels.filter((panel) => panel.isDrawn).map((panel) => Plotly.relayout(panel.node, change())));
   isLinking = false;
+}
+
+function showRunLegend() {
+  if (runs.length > 1) $("#run_legend").append(...runs.map((run, index) => {
+    const chip = el("button", { type: "button", ariaPressed: "true", onclick: () => { run.isHidden = !run.isHidden; chip.ariaPressed = String(!run.isHidden); redraw(); } }, run.label);
+    chip.style.borderLeft = `12px solid ${PALETTE[index % PALETTE.length]}`;
+    return chip;
+  }));
 }
 
 const redraw = () => panels.filter((panel) => panel.isDrawn).forEach(draw);
@@ -297,7 +308,7 @@ function showTokens() {
   $("#token_facts").hidden = true;
   if (!token) return $("#token_text").replaceChildren("No recorded tokens (tracking.token_samples).");
   const known = QUANTITIES.filter(([, of]) => of(token));
-  options($("#quantity"), known.map(([name]) => [name, name]), $("#quantity").value || "advantage");
+  options($("#quantity"), known.map(([name]) => [name, name]), $("#quantity").value);
   const [, of, kind, center = 0] = known.find(([name]) => name === $("#quantity").value);
   const values = of(token), numbers = values.filter((value) => value !== null).map((value) => Math.abs(value - center)).sort((a, b) => a - b);
   const largest = numbers[Math.floor(0.98 * (numbers.length - 1))] || numbers.at(-1) || 1;
@@ -307,11 +318,11 @@ function showTokens() {
     if (kind === "kind") return value === true ? `rgb(${ORANGE} / 0.55)` : PALETTE[kinds.indexOf(value) % PALETTE.length] + "80";
     return `rgb(${kind === "sign" && value < center ? BLUE : ORANGE} / ${0.85 * Math.min(1, Math.abs(value - center) / largest)})`;
   };
-  $("#token_text").replaceChildren(...token.token.flatMap((text, i) => {
-    const span = el("span", { textContent: text || "∅", className: token.trained?.[i] === false ? "untrained" : "" });
+  $("#token_text").replaceChildren(...token.token.map((text, i) => {
+    const span = el("span", { textContent: text.replaceAll("\n", "↵\n") || "∅", className: token.trained?.[i] === false ? "untrained" : "" });
     span.style.background = color(values[i]);
     span.dataset.index = i;
-    return text.includes("\n") || /[Ċ↵⏎]/.test(text) ? [span, "\n"] : [span];
+    return span;
   }), ...(token.length > token.token.length ? [el("span", { className: "untrained" }, ` ... ${token.length - token.token.length} more tokens`)] : []));
   showLegend(kind, center, largest, kinds, values.filter((value) => value !== null), color);
 }
@@ -374,7 +385,7 @@ function showTimeline() {
   }
   const style = look(), lanes = ["driver", ...ranks.map(lane)];
   $("#lanes").style.height = `${150 + 26 * lanes.length}px`;
-  Plotly.react("lanes", [...bars.values()], { ...style, barmode: "overlay", bargap: 0.25, margin: { l: 8, r: 12, t: 10, b: 8 }, xaxis: { ...style.xaxis, title: { text: `seconds of step ${one.step}` }, range: [0, one.seconds] }, yaxis: { ...style.yaxis, categoryarray: lanes.reverse(), categoryorder: "array" }, legend: { orientation: "h", y: -0.3, yanchor: "top" }, hovermode: "closest" }, { displaylogo: false, responsive: true });
+  Plotly.react("lanes", [...bars.values()], { ...style, barmode: "overlay", bargap: 0.25, margin: { l: 8, r: 12, t: 10, b: 8 }, xaxis: { ...style.xaxis, title: { text: `seconds of step ${one.step}` }, range: [0, one.seconds] }, yaxis: { ...style.yaxis, categoryarray: lanes.reverse(), categoryorder: "array" }, legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }, hovermode: "closest" }, { displaylogo: false, responsive: true });
   showWaits(one, ranks, idle);
 }
 
@@ -414,6 +425,7 @@ async function start() {
   document.querySelectorAll("form").forEach((form) => (form.onsubmit = () => false));
   showRuns();
   makePanels();
+  showRunLegend();
   $("#smoothing").oninput = () => { $("#smoothing_value").textContent = $("#smoothing").value; redraw(); };
   $("#x_axis").onchange = () => { zoom = null; redraw(); };
   const filter = () => { shown = PAGE; showTable(); };
@@ -428,7 +440,8 @@ async function start() {
   $("#timeline_step").onchange = showTimeline;
   matchMedia("(prefers-color-scheme: dark)").onchange = () => { redraw(); showRuns(); if (opened.has("timeline")) showTimeline(); };
   document.querySelectorAll("nav button").forEach((button) => (button.onclick = () => openTab(button.dataset.tab)));
-  openTab($(`main${location.hash || "#overview"}`) ? (location.hash || "#overview").slice(1) : "overview");
+  const tabs = [...document.querySelectorAll("main")].map((main) => "#" + main.id);
+  openTab((tabs.find((tab) => tab === location.hash) ?? tabs[0]).slice(1));
   document.body.dataset.ready = "yes";
 }
 
