@@ -13,7 +13,9 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-QUESTIONS = [f"Mia has {n} pens and buys {n + 3} more. How many pens are there?" for n in range(400)]
+QUESTIONS = [
+    f"Mia has {n} pens and buys {n + 3} more. How many pens are there?" for n in range(400)
+]
 PER_PROMPT = 8
 
 

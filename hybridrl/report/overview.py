@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hybridrl.app.compose import conf_dir
-from hybridrl.app.runs import RESULT_FILE, RunOnDisk, state_of
+from hybridrl.app.runs import RESULT_FILE, STATES, RunOnDisk, state_of
 from hybridrl.config.command.provenance import Source, provenance_of, recipe_files
 from hybridrl.config.command.report import shown
 from hybridrl.config.keys import leaves
@@ -46,7 +46,8 @@ def overview(folder: Path) -> dict[str, Any]:
     steps = max((int(row.get("step") or 0) for row in rows), default=0)
     last = {name: value for row in rows for name, value in row.items() if value is not None}
     config = manifest.get("config", {})
-    state = state_of(RunOnDisk(folder, manifest))
+    ended = STATES.get(str(result.get("status")), "unknown")
+    state = state_of(RunOnDisk(folder, manifest)) if manifest else ended
     total = config.get("trainer", {}).get("total_steps")
     times = [f"{duration_text(seconds)} in steps"]
     if "seconds" in result:

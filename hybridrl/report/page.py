@@ -25,8 +25,9 @@ from hybridrl.trainer.tracking.tracker import METRICS_FILE
 log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
-# Bytes of the file, and characters of JSON that are tried first.
-MAX_BYTES, FIRST_BUDGET = 8_000_000, 15_000_000
+MAX_BYTES = 8_000_000
+# Characters of JSON that are tried first, and at least.
+FIRST_BUDGET, MIN_BUDGET = 15_000_000, 10_000
 RUN_FILES = (METRICS_FILE, RESULT_FILE, ".hydra")
 
 
@@ -43,14 +44,16 @@ def find_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES) -> Path:
-    """Write the report of runs, thinned until it has at most about `max_bytes`; return `path`.
+    """Write the report of runs, thinned until it has at most `max_bytes`; return `path`.
+
+    Curves and settings are never left out: hundreds of runs may take more.
 
     Raises:
         OSError: it cannot be written; an older one is unchanged.
     """
     about = [overview(folder) for folder in folders]
     plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
-    budget, limit = FIRST_BUDGET, max_bytes - len(plotly) - 200_000
+    budget = FIRST_BUDGET
     while True:
         runs = [
             {name: facts[name] for name in ("name", "folder", "state", "result")}
@@ -59,12 +62,12 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
             for facts, folder in zip(about, folders, strict=True)
         ]
         data = _pack(json.dumps({"runs": runs, "groups": GROUPS}, allow_nan=False).encode())
-        if len(data) <= limit or budget < 100_000:
-            break
-        budget = int(min(0.9 * limit / len(data), 0.5) * budget)
-    for facts, run in zip(about, runs, strict=True):
-        facts["notes"] = run["notes"]
-    return replace_text(path, _render(about, data, plotly))
+        notes = [run["notes"] for run in runs]
+        page = _render(list(zip(about, notes, strict=True)), data, plotly)
+        excess = len(page.encode()) - max_bytes
+        if excess <= 0 or budget < MIN_BUDGET:
+            return replace_text(path, page)
+        budget = int(budget * max(0.1, min(0.6, 1 - 1.2 * excess / len(data))))
 
 
 def write_at_end(folder: Path) -> None:
@@ -83,7 +86,7 @@ def _pack(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
 
 
-def _render(runs: list[dict[str, Any]], data: str, plotly: str) -> str:
+def _render(runs: list[tuple[dict[str, Any], list[str]]], data: str, plotly: str) -> str:
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("hybridrl.report"), autoescape=True)

@@ -18,6 +18,8 @@ from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 MAX_POINTS = 2000
 # Characters of a text, and tokens of a response.
 MAX_TEXT, MAX_TOKENS = 12_000, 4_000
+# Responses of a file that are always kept.
+MIN_RESPONSES = 2
 # A token with all its numbers.
 TOKEN_CHARACTERS = 90
 # Shares of the budget.
@@ -93,13 +95,13 @@ def _responses(
     for step, path in files:
         kind = "sampled" if path.name.startswith("eval") else "training"
         records = [
-            (k, {"kind": kind, **record, "step": step, "k": k}) for k, record in _json_lines(path)
+            {"kind": kind, **record, "step": step, "k": k} for k, record in _json_lines(path)
         ]
         found += len(records)
         left = budget // len(files)
-        for first, (k, record) in enumerate(sorted(records, key=_order(with_tokens))):
+        for index, record in enumerate(sorted(records, key=_order(with_tokens))):
             left -= min(len(str(record)), 2 * MAX_TEXT)
-            if left < 0 and first >= 2:
+            if left < 0 and index >= MIN_RESPONSES:
                 break
             key = (record.get("prompt_id"), record.get("prompt"))
             if key not in prompts:
@@ -111,11 +113,10 @@ def _responses(
     return table, sorted(kept, key=lambda record: (record["step"], KINDS.index(record["kind"])))
 
 
-def _order(with_tokens: set[tuple[int, int]]) -> Callable[[tuple[int, Data]], Any]:
-    def order(item: tuple[int, Data]) -> Any:
-        k, record = item
-        is_recorded = record["kind"] == "training" and (record["step"], k) in with_tokens
-        return not is_recorded, crc32(str(record.get("prompt_id")).encode()), k
+def _order(with_tokens: set[tuple[int, int]]) -> Callable[[Data], Any]:
+    def order(record: Data) -> Any:
+        has_tokens = record["kind"] == "training" and (record["step"], record["k"]) in with_tokens
+        return not has_tokens, crc32(str(record.get("prompt_id")).encode()), record["k"]
 
     return order
 
