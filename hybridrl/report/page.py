@@ -46,7 +46,7 @@ def find_folders(paths: Sequence[Path]) -> list[Path]:
 def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES) -> Path:
     """Write the report of runs, thinned until it has at most `max_bytes`; return `path`.
 
-    Curves and settings are never left out: hundreds of runs may take more.
+    Settings and 100 steps of the curves are always shown: hundreds of runs may take more.
 
     Raises:
         OSError: it cannot be written; an older one is unchanged.

@@ -14,8 +14,8 @@ from zlib import crc32
 
 from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 
-# Steps of the curves; longer runs show every n-th, and all with an evaluation.
-MAX_POINTS = 2000
+# Steps of the curves, and characters of one; longer runs show every n-th, and all evaluations.
+MIN_POINTS, MAX_POINTS, POINT_CHARACTERS = 100, 2000, 3000
 # Characters of a text, and tokens of a response.
 MAX_TEXT, MAX_TOKENS = 12_000, 4_000
 # Responses of a file that are always kept.
@@ -44,8 +44,9 @@ def read_run(folder: Path, budget: int) -> Data:
     tokens = _tokens(folder, int(budget * TOKENS), notes)
     with_tokens = {(one["step"], one["response"]) for one in tokens}
     prompts, responses = _responses(folder, int(budget * RESPONSES), with_tokens, notes)
+    points = max(MIN_POINTS, min(MAX_POINTS, budget // POINT_CHARACTERS))
     return {
-        "series": series(read_metrics(folder / METRICS_FILE), notes),
+        "series": series(read_metrics(folder / METRICS_FILE), points, notes),
         "prompts": prompts,
         "responses": responses,
         "tokens": tokens,
@@ -54,13 +55,15 @@ def read_run(folder: Path, budget: int) -> Data:
     }
 
 
-def series(rows: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, list[Any]]:
+def series(
+    rows: Sequence[Mapping[str, Any]], points: int, notes: list[str]
+) -> dict[str, list[Any]]:
     """Turn rows of metrics into one list for each metric; None where a step has no number."""
     wall, known = 0.0, []
     for row in rows:
         wall += row.get("time/step_s") or 0.0
         known.append({**row, "wall": wall})
-    every = math.ceil(len(known) / MAX_POINTS)
+    every = math.ceil(len(known) / points)
     if every > 1:
         notes.append(f"Curves: every {every}th step, and all steps with an evaluation.")
         known = [

@@ -60,10 +60,10 @@ def test_long_runs_keep_every_nth_step_and_all_evaluations():
     rows = [{"step": s, "time/step_s": 2.0, "eval/accuracy": None} for s in range(3 * MAX_POINTS)]
     rows[1]["eval/accuracy"], rows[4]["x"] = 0.5, math.nan
     notes: list[str] = []
-    found = series(rows, notes)
+    found = series(rows, MAX_POINTS, notes)
     assert found["step"][:4] == [0, 1, 3, 6] and found["step"][-1] == 3 * MAX_POINTS - 1
     assert found["wall"][:3] == [2.0, 4.0, 8.0] and found["eval/accuracy"][1] == 0.5
-    assert len(notes) == 1 and series(rows[:5], notes)["x"] == [None] * 5
+    assert len(notes) == 1 and series(rows[:5], MAX_POINTS, notes)["x"] == [None] * 5
 
 
 def test_the_overview_names_settings_results_and_warnings(run):

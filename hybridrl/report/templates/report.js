@@ -83,8 +83,9 @@ let zoom = null, isLinking = false;
 function look() {
   const css = getComputedStyle(document.documentElement);
   const ink = css.getPropertyValue("--ink"), line = css.getPropertyValue("--line"), panel = css.getPropertyValue("--panel");
-  const axis = { gridcolor: line, zerolinecolor: line, automargin: true };
-  return { paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: ink, size: 11 }, xaxis: { ...axis }, yaxis: { ...axis }, hoverlabel: { bgcolor: panel, bordercolor: line, font: { color: ink } }, colorway: PALETTE };
+  // A negative thickness: without an outline.
+  const axis = { gridcolor: line, zerolinecolor: line, automargin: true, exponentformat: "e", minexponent: 4 };
+  return { paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: ink, size: 11 }, xaxis: { ...axis, spikecolor: ink, spikethickness: -1 }, yaxis: { ...axis }, modebar: { bgcolor: "transparent", color: line, activecolor: ink }, hoverlabel: { bgcolor: panel, bordercolor: line, font: { color: ink } }, colorway: PALETTE };
 }
 
 function makePanels() {
@@ -118,7 +119,7 @@ function smooth(values, weight) {
     if (value === null) return null;
     mean = weight * mean + (1 - weight) * value;
     total = weight * total + (1 - weight);
-    return mean / total;
+    return +(mean / total).toPrecision(6);
   });
 }
 
