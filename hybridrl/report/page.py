@@ -90,11 +90,10 @@ def _render(runs: list[tuple[dict[str, Any], list[str]]], data: str, plotly: str
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("hybridrl.report"), autoescape=True)
-    loader = environment.loader
-    assert loader is not None
-    script, style = (
-        loader.get_source(environment, name)[0] for name in ("report.js", "report.css")
-    )
+    folder = files("hybridrl.report") / "templates"
+    names = ("report.css", "records.js", "report.js")
+    style, *scripts = ((folder / name).read_text(encoding="utf-8") for name in names)
     now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     page = environment.get_template("report.html.j2")
-    return page.render(runs=runs, data=data, plotly=plotly, script=script, style=style, now=now)
+    packed = {"data": data, "plotly": plotly}
+    return page.render(runs=runs, now=now, style=style, script="\n".join(scripts), **packed)
