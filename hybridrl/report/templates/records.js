@@ -123,7 +123,7 @@ function showTokens() {
   options($("#quantity"), known.map(([name]) => [name, name]), $("#quantity").value);
   const [, of, kind, center = 0] = known.find(([name]) => name === $("#quantity").value);
   const values = of(token), numbers = values.filter((value) => value !== null).map((value) => Math.abs(value - center)).sort((a, b) => a - b);
-  const largest = numbers[Math.floor(0.98 * (numbers.length - 1))] || numbers.at(-1) || 1;
+  const largest = numbers[Math.ceil(0.98 * (numbers.length - 1))] || numbers.at(-1) || 1;
   const kinds = [...new Set(values)].sort();
   const color = (value) => {
     if (value === null || value === false) return "transparent";
