@@ -17,6 +17,7 @@ USAGE = """usage: hybridrl <command> [arguments]
   replay   repeat the batch for which a run was stopped, or sample a recorded response again
   resume   go on with a run, without typing its command again
   runs     list runs: step, accuracy, state, path
+  report   one HTML file of runs: curves, responses, tokens, timeline
 
 hybridrl train +recipe=gsm8k_ppo, hybridrl <any other> --help
 """
@@ -33,6 +34,7 @@ COMMANDS = {
     "replay": "hybridrl.commands.replay",
     "resume": "hybridrl.commands.resume",
     "runs": "hybridrl.commands.runs",
+    "report": "hybridrl.commands.report",
 }
 
 

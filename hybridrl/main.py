@@ -63,6 +63,7 @@ from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
+from hybridrl.report.page import write_at_end
 from hybridrl.trainer.errors import RunStopped
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,9 @@ def main() -> None:
                 claimed.release(".hydra", "main.log")
             raise
         if claimed is not None and line.sweeps:
-            _end_sweep(claimed, read_results(claimed.folder, start))
+            assert found is not None and found.cfg is not None
+            results = read_results(claimed.folder, start)
+            _end_sweep(claimed, results, reports=found.cfg.tracking.report)
 
 
 def _call_hydra(line: CommandLine, checked: Checked | None) -> None:
@@ -107,12 +110,14 @@ def _call_hydra(line: CommandLine, checked: Checked | None) -> None:
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(task)()
 
 
-def _end_sweep(claimed: Claim, results: list[JobResult]) -> None:
+def _end_sweep(claimed: Claim, results: list[JobResult], *, reports: bool) -> None:
     """Print the results of a sweep; exits if a job has failed. Of dry runs no folder is left."""
     is_dry = bool(claimed.made and results) and all(one.status == "dry" for one in results)
     show_results(None if is_dry else claimed.folder, results)
     if is_dry:
         claimed.release(*os.listdir(claimed.folder))
+    elif reports:
+        write_at_end(claimed.folder)
     if any(result.status == "failed" for result in results):
         sys.exit(EXIT_FAILED)
 
@@ -130,6 +135,8 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
     def end(status: str, metric: float | None = None, error: str = "") -> None:
         error = without_secrets(error, secrets)
         _write_result(status, metric, error, seconds=time.time() - start)
+        if cfg.tracking.report:
+            write_at_end(Path(HydraConfig.get().runtime.output_dir))
 
     try:
         metric = run(cfg, checked)

@@ -33,6 +33,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.output import lossy_text
 from hybridrl.main import prepare
+from hybridrl.report.page import write_at_end
 
 if TYPE_CHECKING:
     from hybridrl.data.batch import RolloutBatch
@@ -68,7 +69,7 @@ def train(
 
     if run.prepared is None:
         return RunResult(math.nan, run.folder, 0, {})
-    with _recorded(run), _logging(run):
+    with _logging(run), _recorded(run):
         return train_with_restarts(run.prepared, run.folder)
 
 
@@ -113,8 +114,8 @@ class Trainer:
         if self._loop is None:
             assert self._run.prepared is not None
             with ExitStack() as stack:
-                stack.enter_context(_recorded(self._run))
                 stack.enter_context(_logging(self._run))
+                stack.enter_context(_recorded(self._run))
                 loop = stack.enter_context(running(self._run.prepared, self.folder))
                 stack.push(lambda kind, *_: None if kind else loop.checkpoints.finish())
                 loop.begin(evaluates=False)
@@ -241,7 +242,8 @@ def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
 
 @contextmanager
 def _recorded(run: _Run) -> Iterator[None]:
-    """Write how the run ends, for `hybridrl runs`; nothing of a refused one."""
+    """Write how the run ends, for `hybridrl runs`, and its report; nothing of a refused one."""
+    assert run.prepared is not None
     start, status = time.time(), "failed"
     try:
         yield
@@ -256,6 +258,8 @@ def _recorded(run: _Run) -> Iterator[None]:
         if status:
             seconds, accuracy = time.time() - start, progress(run.folder).accuracy
             JobResult(0, [], status, accuracy, seconds, str(run.folder)).write()
+            if run.prepared.checked.result.config.tracking.report:
+                write_at_end(run.folder)
 
 
 @contextmanager

@@ -289,6 +289,7 @@ class TrackingConfig(Section):
     """conf/tracking."""
 
     token_samples: Annotated[int, at_least_zero("0 writes no tokens")]
+    report: bool
     tensorboard: bool
     wandb_project: str | None
     mlflow_uri: str | None

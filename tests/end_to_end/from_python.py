@@ -63,10 +63,11 @@ def state() -> tuple[Any, ...]:
 def twice(folder: Path) -> None:
     """A whole run, then the same by hand in a thread: the same numbers, and nothing is left."""
     before, calls, by_hand = state(), Calls(), []
-    result = hybridrl.train(SMALL, [calls], folder=folder / "whole")
+    small = [*SMALL, "tracking.report=true"]
+    result = hybridrl.train(small, [calls], folder=folder / "whole")
 
     def steps() -> None:
-        with hybridrl.Trainer(SMALL, folder=folder / "by_hand") as trainer:
+        with hybridrl.Trainer(small, folder=folder / "by_hand") as trainer:
             by_hand.append({"eval/accuracy": trainer.evaluate()["eval/accuracy"]})
             by_hand.extend(trainer.step() for _ in range(2))
             assert trainer.evaluate()["eval/accuracy"] == by_hand[-1]["eval/accuracy"]
@@ -76,6 +77,7 @@ def twice(folder: Path) -> None:
     thread.start()
     thread.join()
     assert state() == before
+    assert len([*folder.glob("*/report.html")]) == 2
     rows = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").open()]
     numbers = [[[row.get(name) for name in LOOKED_AT] for row in run] for run in (rows, by_hand)]
     numbers[0][0] = [None, None, None, rows[0]["eval/accuracy"], None]

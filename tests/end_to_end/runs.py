@@ -33,6 +33,7 @@ SMALL = [
     "data.num_eval_problems=20",
     "eval.every_steps=0",
     "eval.samples=1",
+    "tracking.report=false",
 ]
 
 

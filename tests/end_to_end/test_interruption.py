@@ -19,7 +19,7 @@ STOP = signal.SIGSTOP
 
 def test_ctrl_c_ends_the_run_within_15_seconds(tmp_path):
     """A terminal sends it to the whole group; Ray's processes stay until the run ends them."""
-    with started(tmp_path / "run", *LONG) as run:
+    with started(tmp_path / "run", *LONG, "tracking.report=true") as run:
         run.wait_for('"step": 2')
         os.killpg(run.process.pid, signal.SIGINT)
         start = time.monotonic()
@@ -29,6 +29,7 @@ def test_ctrl_c_ends_the_run_within_15_seconds(tmp_path):
         assert "Traceback" not in output
         assert len(run.metrics()) >= 3
         assert (tmp_path / "run" / "metrics.png").is_file()
+        assert (tmp_path / "run" / "report.html").is_file()
         run.assert_nothing_left()
 
 

@@ -53,7 +53,8 @@ WITH_SECRETS = [
 def finished(tmp_path_factory) -> tuple[Run, str]:
     """One small run of the recipe, ended, and what it printed."""
     run_dir = tmp_path_factory.mktemp("end_to_end") / "run"
-    overrides = [*SMALL, "trainer.samples_every_steps=1", *WITH_SECRETS]
+    recorded = ["trainer.samples_every_steps=1", "tracking.report=true"]
+    overrides = [*SMALL, *recorded, *WITH_SECRETS]
     with started(run_dir, *overrides, env=IN_ENVIRONMENT) as run:
         run.wait_for('"step": 0,')
         run.listening()
@@ -146,6 +147,7 @@ def test_run_directory_holds_the_record(finished):
     assert (state.step, state.prompts_taken, found.manifest.step) == (2, 2 * 8, 2)
     assert state.kl_coef == manifest["config"]["algorithm"]["kl"]["coef"]
     assert (run_dir / "metrics.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (run_dir / "report.html").stat().st_size < 3e6
     assert list(run_dir.glob("logs/*_rank0.log"))
     assert list(run_dir.glob("tensorboard/events*"))
     rollouts = (run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()

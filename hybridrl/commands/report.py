@@ -1,0 +1,46 @@
+"""`hybridrl report`: one HTML file of one or more runs, or of a sweep."""
+
+import sys
+from pathlib import Path
+
+from hybridrl.commands.running import UsageError, argument_parser, run_command
+from hybridrl.controller.output import guard_standard_output
+from hybridrl.report.page import REPORT_FILE, find_folders, write_report
+
+DESCRIPTION = """\
+Write one HTML file about runs: settings, results, curves, responses, tokens, timeline. It opens in
+a browser without a network. A run may still go on, or have failed.
+
+  hybridrl report outputs/x/date              writes outputs/x/date/report.html
+  hybridrl report multirun/x/date             all jobs of a sweep, compared
+  hybridrl report RUN RUN -o compared.html    several runs in the same curves
+
+docs/report.md says how to read it.
+"""
+
+
+def main() -> None:
+    """Run the command; exits by SystemExit unless all goes well."""
+    guard_standard_output()
+    parser = argument_parser("report", DESCRIPTION)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, a sweep, or of runs")
+    add("-o", "--output", type=Path, metavar="FILE", help="(RUN/report.html; of several: here)")
+    args = parser.parse_args()
+    run_command(lambda: report(args.runs, args.output))
+
+
+def report(paths: list[Path], output: Path | None) -> None:
+    """Write the report and print its path; UsageError if a path has no run."""
+    for path in paths:
+        if not find_folders([path]):
+            raise UsageError(
+                f"{path}: there is no run in this folder (seen from {Path.cwd()}).\n"
+                f"hybridrl runs lists runs with their folders."
+            )
+    output = output or (paths[0] if len(paths) == 1 else Path()) / REPORT_FILE
+    try:
+        write_report(find_folders(paths), output)
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error}.\nName another with -o.") from error
+    sys.stdout.write(f"{output}, {output.stat().st_size / 1e6:.1f} MB\n")

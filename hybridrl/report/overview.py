@@ -1,0 +1,185 @@
+"""Overview of a run: facts, results, settings and warnings, as texts."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hybridrl.app.compose import conf_dir
+from hybridrl.app.runs import RESULT_FILE, STATES, RunOnDisk, state_of
+from hybridrl.config.command.provenance import Source, provenance_of, recipe_files
+from hybridrl.config.command.report import shown
+from hybridrl.config.keys import leaves
+from hybridrl.config.planner.machine import GPU, Machine, Node
+from hybridrl.trainer.tracking.header import count_text
+from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
+from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
+
+LOG_FILE = "main.log"
+# Messages of main.log, first and last ones of more.
+MAX_MESSAGES = 60
+# Chosen by the program for the machine.
+NOT_TYPED = ("hardware", "hardware.reason")
+# A line of main.log that begins a message, as the command and as the Python interface write it.
+MESSAGE = re.compile(
+    r"\[?(?P<time>\d{4}-\d\d-\d\d [\d:]{8})[,\d]*\]?(?:\[[\w.]+\]\[| )"
+    r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)(?:\] - | [\w.]+: )(?P<text>.*)"
+)
+
+
+def overview(folder: Path) -> dict[str, Any]:
+    """Describe a run; what is not known is left out.
+
+    Returns:
+        name, state, folder: of the run. facts: [(label, text)]. accuracies: [(name, before, after,
+        change)]. settings: [(key, value, source)], those that are not defaults. config: [(key,
+        value)], all. messages: [(time, level, text)]. result: numbers for the table of runs.
+    """
+    manifest, result = _json(folder / MANIFEST_FILE), _json(folder / RESULT_FILE)
+    rows = read_metrics(folder / METRICS_FILE)
+    seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
+    steps = max((int(row.get("step") or 0) for row in rows), default=0)
+    last = {name: value for row in rows for name, value in row.items() if value is not None}
+    config = manifest.get("config", {})
+    ended = STATES.get(str(result.get("status")), "unknown")
+    state = state_of(RunOnDisk(folder, manifest)) if manifest else ended
+    total = config.get("trainer", {}).get("total_steps")
+    times = [f"{duration_text(seconds)} in steps"]
+    if "seconds" in result:
+        times.append(f"{duration_text(result['seconds'])} from start to end")
+    facts = [
+        ("state", f"{state}, {steps} of {total or '?'} steps"),
+        ("reason", str(result.get("error") or "")),
+        ("time", ", ".join(times)),
+        *_accuracy_fact(last),
+        *_manifest_facts(manifest),
+        ("folder", str(folder.resolve())),
+    ]
+    return {
+        "name": str(manifest.get("run", folder.name)),
+        "state": state,
+        "folder": str(folder),
+        "facts": [(label, text) for label, text in facts if text],
+        "accuracies": [
+            (name, _interval(*before), _interval(*after), _change(after[0] - before[0]))
+            for name, before, after in accuracy_changes(rows)
+        ],
+        "settings": settings(manifest or result),
+        "config": [(key, shown(value)) for key, value in sorted(leaves(config).items())],
+        "messages": messages(folder / LOG_FILE),
+        "result": {
+            "accuracy": last.get("eval/accuracy"),
+            "ci95": last.get("eval/ci95"),
+            "reward": last.get("reward/mean"),
+            "KL": last.get("actor/kl"),
+            "steps": steps,
+            "minutes": round(seconds / 60, 1),
+        },
+    }
+
+
+def _change(value: float) -> str:
+    return f"{value:+.3f}" if abs(value) >= 5e-4 else "0"
+
+
+def _accuracy_fact(last: Mapping[str, Any]) -> list[tuple[str, str]]:
+    accuracy = last.get("eval/accuracy")
+    if accuracy is None:
+        return []
+    return [("final accuracy", f"{_interval(accuracy, last.get('eval/ci95'))}, held out, sampled")]
+
+
+def _interval(value: float, half_width: float | None) -> str:
+    return f"{value:.3f}" + ("" if half_width is None else f" +- {half_width:.3f}")
+
+
+def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Describe model, data, machine, software and starts of a run."""
+    if not manifest:
+        return [("manifest", f"{MANIFEST_FILE} is missing or damaged")]
+    config, git = manifest.get("config", {}), manifest.get("git")
+    model, algorithm = config.get("model", {}), config.get("algorithm", {})
+    weights = ", random weights" if model.get("init") == "random" else ""
+    adapters = f", LoRA of rank {config['lora'].get('rank')}" if config.get("lora") else ""
+    loss = algorithm.get("loss", {}).get("function")
+    versions = manifest.get("versions", {})
+    earlier = [start.get("started", "?") for start in manifest.get("earlier_starts", [])]
+    return [
+        ("started", str(manifest.get("started", ""))),
+        ("earlier starts", ", ".join(earlier)),
+        ("resumed from", str(manifest.get("resumed_from") or "")),
+        ("model", f"{model.get('path')}{weights}{adapters}"),
+        *[("data", _data(data_set)) for data_set in manifest.get("data", [])],
+        ("method", f"{algorithm.get('advantage')} advantages, {loss}"),
+        ("hardware", _machine(manifest.get("hardware", {}))),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("git commit", git["commit"] + (", with changes" if git["dirty"] else "") if git else ""),
+        ("platform", str(manifest.get("platform", ""))),
+        ("command", shlex.join(map(str, manifest.get("argv", [])))),
+    ]
+
+
+def _data(facts: Mapping[str, Any]) -> str:
+    counts = f"{facts['train']:,} training, {facts['held_out']:,} held out"
+    left_out = [
+        f"{count:,} left out: {reason}" for reason, count in facts["left_out"].items() if count
+    ]
+    share = f"{facts['name']}, {count_text(100 * facts['share'])} % of the prompts, "
+    return "; ".join([f"{share if facts['name'] else ''}{facts['source']}: {counts}", *left_out])
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    nodes = facts.get("nodes", [])
+    known = [Node(**{**node, "gpus": tuple(GPU(**gpu) for gpu in node["gpus"])}) for node in nodes]
+    return Machine(tuple(known)).describe() if known else ""
+
+
+def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """List the settings of the command line and of the recipe, with their values in the run."""
+    flat = leaves(manifest.get("config", {}))
+    typed = [str(text) for text in manifest.get("overrides", [])]
+    values = {text.partition("=")[0].lstrip("+~"): text.partition("=")[2] for text in typed}
+    recipe = values.get("recipe", "").strip("[]")
+    folders = [str(conf_dir()), *manifest.get("config_dirs", [])]
+    sources = [SimpleNamespace(schema="file", path=path) for path in folders]
+    recipes = recipe_files({"recipe": recipe.split(",") if recipe else []}, sources)
+    found = provenance_of(typed, recipes).items()
+    return [
+        (key, shown(flat.get(key, values.get(key, ""))), source.name.replace("_", " "))
+        for key, source in sorted(found, key=lambda item: (-item[1], item[0]))
+        if key not in NOT_TYPED and (key in flat or source is Source.command_line)
+    ]
+
+
+def messages(path: Path) -> list[tuple[str, str, str]]:
+    """Read warnings and errors from main.log."""
+    if not path.is_file():
+        return []
+    found: list[list[str]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if match := MESSAGE.fullmatch(line):
+            found.append([match["time"], match["level"], match["text"]])
+        elif found:
+            found[-1][2] += f"\n{line}"
+    said = [(time, level, text) for time, level, text in found if level not in ("DEBUG", "INFO")]
+    return _ends(said)
+
+
+def _ends(said: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    more, half = len(said) - MAX_MESSAGES, MAX_MESSAGES // 2
+    if more <= 0:
+        return [*said]
+    return [*said[:half], ("", "", f"... {more} more in {LOG_FILE}"), *said[-half:]]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    return {}

@@ -1,0 +1,224 @@
+"""Recorded files of a run as plain data for the page, thinned to a budget of characters.
+
+Every file may be missing, cut off by a kill, or still growing. docs/records.md names the fields.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
+
+# Steps of the curves, and characters of one; longer runs show every n-th, and all evaluations.
+MIN_POINTS, MAX_POINTS, POINT_CHARACTERS = 100, 2000, 3000
+# Characters of a text, and tokens of a response.
+MAX_TEXT, MAX_TOKENS = 12_000, 4_000
+# Responses of a file that are always kept.
+MIN_RESPONSES = 2
+# A token with all its numbers.
+TOKEN_CHARACTERS = 90
+# Shares of the budget.
+RESPONSES, TOKENS, TIMELINE = 0.55, 0.35, 0.1
+KINDS = ("training", "sampled", "greedy")
+# Columns of tokens/*.parquet that are no numbers of a token.
+TOKEN_KEYS = ("response", "position", "token_id", "token")
+
+Data = dict[str, Any]
+
+
+def read_run(folder: Path, budget: int) -> Data:
+    """Read metrics, responses, tokens and timeline of a run; `budget`: characters of JSON.
+
+    Returns:
+        series: {metric: values}, with `step` and `wall` (seconds in steps so far).
+        prompts: [id, prompt, question, answer]; responses: records with an index of these.
+        tokens: per response its tokens, ids and a list for each quantity; timeline: per step.
+        notes: sentences about what was left out or cannot be read.
+    """
+    notes: list[str] = []
+    tokens = _tokens(folder, int(budget * TOKENS), notes)
+    with_tokens = {(one["step"], one["response"]) for one in tokens}
+    prompts, responses = _responses(folder, int(budget * RESPONSES), with_tokens, notes)
+    points = max(MIN_POINTS, min(MAX_POINTS, budget // POINT_CHARACTERS))
+    return {
+        "series": series(read_metrics(folder / METRICS_FILE), points, notes),
+        "prompts": prompts,
+        "responses": responses,
+        "tokens": tokens,
+        "timeline": _timeline(folder, int(budget * TIMELINE), notes),
+        "notes": notes,
+    }
+
+
+def series(
+    rows: Sequence[Mapping[str, Any]], points: int, notes: list[str]
+) -> dict[str, list[Any]]:
+    """Turn rows of metrics into one list for each metric; None where a step has no number."""
+    wall, known = 0.0, []
+    for row in rows:
+        wall += row.get("time/step_s") or 0.0
+        known.append({**row, "wall": wall})
+    every = math.ceil(len(known) / points)
+    if every > 1:
+        notes.append(f"Curves: every {every}th step, and all steps with an evaluation.")
+        known = [
+            row
+            for index, row in enumerate(known)
+            if index % every == 0 or row.get("eval/accuracy") is not None or row is known[-1]
+        ]
+    names = dict.fromkeys(name for row in known for name in row)
+    return {name: [number(row.get(name)) for row in known] for name in names}
+
+
+def number(value: Any) -> Any:
+    """Round a number to six digits; None if it is not finite or no number."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _responses(
+    folder: Path, budget: int, with_tokens: set[tuple[int, int]], notes: list[str]
+) -> tuple[list[Data], list[Data]]:
+    """Read rollouts/: of each file about the same number of characters, whole prompts first.
+
+    Responses with recorded tokens come first, then prompts in an order that is the same in all
+    files, so that a prompt that comes again is kept again.
+    """
+    files = _numbered(folder / "rollouts", r"(?:eval_)?step_(\d+)\.jsonl")
+    prompts: dict[tuple[Any, Any], int] = {}
+    table: list[Data] = []
+    kept: list[Data] = []
+    found = 0
+    for step, path in files:
+        kind = "sampled" if path.name.startswith("eval") else "training"
+        records = [
+            {"kind": kind, **record, "step": step, "k": k} for k, record in _json_lines(path)
+        ]
+        found += len(records)
+        left = budget // len(files)
+        for index, record in enumerate(sorted(records, key=_order(with_tokens))):
+            left -= min(len(str(record)), 2 * MAX_TEXT)
+            if left < 0 and index >= MIN_RESPONSES:
+                break
+            key = (record.get("prompt_id"), record.get("prompt"))
+            if key not in prompts:
+                prompts[key] = len(table)
+                table.append(_prompt(record))
+            kept.append(_response(record) | {"prompt": prompts[key]})
+    if len(kept) < found:
+        notes.append(f"Responses: {len(kept):,} of {found:,}; rollouts/ has all of them.")
+    return table, sorted(kept, key=lambda record: (record["step"], KINDS.index(record["kind"])))
+
+
+def _order(with_tokens: set[tuple[int, int]]) -> Callable[[Data], Any]:
+    def order(record: Data) -> Any:
+        has_tokens = record["kind"] == "training" and (record["step"], record["k"]) in with_tokens
+        return not has_tokens, crc32(str(record.get("prompt_id")).encode()), record["k"]
+
+    return order
+
+
+def _prompt(record: Mapping[str, Any]) -> Data:
+    texts = {name: clip(record.get(name)) for name in ("prompt", "question", "answer")}
+    return {"id": record.get("prompt_id"), **texts}
+
+
+def _response(record: Mapping[str, Any]) -> Data:
+    same = ("step", "k", "kind", "truncated", "failure", "weight_version")
+    parts, turns = record.get("parts"), record.get("turns")
+    return {
+        **{name: record.get(name) for name in same},
+        "text": clip(record.get("response")),
+        "score": number(record.get("score")),
+        "length": number(record.get("length")),
+        "parts": {name: number(part) for name, part in parts.items()} if parts else {},
+        "turns": [{"role": turn["role"], "text": clip(turn["text"])} for turn in turns or []],
+    }
+
+
+def clip(value: Any) -> str:
+    """Cut the middle out of a long text, and say how much."""
+    text = "" if value is None else str(value)
+    left_out = len(text) - MAX_TEXT
+    if left_out <= 0:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
+
+
+def _tokens(folder: Path, budget: int, notes: list[str]) -> list[Data]:
+    """Read tokens/: responses spread evenly over the recorded ones, if not all of them fit."""
+    files = _numbered(folder / "tokens", r"step_(\d+)\.parquet")
+    if not files:
+        return []
+    import pyarrow
+    from pyarrow import parquet
+
+    kept: list[Data] = []
+    used = found = 0
+    for done, (step, path) in enumerate(files, start=1):
+        try:
+            columns = parquet.read_table(path).to_pydict()
+        except (OSError, pyarrow.ArrowException) as error:
+            notes.append(f"{path.name} cannot be read: {error}")
+            continue
+        start = 0
+        for response, count in Counter(columns["response"]).items():
+            found += 1
+            size = min(count, MAX_TOKENS) * TOKEN_CHARACTERS
+            if used + size <= budget * done / len(files) or not kept:
+                used += size
+                own = {name: column[start : start + count] for name, column in columns.items()}
+                kept.append({"step": step, "response": response, **_token_columns(own)})
+            start += count
+    if len(kept) < found:
+        notes.append(f"Tokens: {len(kept):,} of {found:,} responses; tokens/ has all of them.")
+    return kept
+
+
+def _token_columns(columns: dict[str, list[Any]]) -> Data:
+    """Round and cut the columns of a response; those without any value are left out."""
+    numbers = {
+        name: [number(value) for value in column[:MAX_TOKENS]]
+        for name, column in columns.items()
+        if name not in TOKEN_KEYS and any(value is not None for value in column)
+    }
+    texts = {name: columns[name][:MAX_TOKENS] for name in ("token", "token_id")}
+    return {"length": len(columns["token"]), **texts, **numbers}
+
+
+def _timeline(folder: Path, budget: int, notes: list[str]) -> list[Data]:
+    """Read timeline.jsonl: steps spread evenly, if not all of them fit."""
+    path = folder / "timeline.jsonl"
+    steps = [step for _, step in _json_lines(path) if "sections" in step]
+    size = sum(len(str(step)) for step in steps)
+    count = max(1, len(steps) * budget // size) if size > budget else len(steps)
+    if count < len(steps):
+        notes.append(f"Timeline: {count:,} of {len(steps):,} steps; timeline.jsonl has all.")
+    return [steps[index * len(steps) // count] for index in range(count)]
+
+
+def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    """List the files whose whole name matches, by the number in it."""
+    names = [(re.fullmatch(pattern, path.name), path) for path in folder.glob("*")]
+    return sorted((int(match[1]), path) for match, path in names if match)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Data]]:
+    """Yield number and object of each line that is whole."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for index, line in enumerate(lines):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield index, value

@@ -1,0 +1,134 @@
+"""Report of runs without a browser: size, thinning, damaged files, overview, command."""
+
+import base64
+import gzip
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybridrl.commands.report import report
+from hybridrl.commands.running import UsageError
+from hybridrl.report.overview import messages, overview
+from hybridrl.report.page import find_folders, write_at_end, write_report
+from hybridrl.report.read import MAX_POINTS, read_run, series
+from tests.run_folders import write_lines, write_run
+
+
+def packed(page: Path, name: str) -> str:
+    match = re.search(rf'id="{name}">([^<]*)<', page.read_text())
+    assert match
+    return gzip.decompress(base64.b64decode(match[1])).decode()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "run", 40, prompts=16)
+
+
+def test_a_report_keeps_to_its_size_and_names_what_it_left_out(run, tmp_path):
+    whole = write_report([run], tmp_path / "whole.html")
+    size = whole.stat().st_size
+    small = write_report([run], tmp_path / "small.html", size - 50_000)
+    assert small.stat().st_size < size - 50_000
+    [everything] = json.loads(packed(whole, "data"))["runs"]
+    [thinned] = json.loads(packed(small, "data"))["runs"]
+    assert everything["notes"] == []
+    assert len(everything["responses"]) == 4 * (16 * 8 + 2 * 16)
+    left = len(thinned["responses"])
+    assert (
+        left < 640 and f"Responses: {left} of 640; rollouts/ has all of them." in small.read_text()
+    )
+    assert {record["step"] for record in thinned["responses"]} == {10, 20, 30, 40}
+    assert packed(small, "plotly").lstrip().startswith("/**")
+    assert "src=" not in re.sub(r">[^<]{9999,}<", "", small.read_text())
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_of_a_large_run_take_eight_megabytes(tmp_path):
+    run = write_run(tmp_path / "run", 1000, words=200, tokens=500, ranks=16, others=100)
+    assert write_report([run], tmp_path / "r.html").stat().st_size < 8e6
+    [data] = json.loads(packed(tmp_path / "r.html", "data"))["runs"]
+    assert {record["step"] for record in data["responses"]} == {*range(10, 1001, 10)}
+    assert len({one["step"] for one in data["tokens"]}) >= 20
+
+
+def test_long_runs_keep_every_nth_step_and_all_evaluations():
+    rows = [{"step": s, "time/step_s": 2.0, "eval/accuracy": None} for s in range(3 * MAX_POINTS)]
+    rows[1]["eval/accuracy"], rows[4]["x"] = 0.5, math.nan
+    notes: list[str] = []
+    found = series(rows, MAX_POINTS, notes)
+    assert found["step"][:4] == [0, 1, 3, 6] and found["step"][-1] == 3 * MAX_POINTS - 1
+    assert found["wall"][:3] == [2.0, 4.0, 8.0] and found["eval/accuracy"][1] == 0.5
+    assert len(notes) == 1 and series(rows[:5], MAX_POINTS, notes)["x"] == [None] * 5
+
+
+def test_the_overview_names_settings_results_and_warnings(run):
+    found = overview(run)
+    facts = dict(found["facts"])
+    assert facts["state"] == "finished, 40 of 40 steps"
+    assert facts["time"] == "8:32 in steps, 9:20 from start to end"
+    assert facts["final accuracy"] == "0.227 +- 0.040, held out, sampled"
+    assert facts["data"].endswith("400 training, 16 held out; 2 left out: longer than 192 tokens")
+    assert facts["git commit"] == "0123456789abcdef, with changes"
+    assert found["settings"] == [("recipe", "gsm8k_grpo", "command line")]
+    text = "The run starts anew\nfrom step 3: restart 1"
+    assert found["messages"] == [("2026-01-01 10:01:02", "WARNING", text)]
+    assert found["accuracies"][0] == ("greedy", "0.200 +- 0.040", "0.227 +- 0.040", "+0.027")
+
+
+def test_messages_of_runs_from_python_are_read_and_many_are_cut(tmp_path):
+    line = "2026-01-01 10:00:00,123 ERROR hybridrl.x: no"
+    (tmp_path / "main.log").write_text(f"damaged\n{line}\n" * 100)
+    found = messages(tmp_path / "main.log")
+    assert len(found) == 61 and found[30][2].startswith("... 40 more")
+    assert found[0] == ("2026-01-01 10:00:00", "ERROR", "no\ndamaged")
+
+
+def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    for file in sorted(path for path in run.rglob("*") if path.is_file()):
+        broken = folder / file.relative_to(run)
+        content = file.read_bytes()
+        for cut in (content[: len(content) // 2], b"", None):
+            broken.unlink() if cut is None else broken.write_bytes(cut)
+            overview(folder)
+            read_run(folder, 100_000)
+        broken.write_bytes(content)
+    old = {"prompt_id": 1, "prompt": "p", "question": "q", "response": "r", "score": math.nan}
+    write_lines(folder / "rollouts" / "step_10.jsonl", [old | {"length": 3}])
+    [record] = [r for r in read_run(folder, 10**6)["responses"] if r["step"] == 10][:1]
+    assert record["score"] is None and record["truncated"] is None and record["parts"] == {}
+
+
+def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog):
+    write_at_end(tmp_path)  # nothing was started
+    assert [*tmp_path.iterdir()] == []
+    folder = tmp_path / "sweep" / "0"
+    shutil.copytree(run, folder)
+    write_at_end(tmp_path / "sweep")
+    assert (tmp_path / "sweep" / "report.html").stat().st_size > 1e6
+    (folder / "manifest.json").write_text('{"config": 5}')
+    write_at_end(folder)
+    assert "report.html could not be written" in caplog.text
+    assert not (folder / "report.html").exists()
+
+
+def test_the_command_writes_into_the_folder_or_where_it_is_told(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "sweep" / "10")
+    shutil.copytree(run, tmp_path / "sweep" / "9")
+    assert [path.name for path in find_folders([tmp_path])] == ["9", "10"]
+    report([tmp_path / "sweep"], None)
+    assert (tmp_path / "sweep" / "report.html").is_file()
+    report([tmp_path / "sweep" / "9", run], tmp_path / "two.html")
+    [first, second] = json.loads(packed(tmp_path / "two.html", "data"))["runs"]
+    assert first["folder"].endswith("9") and second["folder"] == str(run)
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{tmp_path}/two.html, 2.")
+    with pytest.raises(UsageError, match="no run in this folder"):
+        report([tmp_path / "sweep" / "none"], None)
+    with pytest.raises(UsageError, match="cannot be written"):
+        report([run], tmp_path / "none" / "r.html")
