@@ -39,6 +39,9 @@ def report(paths: list[Path], output: Path | None) -> None:
                 f"hybridrl runs lists runs with their folders."
             )
     output = output or (paths[0] if len(paths) == 1 else Path()) / REPORT_FILE
+    # It is replaced by another file, as a device or a folder must not be.
+    if output.exists() and not output.is_file():
+        raise UsageError(f"-o {output} is no ordinary file.\nName another one.")
     try:
         write_report(find_folders(paths), output)
     except OSError as error:

@@ -279,9 +279,10 @@ def test_config_error_of_a_worker_stays_one(groups):
         ("raise", "ValueError: the first domino"),
         ("die", "its process died"),
         ("exit", "SystemExit: 3"),
-        (
+        pytest.param(
             "hang",
             "no rank made progress in adder.fail_in_collective for cluster.stall_timeout_s=5 s",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -18,6 +18,7 @@ def gains_of(rank, lr, at, size, target):
     return run_on_ranks(gains, 1, folder, rank, lr, at, size, time_limit_s=280)[0]
 
 
+@pytest.mark.slow
 def test_vllm_holds_what_adapters_learned(tmp_path):
     found = gains_of(16, LORA_LR, (1, 10, 30), Size(8, 4, 32), tmp_path)
     assert all(abs(held - 1) < 1e-6 for held in found.held.values()), found

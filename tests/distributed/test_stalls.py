@@ -189,6 +189,7 @@ def check_that_rank_one_is_named(start: Callable[[], Pool], finding: str) -> Non
     ), message
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_in_the_setup_is_named(tmp_path):
     check_that_rank_one_is_named(
         lambda: WithoutRankOne(pool_config(tmp_path, stall_s=LIMIT_S)),

@@ -196,6 +196,7 @@ def met(hosts, folder: Path, before: str = "true") -> tuple[int, list[dict], str
     return started[0].returncode, findings(folder / "report"), outputs[0]
 
 
+@pytest.mark.slow
 def test_one_command_on_two_hosts_tells_of_both_and_of_what_one_lacks(two_hosts, tmp_path):
     code, found, output = met(two_hosts, tmp_path / "sound")
     assert code == 0, output

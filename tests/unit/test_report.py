@@ -132,3 +132,9 @@ def test_the_command_writes_into_the_folder_or_where_it_is_told(run, tmp_path, c
         report([tmp_path / "sweep" / "none"], None)
     with pytest.raises(UsageError, match="cannot be written"):
         report([run], tmp_path / "none" / "r.html")
+
+
+def test_a_device_or_folder_is_not_replaced_by_a_report(run):
+    for output in (Path("/dev/null"), run):
+        with pytest.raises(UsageError, match="is no ordinary file"):
+            report([run], output)
