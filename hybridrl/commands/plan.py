@@ -29,7 +29,6 @@ from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.verdict import verdict
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.output import guard_standard_output
 from hybridrl.models.known_shapes import KNOWN
 from hybridrl.models.resolve import read_model_config
 
@@ -78,7 +77,6 @@ class Plan(NamedTuple):
 
 def main() -> None:
     """Run the command; exits by SystemExit."""
-    guard_standard_output()
     parser = argument_parser("plan", DESCRIPTION, EPILOG)
     parser.usage = "hybridrl plan [gpus=NxMGB] [sbatch=FILE] [+recipe=NAME] [key=value ...]"
     _, rest = parser.parse_known_args()

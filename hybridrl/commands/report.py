@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from hybridrl.commands.running import UsageError, argument_parser, run_command
-from hybridrl.controller.output import guard_standard_output
 from hybridrl.report.page import REPORT_FILE, find_folders, write_report
 
 DESCRIPTION = """\
@@ -21,7 +20,6 @@ docs/report.md says how to read it.
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    guard_standard_output()
     parser = argument_parser("report", DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, a sweep, or of runs")

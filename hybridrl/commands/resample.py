@@ -6,6 +6,7 @@ The weights are those of the checkpoint of the step before; prompt, seed and lim
 import json
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,8 +133,6 @@ def _sampled(
 
     The engine had the same batch: alone, a response has log-probs that are rounded differently.
     """
-    from dataclasses import replace
-
     import torch
 
     from hybridrl.commands.evaluation.session import rollout_engines

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hybridrl.app.compose import conf_dir
-from hybridrl.app.runs import RESULT_FILE, STATES, RunOnDisk, state_of
+from hybridrl.app.runs import RESULT_FILE, STATES, RunOnDisk, accuracy_text, state_of
 from hybridrl.config.command.provenance import Source, provenance_of, recipe_files
 from hybridrl.config.command.report import shown
 from hybridrl.config.keys import leaves
@@ -66,7 +66,7 @@ def overview(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "facts": [(label, text) for label, text in facts if text],
         "accuracies": [
-            (name, _interval(*before), _interval(*after), _change(after[0] - before[0]))
+            (name, accuracy_text(*before), accuracy_text(*after), _change(after[0] - before[0]))
             for name, before, after in accuracy_changes(rows)
         ],
         "settings": settings(manifest or result),
@@ -91,11 +91,8 @@ def _accuracy_fact(last: Mapping[str, Any]) -> list[tuple[str, str]]:
     accuracy = last.get("eval/accuracy")
     if accuracy is None:
         return []
-    return [("final accuracy", f"{_interval(accuracy, last.get('eval/ci95'))}, held out, sampled")]
-
-
-def _interval(value: float, half_width: float | None) -> str:
-    return f"{value:.3f}" + ("" if half_width is None else f" +- {half_width:.3f}")
+    text = accuracy_text(accuracy, last.get("eval/ci95"))
+    return [("final accuracy", f"{text}, held out, sampled")]
 
 
 def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

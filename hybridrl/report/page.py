@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.app.runs import RESULT_FILE
-from hybridrl.report.overview import overview
-from hybridrl.report.panels import GROUPS
-from hybridrl.report.read import read_run
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.tracker import METRICS_FILE
@@ -51,6 +48,11 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
     Raises:
         OSError: it cannot be written; an older one is unchanged.
     """
+    # Imported when a report is written, not at the start of every run.
+    from hybridrl.report.overview import overview
+    from hybridrl.report.panels import GROUPS
+    from hybridrl.report.read import read_run
+
     about = [overview(folder) for folder in folders]
     plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
     budget = FIRST_BUDGET

@@ -297,11 +297,9 @@ def _too_long(
     key, what = "rollout.max_prompt_tokens", "prompts"
     if answers:
         key, what = "rollout.max_response_tokens", "reference answers"
-    few_shot = (
-        ""
-        if answers or not config.few_shot
-        else (f" with the {config.few_shot} examples of data.few_shot")
-    )
+    few_shot = ""
+    if config.few_shot and not answers:
+        few_shot = f" with the {config.few_shot} examples of data.few_shot"
     listed = first_faults([f"{where}: {length} tokens" for length, where in longer])
     return [
         f"{key} = {limit}, but {len(longer)} of {len(prompts)} {what} are longer{few_shot}.\n"
