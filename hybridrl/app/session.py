@@ -38,6 +38,8 @@ from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
+from hybridrl.trainer.health.health import Health
+from hybridrl.trainer.health.measures import marked_tokens
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.reference_answers import show_reference_rewards
@@ -116,6 +118,10 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         _show_references(config, prompts, rewards, console)
         evaluator = _evaluator(config, prompts, rewards, stack)
         tracker = _tracker(config, run_dir, resume, stack)
+        tokens = marked_tokens(config.model, tokenizer.all_special_ids)
+        health, data = Health(config, tracker.rows, tokens), dict(prompts.measures)
+        for warning in health.examine(data, prompts.details):
+            console.warn(warning)
         setup.mark("driver")
         workers = start_workers(config, run_dir)
         stack.enter_context(workers.pool)
@@ -124,7 +130,7 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         preemption = stack.enter_context(Preemption(grace_s))
         texts = decode, decoder(tokenizer, special=True)
         throughput = _throughput(config, machine)
-        reporter = Reporter(config, run_dir, console, tracker, throughput, *texts)
+        reporter = Reporter(config, run_dir, console, tracker, throughput, health, *texts)
         trainer_class = SFTTrainer if is_supervised(config) else PPOTrainer
         trainer = trainer_class(
             config,
@@ -142,7 +148,7 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         setup.mark("driver")
         hosts = [("", host.describe()) for host in workers.pool.hosts]
         console.header("workers", [*hosts, ("setup", str(setup))])
-        trainer.metrics |= setup.metrics()
+        trainer.metrics |= data | setup.metrics()
         yield trainer
 
 

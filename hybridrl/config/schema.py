@@ -39,6 +39,7 @@ from hybridrl.config.choices import (
     SleepMode,
 )
 from hybridrl.config.data_schema import DataConfig
+from hybridrl.config.health_schema import HealthConfig
 
 
 @dataclass(kw_only=True)
@@ -346,5 +347,6 @@ class RunConfig(Section):
     eval: Annotated[EvalConfig, FREE]
     environment: EnvironmentConfig | None
     tracking: Annotated[TrackingConfig, FREE]
+    health: Annotated[HealthConfig, FREE]
     checkpoint: Annotated[CheckpointConfig, FREE]
     doctor: Annotated[DoctorConfig, FREE]

@@ -25,7 +25,8 @@ def check_rollout_log_probs(
 
     Returns:
         rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and
-        rollout/log_prob_diff_engine_max, the largest mean of an engine; nats.
+        rollout/log_prob_diff_engine_max, the largest mean of an engine; nats. Also that engine's
+        index, rollout/log_prob_diff_worst_engine.
 
     Raises:
         RolloutMismatch: the mean of an engine is above the limit, or NaN.
@@ -51,6 +52,7 @@ def check_rollout_log_probs(
     return {
         "rollout/log_prob_diff_mean": float(masked_mean(difference, mask)),
         "rollout/log_prob_diff_engine_max": max(means.values()),
+        "rollout/log_prob_diff_worst_engine": float(max(means, key=lambda k: means[k])),
         "rollout/log_prob_diff_max": float(on_mask(difference, mask).max()),
     }
 

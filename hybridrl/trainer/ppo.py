@@ -25,6 +25,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule
 from hybridrl.trainer.advantage import AdvantageEstimator, LossInputs, value_metrics
 from hybridrl.trainer.callbacks import call_each
+from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
 from hybridrl.trainer.rewarding import (
@@ -37,12 +38,7 @@ from hybridrl.trainer.rewarding import (
     overlong_shaping,
 )
 from hybridrl.trainer.sampling import Sampled, Sampling
-from hybridrl.trainer.timing.engines import (
-    StragglerAlarm,
-    engine_place,
-    rollout_metrics,
-    straddling,
-)
+from hybridrl.trainer.timing.engines import engine_place, rollout_metrics, straddling
 from hybridrl.trainer.tracking.token_log import pick_rows
 
 # Calls of the forward phase, on the roles that the run has: field of the batch -> role, method.
@@ -63,7 +59,7 @@ class PPOTrainer(TrainingLoop):
         self.loss_inputs = LossInputs(config.algorithm, config.seed)
         self.sampling = Sampling(config, self.prompts.take, self.generate, self.rewards)
         self.engine_place = partial(engine_place, workers.rollout)
-        self.stragglers = StragglerAlarm(self.engine_place)
+        self.reporter.health.place = self.engine_place
 
     def train(self, step: int) -> None:
         """Sample and train."""
@@ -74,6 +70,9 @@ class PPOTrainer(TrainingLoop):
         scheduled = self.advantage(scheduled, step)
         self.pause()
         self.update(scheduled, step)
+        batch, reporter = scheduled.batch, self.reporter
+        updated = partial(self.forward_any, "compute_token_stats", batch)
+        reporter.details |= token_details(batch, updated, reporter.decode_all)
         if self.reporter.is_recorded(step):
             with self.phases.section("record"):
                 self.record(scheduled.batch, step)
@@ -96,8 +95,7 @@ class PPOTrainer(TrainingLoop):
         seconds, switch_s = self.phases.seconds("rollout"), self.phases.switch_s
         self.metrics |= sampled.metrics | rollout_metrics(sampled.batch, seconds, switch_s)
         self.metrics["rollout/straddling_engines"] = straddling(self.workers.rollout)
-        for warning in self.stragglers.warnings(sampled.batch.engines):
-            self.reporter.warn(f"step {step}: {warning}")
+        self.metrics |= self.reporter.health.measures(sampled.batch)
         return sampled
 
     def reward(self, sampled: Sampled) -> tuple[Rewarded, Tensor | None]:

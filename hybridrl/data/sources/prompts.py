@@ -1,7 +1,7 @@
 """Prompts of a run: problems rendered by the chat template, tokenised and counted."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
@@ -23,9 +23,6 @@ from hybridrl.data.sources.rows import Message, SourceProblem, first_faults
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
 
 log = logging.getLogger(__name__)
-
-# Share of unknown tokens that causes a warning.
-MAX_UNKNOWN_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,8 @@ class PromptSets:
         data_sets: summary of each data set.
         notes: remarks on splits and left-out problems, for the user.
         template: origin of the chat template, for the user.
+        measures: metrics data/... for the health checks.
+        details: more about these, by check.
     """
 
     train: list[Prompt]
@@ -94,6 +93,8 @@ class PromptSets:
     data_sets: list[DataSetSummary]
     notes: list[str] = field(default_factory=list)
     template: str = ""
+    measures: dict[str, float | None] = field(default_factory=dict)
+    details: dict[str, Callable[[], str]] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -115,7 +116,7 @@ def load_prompts(
     rendered = _rendered(config, sets, renderer, answers)
     kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
     for name, (train, held_out) in rendered.items():
-        warn_of_unknown_tokens([*train, *held_out], renderer, model_path)
+        _note_unknown_tokens(kept, [*train, *held_out], renderer)
         if max_answer_tokens is not None:
             faults += _too_long(train, config, max_answer_tokens, answers=True)
             short = [prompt for prompt in train if len(prompt.answer_ids) <= max_answer_tokens]
@@ -137,6 +138,11 @@ def load_prompts(
         kept.notes.extend(_notes(summary, sets[summary.name]))
     for note in kept.notes:
         log.info("%s", note)
+    known = {prompt.text for prompt in kept.train}
+    shared = sum(prompt.text in known for prompt in kept.held_out)
+    kept.measures["data/duplicate_fraction"] = 1 - len(known) / len(kept.train)
+    kept.measures["data/overlap_fraction"] = shared / len(kept.held_out)
+    kept.measures["data/no_generation_marker"] = float(renderer.lacks_marker)
     return kept
 
 
@@ -308,20 +314,15 @@ def _too_long(
     ]
 
 
-def warn_of_unknown_tokens(prompts: Sequence[Prompt], renderer: Renderer, model_path: str) -> None:
-    """Warn if more than MAX_UNKNOWN_SHARE of the prompts' tokens are unknown to the tokenizer."""
+def _note_unknown_tokens(kept: PromptSets, prompts: list[Prompt], renderer: Renderer) -> None:
+    """Note the share of a data set's unknown tokens, if it is the largest so far."""
     unknown = [prompt.token_ids.count(renderer.unknown_id) for prompt in prompts]
     share = sum(unknown) / max(1, sum(len(prompt.token_ids) for prompt in prompts))
-    if share > MAX_UNKNOWN_SHARE:
+    if share >= (kept.measures.get("data/unknown_fraction") or 0.0):
         worst = prompts[unknown.index(max(unknown))]
-        log.warning(
-            "%.1f %% of the prompts' tokens are unknown to the tokenizer of model.path = %s, for "
-            "example %s in %s: the model cannot read this text.\nUse a model whose tokenizer knows "
-            "it (most work on bytes and know all), or other data.",
-            100 * share,
-            model_path,
-            " ".join(renderer.unknown_texts(worst.text)),
-            worst.where,
+        kept.measures["data/unknown_fraction"] = share
+        kept.details["unknown_tokens"] = lambda: (
+            f"{' '.join(renderer.unknown_texts(worst.text))} in {worst.where}"
         )
 
 

@@ -125,6 +125,26 @@ class Renderer:
         return text
 
     @property
+    def lacks_marker(self) -> bool:
+        """True if prompts end before the assistant's turn begins.
+
+        The template then renders them the same with and without add_generation_prompt, and puts
+        more before an assistant's message. (Some need no marker: after [/INST] the turn begins.)
+        """
+        user = [{"role": "user", "content": _ANSWER}]
+        turns = [*user, {"role": "assistant", "content": _TURN}]
+        if not self.has_template:
+            return False
+        try:
+            with_marker = self.render(user)
+            without = self._tokenizer.apply_chat_template(user, tokenize=False)
+            both = str(self._tokenizer.apply_chat_template(turns, tokenize=False))
+        except (TemplateError, *_TEMPLATE_ERRORS):
+            return False
+        before = both.partition(_TURN)[0]
+        return with_marker == without and with_marker.strip() != before.strip()
+
+    @property
     def description(self) -> str:
         """Origin of the chat template, for the user."""
         return "the tokenizer's own" if self.has_template else "none: prompts are plain text"

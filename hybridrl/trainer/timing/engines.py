@@ -1,20 +1,12 @@
-"""Rollout engines: metrics of a step's rollout, straggler alarm, places of engines."""
+"""Rollout engines: metrics of a step's rollout, places of engines."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from collections.abc import Sequence
+from statistics import fmean
 
 from hybridrl.controller.placement import by_node, straddling_engines
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats, RolloutBatch
 from hybridrl.trainer.timing.throughput import RESPONSES, TOKENS
-
-# Slow steps in a row that raise the alarm.
-WINDOW = 3
-# Share of the other engines' median tokens per second below which an engine is slow.
-SLOW = 0.5
-# Rollouts until the next warning of the same engine.
-QUIET = 50
 
 
 def rollout_metrics(
@@ -70,45 +62,6 @@ def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, 
         "rollout/first_token_s": max(engine.first_token_s for engine in engines),
         **{f"rollout/engine_tokens_per_second_{k}": speed for k, speed in speeds.items()},
     }
-
-
-class StragglerAlarm:
-    """Straggler alarm: an engine much slower than the others in several steps in a row."""
-
-    def __init__(self, where: Callable[[int], str]) -> None:
-        self._where = where
-        self._last: deque[Sequence[EngineStats]] = deque(maxlen=WINDOW)
-        self._quiet: dict[int, int] = {}
-
-    def warnings(self, engines: Sequence[EngineStats]) -> list[str]:
-        """Record one rollout; return warnings, usually none."""
-        self._last.append(engines)
-        self._quiet = {k: left - 1 for k, left in self._quiet.items() if left > 1}
-        if len(self._last) < WINDOW:
-            return []
-        slow = [k for k in range(len(engines)) if k not in self._quiet and self._is_slow(k)]
-        self._quiet |= dict.fromkeys(slow, QUIET)
-        return [
-            f"rollout engine {k} ({self._where(k)}) sampled {engines[k].tokens_per_second:,.0f} "
-            f"tokens/s, the other engines {_median_of_others(engines, k):,.0f} in the median; for "
-            f"{WINDOW} steps it has been below {SLOW:g} of that. "
-            f"They wait for it. Check for another process on its GPU, a throttled GPU, or a busy "
-            f"host."
-            for k in slow
-        ]
-
-    def _is_slow(self, engine: int) -> bool:
-        return all(
-            step[engine].tokens > 0
-            and step[engine].tokens_per_second < SLOW * _median_of_others(step, engine)
-            for step in self._last
-        )
-
-
-def _median_of_others(engines: Sequence[EngineStats], engine: int) -> float:
-    """Compute the median tokens per second of the other engines; 0 without any."""
-    speeds = [e.tokens_per_second for k, e in enumerate(engines) if k != engine and e.tokens]
-    return median(speeds) if speeds else 0.0
 
 
 def engine_place(rollout: WorkerGroup, engine: int) -> str:

@@ -1,7 +1,7 @@
 """Reporter of a run: console, trackers and files behind one object."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.rows import MAX_FAULTS_SHOWN, first_faults
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.rewards.processes.messages import Failure
+from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.phases import Timeline
 from hybridrl.trainer.timing.throughput import Throughput
@@ -25,7 +26,6 @@ from hybridrl.trainer.tracking.best_effort_files import (
     replace_text,
 )
 from hybridrl.trainer.tracking.console import RunConsole
-from hybridrl.trainer.tracking.health import Health
 from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
 from hybridrl.trainer.tracking.rollout_log import (
     RolloutRecord,
@@ -46,6 +46,9 @@ class Reporter:
     """Reporter of steps, samples, records and the summary.
 
     `decode` leaves special tokens of responses out, `decode_all` shows them.
+
+    Attributes:
+        details: more evidence for the health checks of this step, by check.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Reporter:
         console: RunConsole,
         tracker: Tracker,
         throughput: Throughput,
+        health: Health,
         decode: Decode,
         decode_all: Decode,
     ) -> None:
@@ -64,20 +68,23 @@ class Reporter:
         self._console = console
         self._tracker = tracker
         self._throughput = throughput
-        self._health = Health(config)
+        self.health = health
+        self.details: dict[str, Callable[[], str]] = {}
         self._files = BestEffortFiles()
         self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
-        self._decode, self._decode_all = decode, decode_all
+        self._decode, self.decode_all = decode, decode_all
         self._has_timeline = False
 
     def log(self, step: int, metrics: Row) -> Row:
         """Store and show one step's metrics, with warnings; return the row."""
         lost = float(self._tracker.lost + self._files.failures)
         metrics = metrics | self._throughput.metrics(metrics) | {"run/lost_writes": lost}
+        warnings = self.health.examine(metrics, self.details, step)
+        self.details = {}
         row = self._tracker.log(step, metrics)
         self._console.step(row)
-        for warning in self._health.warnings(step, row):
+        for warning in warnings:
             self.warn(warning)
         return row
 
@@ -99,7 +106,8 @@ class Reporter:
     ) -> None:
         """Store and show the step's rollouts if due; warn of failed rewards."""
         if rewarded.failures:
-            self._warn_of_failures(step, prompts, rewarded.failures)
+            text = self._failures_text(prompts, rewarded.failures)
+            self.details["failed_rewards"] = lambda: text
         if not self.is_recorded(step):
             return
         records = self.records(prompts, batch, rewarded)
@@ -131,7 +139,7 @@ class Reporter:
         """
         loss = self._config.algorithm.loss
         cut = clipped(batch, updated.values.real, loss) if trained else None
-        table = token_table(batch, rows, updated, cut, self._decode_all)
+        table = token_table(batch, rows, updated, cut, self.decode_all)
         self._files.attempt("tokens/", lambda: write_tokens(self.run_dir, step, table))
 
     def log_advantages(self, step: int, batch: RolloutBatch) -> None:
@@ -159,22 +167,16 @@ class Reporter:
         if file.reason is not None:
             raise OSError(file.reason)
 
-    def _warn_of_failures(
-        self, step: int, prompts: list[Prompt], failures: Sequence[Failure]
-    ) -> None:
-        """Warn of failed rewards, with the places of problems not named before."""
-        first = failures[0]
-        text = (
-            f"step {step}: {len(failures)} of {len(prompts)} rewards failed and got "
-            f"{self._config.reward.failed_score:g}; the first: {first.kind}: {first.reason}"
-        )
+    def _failures_text(self, prompts: list[Prompt], failures: Sequence[Failure]) -> str:
+        """Describe the first failed reward, with the places of problems not named before."""
+        text = f"{failures[0].kind}: {failures[0].reason}"
         new: dict[int, str] = {}
         for failure in failures:
             prompt = prompts[failure.index]
             if prompt.prompt_id not in self._failed_problems:
                 new.setdefault(prompt.prompt_id, f"{prompt.where}: {failure.reason}")
         self._failed_problems.update([*new][:MAX_FAULTS_SHOWN])
-        self.warn("\n".join([text, first_faults([*new.values()])] if new else [text]))
+        return "\n".join([text, first_faults([*new.values()])] if new else [text])
 
     def saved(self, folder: Path, node: str, problem: str | None) -> None:
         """Warn if the trained model could not be written, or only on `node`."""

@@ -1,0 +1,243 @@
+"""The health checks by id, which is also the threshold's key (conf/health) and the metric's name.
+
+A new check is one more entry here and its threshold in conf/health/default.yaml.
+"""
+
+from typing import NamedTuple
+
+from hybridrl.trainer.health.judges import (
+    Judge,
+    above,
+    below,
+    blind_critic,
+    clipped_gradient,
+    collapsed_entropy,
+    constant_reward,
+    exploded_entropy,
+    frozen_actor,
+    hacked_reward,
+    mismatch,
+    slow_engine,
+    slow_reward,
+    stale_policy,
+    still_policy,
+    unmixed_groups,
+    wrong_form,
+)
+
+
+class Check(NamedTuple):
+    """A health check.
+
+    Attributes:
+        judge: returns the evidence if the run is ill.
+        remedy: what to try.
+        always: true warns at each such step.
+    """
+
+    judge: Judge
+    remedy: str
+    always: bool = False
+
+
+_SKIPPED = "{value:.0f} updates of the %s were skipped: loss or gradient was not finite"
+_NOT_FINITE = "A lower learning rate may help; `hybridrl replay` shows the batch if the run ends."
+
+CHECKS = {
+    # Data, before the first step.
+    "unknown_tokens": Check(
+        above(
+            "data/unknown_fraction",
+            "{value:.1%} of the prompts' tokens are unknown to the model's tokenizer",
+        ),
+        "Use a model whose tokenizer knows this text (most work on bytes and know all), or other "
+        "data.",
+    ),
+    "duplicate_prompts": Check(
+        above(
+            "data/duplicate_fraction", "{value:.1%} of the training prompts repeat an earlier one"
+        ),
+        "Repeated prompts count several times in each pass. Remove them from data.train_files.",
+    ),
+    "overlap": Check(
+        above(
+            "data/overlap_fraction", "{value:.1%} of the held-out prompts are training prompts, too"
+        ),
+        "The held-out accuracy will be too high. Remove them from data.train_files, or hold out "
+        "others (data.eval_files, data.num_eval_problems).",
+    ),
+    "no_generation_marker": Check(
+        above(
+            "data/no_generation_marker",
+            "the chat template has no generation marker: prompts end before the assistant's turn",
+        ),
+        "The model would continue the user's turn. Correct the template "
+        "(`if add_generation_prompt` in chat_template.jinja).",
+    ),
+    # Rewards.
+    "constant_reward": Check(
+        constant_reward,
+        "Look at some responses (trainer.samples_every_steps=1); check that reward.function fits "
+        "the data. If the model never finds a right answer, it needs easier problems, a higher "
+        "rollout.temperature, or supervised fine-tuning on the form of the answers first.",
+    ),
+    "unmixed_groups": Check(
+        unmixed_groups,
+        "Raise rollout.responses_per_prompt, use problems that the model solves sometimes, or set "
+        "algorithm=dapo, which replaces such prompts.",
+    ),
+    "wrong_form": Check(
+        wrong_form,
+        "Say in the prompt how to answer (data.system_prompt), train on the form first "
+        "(algorithm=sft), or accept the other form (reward.args).",
+    ),
+    "hacked_reward": Check(
+        hacked_reward,
+        "The policy has found a way to the reward other than solving problems. Read responses "
+        "with high rewards in the report; correct the reward function, or raise "
+        "algorithm.kl.coef.",
+    ),
+    "failed_rewards": Check(
+        above("reward/failed", "{value:.0f} rewards failed and got reward.failed_score"),
+        "Correct the reward function for these problems.",
+        always=True,
+    ),
+    "failed_eval_rewards": Check(
+        above(
+            "eval/failed",
+            "{value:.0f} rewards of held-out responses failed: the accuracies count them as wrong",
+        ),
+        "Correct the reward function for these problems.",
+        always=True,
+    ),
+    "slow_reward": Check(
+        slow_reward,
+        "Raise reward.num_processes, or reward.concurrency for an async reward; lower "
+        "reward.timeout_s if single problems hang.",
+    ),
+    # Responses.
+    "truncated": Check(
+        above(
+            "response/truncated_fraction",
+            "{value:.0%} of the responses were cut off at rollout.max_response_tokens (or "
+            "environment.max_turns)",
+        ),
+        "Raise it, or ask for short answers (data.system_prompt). A model that never ends its "
+        "answers lacks a chat template and end token of its training.",
+    ),
+    "no_end_token": Check(
+        above(
+            "response/unended_fraction",
+            "{value:.0%} of the responses end neither with an end token nor at the length limit",
+        ),
+        "The policy does not learn when to stop. Check eos_token_id in the model's "
+        "generation_config.json and an own rollout worker's responses.",
+    ),
+    "empty_responses": Check(
+        above("response/empty_fraction", "{value:.0%} of the responses have no text"),
+        "Check the prompt's end (`hybridrl check`) and what the reward pays for an empty answer.",
+    ),
+    "special_tokens": Check(
+        above(
+            "response/special_fraction",
+            "{value:.0%} of the responses contain special tokens other than end tokens",
+        ),
+        "The model goes on after the end of its turn. Add that token to eos_token_id in the "
+        "model's generation_config.json, or use the chat template that the model was trained on.",
+    ),
+    "repeated_responses": Check(
+        above(
+            "response/repeated_fraction",
+            "{value:.0%} more of the pairs of responses to a prompt are the same than their "
+            "probabilities explain",
+        ),
+        "Samples of a prompt need seeds of their own: check rollout.seed and an own rollout "
+        "worker.",
+    ),
+    # Policy.
+    "collapsed_entropy": Check(
+        collapsed_entropy,
+        "Lower actor.optim.lr, raise algorithm.entropy_coef or algorithm.kl.coef, or use "
+        "algorithm.loss=clip_cov.",
+    ),
+    "exploded_entropy": Check(
+        exploded_entropy,
+        "The policy turns to noise. Lower actor.optim.lr, or raise algorithm.kl.coef.",
+    ),
+    "exploded_kl": Check(
+        above("actor/kl", "the policy is {value:.3g} nats per token from the reference"),
+        "Lower actor.optim.lr, or raise algorithm.kl.coef.",
+    ),
+    "exploded_ratio": Check(
+        above(
+            "actor/ppo_kl",
+            "the step's updates moved the policy by {value:.3g} nats per token (KL)",
+        ),
+        "Lower actor.optim.lr or actor.epochs.",
+    ),
+    "clipped_ratio": Check(
+        above("actor/clip_fraction", "the ratio of {value:.0%} of the tokens was clipped"),
+        "Lower actor.optim.lr or actor.epochs: clipped tokens teach nothing.",
+    ),
+    "still_policy": Check(
+        still_policy,
+        "Raise actor.optim.lr; check that advantages are not 0 (reward/std).",
+    ),
+    "frozen_actor": Check(
+        frozen_actor,
+        "Either the actor is not trained (frozen weights, a learning rate of 0), or the reference "
+        "follows it. Check own worker classes.",
+    ),
+    "clipped_actor_gradient": Check(
+        clipped_gradient("actor"),
+        "The step no longer depends on the gradient's size. Check the rewards' scale, or raise "
+        "the limit.",
+    ),
+    "clipped_critic_gradient": Check(
+        clipped_gradient("critic"),
+        "The step no longer depends on the gradient's size. Check the rewards' scale, or raise "
+        "the limit.",
+    ),
+    "no_actor_lr": Check(
+        below("actor/lr", "the actor's learning rate is {value:g}"),
+        "Check actor.optim.lr, schedule and warmup_steps.",
+    ),
+    "no_critic_lr": Check(
+        below("critic/lr", "the critic's learning rate is {value:g}"),
+        "Check critic.optim.lr, schedule and warmup_steps.",
+    ),
+    "skipped_actor_updates": Check(
+        above("actor/skipped_steps", _SKIPPED % "actor"), _NOT_FINITE, always=True
+    ),
+    "skipped_critic_updates": Check(
+        above("critic/skipped_steps", _SKIPPED % "critic"), _NOT_FINITE, always=True
+    ),
+    "blind_critic": Check(
+        blind_critic,
+        "Raise critic.optim.lr or trainer.critic_warmup_steps, or use algorithm=grpo, which needs "
+        "no critic.",
+    ),
+    # Rollout engines.
+    "mismatch": Check(
+        mismatch,
+        "Between bfloat16 kernels 0.02 is usual. Compare rollout.dtype with fsdp.param_dtype; "
+        "algorithm.rollout_correction corrects for it.",
+    ),
+    "stale_policy": Check(
+        stale_policy,
+        "Check an own rollout worker's reshard; rollout.verify_reshard=true compares the weights.",
+    ),
+    "missing_adapters": Check(
+        below(
+            "rollout/adapter_share",
+            "vLLM's log-probs show {value:.0%} of what the adapters have learned",
+        ),
+        "vLLM samples without the adapters, or with old ones. Check an own rollout worker's "
+        "reshard.",
+    ),
+    "slow_engine": Check(
+        slow_engine,
+        "The others wait for it. Check for another process on its GPU, a throttled GPU, or a busy "
+        "host.",
+    ),
+}

@@ -1,0 +1,265 @@
+"""Judges: from a step's metrics to a sentence of evidence, or None while all is well."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from hybridrl.config.estimators import estimator_of
+from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.tracking.tracker import Row
+
+# Steps in a row in which an engine is slow, and in which the critic explains nothing.
+SLOW_STEPS = 3
+BLIND_STEPS = 20
+# Reward's standard deviation below which returns have hardly anything to explain.
+SOME_VARIANCE = 0.05
+# Mismatch below which kernels' rounding explains it, nats per token.
+ROUNDING = 1e-3
+SPEED = "rollout/engine_tokens_per_second_"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a judge sees.
+
+    Attributes:
+        row: metrics of the step.
+        before: rows of the steps before it, from the run's beginning.
+        limit: threshold of the check.
+        config: of the run.
+        place: describes the ranks of a rollout engine.
+    """
+
+    row: Row
+    before: Sequence[Row]
+    limit: float
+    config: RunConfig
+    place: Callable[[int], str] = "engine {}".format
+
+    def get(self, metric: str) -> float | None:
+        """Return a metric of the step; None if it has none."""
+        return self.row.get(metric)
+
+    def first(self, metric: str) -> float | None:
+        """Return the run's first value of a metric, the step's if there was none before."""
+        rows = (*self.before[:100], self.row)
+        return next((row[metric] for row in rows if row.get(metric) is not None), None)
+
+    def last(self, metric: str) -> float | None:
+        """Return the value in the row before."""
+        return self.before[-1].get(metric) if self.before else None
+
+
+Judge = Callable[[Seen], str | None]
+
+
+def above(metric: str, text: str) -> Judge:
+    """Judge that a metric is at most the threshold; `text` has {value} and {limit}."""
+
+    def judge(seen: Seen) -> str | None:
+        value = seen.get(metric)
+        is_ill = value is not None and value > seen.limit
+        return text.format(value=value, limit=seen.limit) if is_ill else None
+
+    return judge
+
+
+def below(metric: str, text: str) -> Judge:
+    """Judge that a metric is at least the threshold; `text` has {value} and {limit}."""
+
+    def judge(seen: Seen) -> str | None:
+        value = seen.get(metric)
+        is_ill = value is not None and value < seen.limit
+        return text.format(value=value, limit=seen.limit) if is_ill else None
+
+    return judge
+
+
+def constant_reward(seen: Seen) -> str | None:
+    """Judge that rewards differ by more than float32's rounding."""
+    std, mean = seen.get("reward/std"), seen.get("reward/mean") or 0.0
+    if std is None or std > seen.limit * max(1.0, abs(mean)):
+        return None
+    return f"every response got the reward {mean:g}: there is nothing to learn from it"
+
+
+def unmixed_groups(seen: Seen) -> str | None:
+    """Judge that some groups have different rewards, where the estimator compares them."""
+    share = seen.get("reward/mixed_fraction")
+    groups = estimator_of(seen.config.algorithm.advantage).compares_groups
+    if not groups or share is None or share > seen.limit or constant_reward(seen):
+        return None
+    return (
+        f"in {1 - share:.0%} of the groups all responses have the same reward: their advantages "
+        "are 0"
+    )
+
+
+def wrong_form(seen: Seen) -> str | None:
+    """Judge that no rule of eval.rules finds far more right answers than the reward."""
+    strict = seen.get("eval/accuracy")
+    if strict is None:
+        return None
+    for name in seen.config.eval.rules:
+        other = seen.get(f"eval/accuracy_{name}")
+        if other is not None and other - strict > seen.limit:
+            return (
+                f"the rule {name} finds {other:.0%} of the held-out answers right, the reward "
+                f"{strict:.0%}: answers are right in a form that the reward does not accept"
+            )
+    return None
+
+
+def hacked_reward(seen: Seen) -> str | None:
+    """Judge that the accuracy does not fall by several intervals while the reward rises."""
+    now, width = seen.get("eval/accuracy"), seen.get("eval/ci95")
+    if now is None or width is None:
+        return None
+    rows = [row for row in seen.before if row.get("eval/accuracy") is not None]
+    best = max(rows, key=_accuracy, default=None)
+    if best is None or _accuracy(best) - now <= seen.limit * (width + (best["eval/ci95"] or 0.0)):
+        return None
+    then = [row for row in seen.before if (row["step"] or 0) <= (best["step"] or 0) + 1]
+    rewards = [value for row in then if (value := row.get("reward/mean")) is not None]
+    reward = seen.get("reward/mean")
+    if reward is None or not rewards or reward <= fmean(rewards):
+        return None
+    return (
+        f"the held-out accuracy fell from {_accuracy(best):.3f} (step {best['step']:.0f}) to "
+        f"{now:.3f}, while the training reward rose from {fmean(rewards):.3g} to {reward:.3g}"
+    )
+
+
+def _accuracy(row: Row) -> float:
+    return row["eval/accuracy"] or 0.0
+
+
+def collapsed_entropy(seen: Seen) -> str | None:
+    """Judge that entropy is not lost before the reward has risen by half its deviation."""
+    now, first = seen.get("actor/entropy"), seen.first("actor/entropy")
+    if now is None or not first or now >= seen.limit * first:
+        return None
+    reward, spread = seen.get("reward/mean"), seen.first("reward/std") or 0.0
+    if reward is None or reward > (seen.first("reward/mean") or 0.0) + 0.5 * spread:
+        return None
+    return (
+        f"the policy's entropy fell from {first:.3g} to {now:.3g} nats per token, and the reward "
+        "has not risen: it hardly explores any more"
+    )
+
+
+def exploded_entropy(seen: Seen) -> str | None:
+    """Judge that entropy is below the threshold times the first one."""
+    now, first = seen.get("actor/entropy"), seen.first("actor/entropy")
+    if now is None or not first or now <= seen.limit * first:
+        return None
+    return f"the policy's entropy rose from {first:.3g} to {now:.3g} nats per token"
+
+
+def still_policy(seen: Seen) -> str | None:
+    """Judge that several updates of a step move the policy."""
+    actor, rollout = seen.config.actor, seen.config.rollout
+    responses = seen.config.data.prompts_per_step * rollout.responses_per_prompt
+    moved = seen.get("actor/log_ratio_max")
+    if actor.epochs * responses <= actor.mini_batch_size or moved is None or moved > seen.limit:
+        return None
+    return (
+        f"the step's updates changed no token's log-prob by more than {moved:.1g}: the policy "
+        f"hardly moves (learning rate {seen.get('actor/lr') or 0.0:g})"
+    )
+
+
+def clipped_gradient(role: str) -> Judge:
+    """Return a judge that a role's gradient is at most some times the norm that it is cut to."""
+
+    def judge(seen: Seen) -> str | None:
+        norm, section = seen.get(f"{role}/grad_norm"), getattr(seen.config, role)
+        if norm is None or norm <= seen.limit * section.optim.max_grad_norm:
+            return None
+        return (
+            f"the {role}'s gradient has norm {norm:.3g} and is cut to {role}.optim.max_grad_norm = "
+            f"{section.optim.max_grad_norm:g}"
+        )
+
+    return judge
+
+
+def blind_critic(seen: Seen) -> str | None:
+    """Judge that the critic is no worse than a constant, where returns differ at all."""
+    name = "critic/explained_variance"
+    now, spread = seen.get(name), seen.get("reward/std") or 0.0
+    if now is None or spread < SOME_VARIANCE:
+        return None
+    if now < seen.limit:
+        return f"the critic is far worse than a constant: explained variance {now:.3g}"
+    known = [row[name] for row in seen.before[-BLIND_STEPS + 1 :] if row.get(name) is not None]
+    if len(known) + 1 < BLIND_STEPS or max(now, *map(float, filter(None, known)), -1.0) > 0:
+        return None
+    return f"in {BLIND_STEPS} steps the critic explained nothing of the returns' variance"
+
+
+def frozen_actor(seen: Seen) -> str | None:
+    """Judge that the policy differs from the reference after it was trained."""
+    divergence = seen.get("actor/kl")
+    if divergence is None or abs(divergence) > seen.limit or not seen.last("actor/lr"):
+        return None
+    return "the actor was trained in the step before, and still equals the reference"
+
+
+def mismatch(seen: Seen) -> str | None:
+    """Judge that no engine's log-probs are far from the actor's."""
+    value = seen.get("rollout/log_prob_diff_engine_max")
+    if value is None or value <= seen.limit:
+        return None
+    engine = int(seen.get("rollout/log_prob_diff_worst_engine") or 0)
+    return (
+        f"on rollout engine {engine} ({seen.place(engine)}) vLLM's log-probs differ from the "
+        f"actor's by {value:.2g} nats per token in the mean"
+    )
+
+
+def stale_policy(seen: Seen) -> str | None:
+    """Judge that the mismatch of vLLM and actor stays what it was in the first step."""
+    name = "rollout/log_prob_diff_engine_max"
+    now, first = seen.get(name), seen.first(name)
+    if now is None or first is None or now <= max(ROUNDING, seen.limit * first):
+        return None
+    return (
+        f"vLLM's log-probs differ from the actor's by {now:.2g} nats per token in the mean, in "
+        f"the first step by {first:.2g}: it samples from an older policy than the actor's"
+    )
+
+
+def slow_engine(seen: Seen) -> str | None:
+    """Judge that no engine samples slower than a share of the others' median for some steps."""
+    rows = [*seen.before[1 - SLOW_STEPS :], seen.row]
+    if len(rows) < SLOW_STEPS:
+        return None
+    found = [dict(_slow_engines(row, seen.limit)) for row in rows]
+    for engine, (speed, others) in found[-1].items():
+        if all(engine in slow for slow in found):
+            return (
+                f"rollout engine {engine} ({seen.place(engine)}) sampled {speed:,.0f} tokens/s, "
+                f"the other engines {others:,.0f} in the median, and so for {SLOW_STEPS} steps"
+            )
+    return None
+
+
+def _slow_engines(row: Row, share: float) -> Iterator[tuple[int, tuple[float, float]]]:
+    speeds = {
+        int(name.removeprefix(SPEED)): value
+        for name, value in row.items()
+        if name.startswith(SPEED) and name.removeprefix(SPEED).isdigit() and value
+    }
+    for engine, speed in speeds.items():
+        others = [other for k, other in speeds.items() if k != engine]
+        if others and speed < share * median(others):
+            yield engine, (speed, median(others))
+
+
+def slow_reward(seen: Seen) -> str | None:
+    """Judge that the step does not wait for rewards for more than a share of its time."""
+    waited, step = seen.get("time/score_s"), seen.get("time/step_s")
+    if waited is None or not step or waited <= seen.limit * step:
+        return None
+    return f"{waited / step:.0%} of the step ({waited:.1f} s) was spent waiting for rewards"

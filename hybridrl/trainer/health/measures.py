@@ -1,0 +1,122 @@
+"""Metrics that only health checks need: of a step's responses, and of the prompts."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.config.schema import ModelConfig
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.tokenizer import Decode
+from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.models.resolve import model_folder
+from hybridrl.trainer.tracking.tracker import Row
+
+# Tokens that are named.
+SHOWN = 3
+
+
+class MarkedTokens(NamedTuple):
+    """Token ids of a model.
+
+    Attributes:
+        ends: those that end a response.
+        special: the tokenizer's other special ones.
+    """
+
+    ends: Tensor
+    special: Tensor
+
+
+def marked_tokens(model: ModelConfig, special_ids: Sequence[int]) -> MarkedTokens:
+    """Return a model's end tokens and, of its tokenizer's special ones, the others."""
+    ends = stop_token_ids(model_folder(model))
+    special = sorted({*special_ids} - {*ends})
+    return MarkedTokens(torch.tensor(ends), torch.tensor(special))
+
+
+def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
+    """Compute shares of a step's responses, which have at least one token each.
+
+    Returns:
+        response/empty_fraction: one token or none that the policy sampled.
+        response/unended_fraction: no end token and not truncated; null in conversations, which
+            environments may end.
+        response/special_fraction: special tokens other than end tokens.
+        response/repeated_fraction: see `repeated`; null where prompts have one response.
+    """
+    responses, mask = batch.responses, batch.response_mask
+    last = responses.values[responses.lengths.cumsum(0) - 1]
+    is_special = torch.isin(responses.values, tokens.special) & mask.values
+    unended = ~torch.isin(last, tokens.ends) & ~batch.truncated
+    return {
+        "response/empty_fraction": float((mask.counts() <= 1).float().mean()),
+        "response/unended_fraction": None
+        if batch.turns is not None
+        else float(unended.float().mean()),
+        "response/special_fraction": float(
+            (responses.like(is_special).counts() > 0).float().mean()
+        ),
+        "response/repeated_fraction": repeated(batch),
+    }
+
+
+def repeated(batch: RolloutBatch) -> float | None:
+    """Compute the share of equal pairs of responses to a prompt, less the expected share.
+
+    A response of probability p equals another sample with probability p, so that the mean of p
+    over the samples of a prompt estimates the share of equal pairs without bias. Independent
+    samples are near 0, copies near 1 minus their probability.
+    """
+    sampled = batch.rollout_log_probs.values.where(batch.response_mask.values, 0.0)
+    log_p = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths)
+    texts = [row.tobytes() for row in batch.responses.views()]
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(batch.group_id.tolist()):
+        groups.setdefault(group, []).append(index)
+    pairs = equal = expected = 0.0
+    chances = log_p.exp().tolist()
+    for rows in groups.values():
+        of_group = _pairs(len(rows))
+        pairs += of_group
+        equal += sum(map(_pairs, Counter(texts[row] for row in rows).values()))
+        expected += of_group * sum(chances[row] for row in rows) / len(rows)
+    return (equal - expected) / pairs if pairs else None
+
+
+def token_details(
+    batch: RolloutBatch, updated: Callable[[], Ragged], decode: Decode
+) -> dict[str, Callable[[], str]]:
+    """Return what checks say of single tokens, by check.
+
+    `updated` returns the log-probs after the step's updates, in the real part.
+    """
+    old, reference = batch.old_log_probs, batch.ref_log_probs
+    assert old is not None
+    details = {
+        "exploded_ratio": lambda: carriers(batch, old.like(updated().values.real), old, decode)
+    }
+    if reference is not None:
+        details["exploded_kl"] = lambda: carriers(batch, old, reference, decode)
+    return details
+
+
+def _pairs(count: int) -> float:
+    return count * (count - 1) / 2
+
+
+def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) -> str:
+    """Name the tokens whose log-probs `one` and `other`, in nats, differ most."""
+    distance = (one.values - other.values).abs().where(batch.response_mask.values, 0.0)
+    found = distance.topk(min(SHOWN, len(distance))).indices
+    rows = batch.responses.row_ids()[found].tolist()
+    starts = batch.responses.lengths.cumsum(0) - batch.responses.lengths
+    tokens = zip(found.tolist(), rows, strict=True)
+    return "most in " + ", ".join(
+        f"{decode([[int(batch.responses.values[index])]])[0]!r} (response {row}, token "
+        f"{index - int(starts[row])}: {float(distance[index]):.3g} nats)"
+        for index, row in tokens
+    )
