@@ -17,6 +17,7 @@ import pickle
 import re
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +38,11 @@ from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.health.health import Health
+from hybridrl.trainer.health.measures import MarkedTokens
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.tracking.tracker import Row
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from tests.run_configs import run_config
 
@@ -234,8 +238,12 @@ class OwnMemory:
 class Driver:
     """What the trainer needs beside ranks: prompts, rewards, a reporter, and no checkpoints."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         self._ranks = ranks
+        tokens = MarkedTokens(torch.tensor([1, 2]), torch.tensor([3, 4, 5]))
+        self.rows: list[Row] = []
+        self.health = Health(config, self.rows, tokens)
+        self.details: dict[str, Callable[[], str]] = {}
         self.steps: list[dict[str, float]] = []
         self._cpu = time.process_time()
         self.batch_bytes = 0
@@ -258,7 +266,9 @@ class Driver:
             return Rewarded([""] * len(batch), scores, [])
 
     def log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Keep a step's times."""
+        """Examine the step and keep its times."""
+        self.health.examine(metrics, self.details, step)
+        self.rows.append(metrics)
         seconds = {k[5:-2]: v for k, v in metrics.items() if re.match(r"time/\w+_s$", k) and v}
         cpu, self._cpu = time.process_time() - self._cpu, time.process_time()
         self.steps.append(seconds | {"cpu": cpu, "ranks": self._ranks.seconds})
@@ -320,7 +330,7 @@ def train(
 ) -> tuple[Driver, int]:
     """The run; and its peak of own memory."""
     ranks = Ranks(responses)
-    driver = Driver(ranks)
+    driver = Driver(ranks, config)
     names = ("actor", "critic", "rollout", "ref")
     groups = {name: WorkerGroup(ranks, name, IdleConfig()) for name in names}
     if not uses_critic(config):

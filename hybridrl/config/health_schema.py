@@ -1,45 +1,48 @@
 """Thresholds of the health checks (trainer/health/checks.py), by their ids; null: off."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from hybridrl.config.annotations import Section
+from hybridrl.config.annotations import ANY, Section, at_least_zero
+
+Limit = Annotated[float | None, at_least_zero("a check compares a share, count or distance")]
 
 
 @dataclass(kw_only=True)
 class HealthConfig(Section):
     """conf/health."""
 
-    unknown_tokens: float | None
-    duplicate_prompts: float | None
-    overlap: float | None
-    no_generation_marker: float | None
-    constant_reward: float | None
-    unmixed_groups: float | None
-    wrong_form: float | None
-    hacked_reward: float | None
-    failed_rewards: float | None
-    failed_eval_rewards: float | None
-    slow_reward: float | None
-    truncated: float | None
-    no_end_token: float | None
-    empty_responses: float | None
-    special_tokens: float | None
-    repeated_responses: float | None
-    collapsed_entropy: float | None
-    exploded_entropy: float | None
-    exploded_kl: float | None
-    exploded_ratio: float | None
-    clipped_ratio: float | None
-    still_policy: float | None
-    frozen_actor: float | None
-    clipped_actor_gradient: float | None
-    clipped_critic_gradient: float | None
-    no_actor_lr: float | None
-    no_critic_lr: float | None
-    skipped_actor_updates: float | None
-    skipped_critic_updates: float | None
-    blind_critic: float | None
-    mismatch: float | None
-    stale_policy: float | None
-    missing_adapters: float | None
-    slow_engine: float | None
+    unknown_tokens: Limit
+    duplicate_prompts: Limit
+    overlap: Limit
+    no_generation_marker: Limit
+    constant_reward: Limit
+    unmixed_groups: Limit
+    wrong_form: Limit
+    hacked_reward: Limit
+    failed_rewards: Limit
+    failed_eval_rewards: Limit
+    slow_reward: Limit
+    truncated: Limit
+    no_end_token: Limit
+    empty_responses: Limit
+    special_tokens: Limit
+    repeated_responses: Limit
+    collapsed_entropy: Limit
+    exploded_entropy: Limit
+    exploded_kl: Limit
+    exploded_ratio: Limit
+    clipped_ratio: Limit
+    still_policy: Limit
+    frozen_actor: Limit
+    clipped_actor_gradient: Limit
+    clipped_critic_gradient: Limit
+    no_actor_lr: Limit
+    no_critic_lr: Limit
+    skipped_actor_updates: Limit
+    skipped_critic_updates: Limit
+    blind_critic: Annotated[float | None, ANY]
+    mismatch: Limit
+    stale_policy: Limit
+    missing_adapters: Limit
+    slow_engine: Limit

@@ -35,6 +35,7 @@ def test_mean_and_maximum_hand_worked():
     assert check(batch, limit=0.5) == {
         "rollout/log_prob_diff_mean": 0.25,
         "rollout/log_prob_diff_engine_max": 0.5,
+        "rollout/log_prob_diff_worst_engine": 0.0,
         "rollout/log_prob_diff_max": 0.5,
     }
 

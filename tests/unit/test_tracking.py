@@ -9,12 +9,15 @@ import threading
 import time
 
 import pytest
+import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.trainer.health.health import Health
+from hybridrl.trainer.health.measures import MarkedTokens
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.phases import Phases
 from hybridrl.trainer.timing.throughput import Throughput
@@ -29,7 +32,8 @@ from tests.run_configs import run_config
 
 def reporter_of(config, run_dir, console, tracker) -> Reporter:
     """A reporter without a tokenizer."""
-    return Reporter(config, run_dir, console, tracker, Throughput(None, 1, None), str, str)
+    health = Health(config, tracker.rows, MarkedTokens(torch.empty(0), torch.empty(0)))
+    return Reporter(config, run_dir, console, tracker, Throughput(None, 1, None), health, str, str)
 
 
 class Memory:
@@ -287,6 +291,7 @@ def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
         ]
         rewarded = Rewarded(["r"] * 16, [0.0] * 16, failures)
         reporter.log_responses(step, prompts, batch_of([1] * 16), rewarded)
+        reporter.log(step, {"reward/failed": float(len(failures))})
         named.append(re.findall(r"a\.jsonl:(\d): ValueError: no \1", file.getvalue()))
         file.truncate(file.seek(0))
     tracker.close()

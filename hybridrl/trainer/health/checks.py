@@ -89,7 +89,7 @@ CHECKS = {
     "wrong_form": Check(
         wrong_form,
         "Say in the prompt how to answer (data.system_prompt), train on the form first "
-        "(algorithm=sft), or accept the other form (reward.args).",
+        "(algorithm=sft), or accept the other form in the reward.",
     ),
     "hacked_reward": Check(
         hacked_reward,
@@ -157,8 +157,8 @@ CHECKS = {
     # Policy.
     "collapsed_entropy": Check(
         collapsed_entropy,
-        "Lower actor.optim.lr, raise algorithm.entropy_coef or algorithm.kl.coef, or use "
-        "algorithm.loss=clip_cov.",
+        "Lower actor.optim.lr, raise actor.entropy_coef or algorithm.kl.coef, or use "
+        "algorithm/loss=clip_cov.",
     ),
     "exploded_entropy": Check(
         exploded_entropy,
@@ -221,7 +221,7 @@ CHECKS = {
     "mismatch": Check(
         mismatch,
         "Between bfloat16 kernels 0.02 is usual. Compare rollout.dtype with fsdp.param_dtype; "
-        "algorithm.rollout_correction corrects for it.",
+        "algorithm.rollout_correction.method corrects for it.",
     ),
     "stale_policy": Check(
         stale_policy,

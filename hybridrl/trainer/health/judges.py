@@ -9,7 +9,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.tracking.tracker import Row
 
 # Steps in a row in which an engine is slow, and in which the critic explains nothing.
-SLOW_STEPS = 3
+SLOW_STEPS = 2
 BLIND_STEPS = 20
 # Reward's standard deviation below which returns have hardly anything to explain.
 SOME_VARIANCE = 0.05
@@ -77,17 +77,27 @@ def below(metric: str, text: str) -> Judge:
 
 def constant_reward(seen: Seen) -> str | None:
     """Judge that rewards differ by more than float32's rounding."""
-    std, mean = seen.get("reward/std"), seen.get("reward/mean") or 0.0
-    if std is None or std > seen.limit * max(1.0, abs(mean)):
+    if not _is_constant(seen, seen.limit):
         return None
+    mean = seen.get("reward/mean") or 0.0
     return f"every response got the reward {mean:g}: there is nothing to learn from it"
 
 
+def _is_constant(seen: Seen, limit: float) -> bool:
+    std, mean = seen.get("reward/std"), seen.get("reward/mean") or 0.0
+    return std is not None and std <= limit * max(1.0, abs(mean))
+
+
 def unmixed_groups(seen: Seen) -> str | None:
-    """Judge that some groups have different rewards, where the estimator compares them."""
+    """Judge that some groups have different rewards, where the estimator compares them.
+
+    Constant rewards have their own check.
+    """
     share = seen.get("reward/mixed_fraction")
     groups = estimator_of(seen.config.algorithm.advantage).compares_groups
-    if not groups or share is None or share > seen.limit or constant_reward(seen):
+    if not groups or share is None or share > seen.limit:
+        return None
+    if _is_constant(seen, seen.config.health.constant_reward or 0.0):
         return None
     return (
         f"in {1 - share:.0%} of the groups all responses have the same reward: their advantages "
