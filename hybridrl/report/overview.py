@@ -25,6 +25,8 @@ LOG_FILE = "main.log"
 MAX_MESSAGES = 60
 # Chosen by the program for the machine.
 NOT_TYPED = ("hardware", "hardware.reason")
+# A warning of a health check: step, check, evidence, remedy.
+FINDING = re.compile(r"(?:step (\d+), )?health\.(\w+)[^:]*: (.*)\n(.*)", re.DOTALL)
 # A line of main.log that begins a message, as the command and as the Python interface write it.
 MESSAGE = re.compile(
     r"\[?(?P<time>\d{4}-\d\d-\d\d [\d:]{8})[,\d]*\]?(?:\[[\w.]+\]\[| )"
@@ -38,10 +40,11 @@ def overview(folder: Path) -> dict[str, Any]:
     Returns:
         name, state, folder: of the run. facts: [(label, text)]. accuracies: [(name, before, after,
         change)]. settings: [(key, value, source)], those that are not defaults. config: [(key,
-        value)], all. messages: [(time, level, text)]. result: numbers for the table of runs.
+        value)], all. findings: [(check, when, evidence, remedy)], of health checks. messages:
+        [(time, level, text)], others. result: numbers for the table of runs.
     """
     manifest, result = _json(folder / MANIFEST_FILE), _json(folder / RESULT_FILE)
-    rows = read_metrics(folder / METRICS_FILE)
+    rows, said = read_metrics(folder / METRICS_FILE), read_messages(folder / LOG_FILE)
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     steps = max((int(row.get("step") or 0) for row in rows), default=0)
     last = {name: value for row in rows for name, value in row.items() if value is not None}
@@ -71,7 +74,8 @@ def overview(folder: Path) -> dict[str, Any]:
         ],
         "settings": settings(manifest or result),
         "config": [(key, shown(value)) for key, value in sorted(leaves(config).items())],
-        "messages": messages(folder / LOG_FILE),
+        "findings": findings(said, rows),
+        "messages": messages(said),
         "result": {
             "accuracy": last.get("eval/accuracy"),
             "ci95": last.get("eval/ci95"),
@@ -153,7 +157,7 @@ def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def messages(path: Path) -> list[tuple[str, str, str]]:
+def read_messages(path: Path) -> list[tuple[str, str, str]]:
     """Read warnings and errors from main.log."""
     if not path.is_file():
         return []
@@ -163,11 +167,26 @@ def messages(path: Path) -> list[tuple[str, str, str]]:
             found.append([match["time"], match["level"], match["text"]])
         elif found:
             found[-1][2] += f"\n{line}"
-    said = [(time, level, text) for time, level, text in found if level not in ("DEBUG", "INFO")]
-    return _ends(said)
+    return [(time, level, text) for time, level, text in found if level not in ("DEBUG", "INFO")]
 
 
-def _ends(said: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+def findings(
+    said: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str, str]]:
+    """List the health checks that found the run ill: check, when, first evidence, remedy."""
+    found: dict[str, tuple[str, str, str, str]] = {}
+    for _, _, text in said:
+        if match := FINDING.fullmatch(text):
+            step, check, evidence, remedy = match.groups()
+            ill = sum(f"health/{check}" in row for row in rows)
+            when = "before the first step" if step is None else f"step {step}, {ill} steps in all"
+            found.setdefault(check, (check, when, evidence, remedy))
+    return [*found.values()]
+
+
+def messages(said: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """List the messages that are no findings, the first and the last of many."""
+    said = [entry for entry in said if not FINDING.fullmatch(entry[2])]
     more, half = len(said) - MAX_MESSAGES, MAX_MESSAGES // 2
     if more <= 0:
         return [*said]

@@ -12,7 +12,7 @@ import pytest
 
 from hybridrl.commands.report import report
 from hybridrl.commands.running import UsageError
-from hybridrl.report.overview import messages, overview
+from hybridrl.report.overview import messages, overview, read_messages
 from hybridrl.report.page import find_folders, write_at_end, write_report
 from hybridrl.report.read import MAX_POINTS, read_run, series
 from tests.run_folders import write_lines, write_run
@@ -83,9 +83,28 @@ def test_the_overview_names_settings_results_and_warnings(run):
 def test_messages_of_runs_from_python_are_read_and_many_are_cut(tmp_path):
     line = "2026-01-01 10:00:00,123 ERROR hybridrl.x: no"
     (tmp_path / "main.log").write_text(f"damaged\n{line}\n" * 100)
-    found = messages(tmp_path / "main.log")
+    found = messages(read_messages(tmp_path / "main.log"))
     assert len(found) == 61 and found[30][2].startswith("... 40 more")
     assert found[0] == ("2026-01-01 10:00:00", "ERROR", "no\ndamaged")
+
+
+def test_findings_are_read_with_their_first_step_and_their_count(tmp_path):
+    lines = [
+        "[2026-01-01 10:00:00,123][hybridrl.x][WARNING] - health.overlap: 5% of them.\nDrop: them.",
+        "[2026-01-01 10:00:01,123][hybridrl.x][WARNING] - step 2, health.truncated: 92%: cut.\nDo.",
+        "[2026-01-01 10:00:02,123][hybridrl.x][WARNING] - step 11, health.truncated for 10 steps "
+        "now: 93%.\nDo.",
+        "[2026-01-01 10:00:03,123][hybridrl.x][WARNING] - other",
+    ]
+    (tmp_path / "main.log").write_text("\n".join(lines))
+    rows = [{"step": step, "health/truncated": 1.0} for step in range(2, 12)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    found = overview(tmp_path)
+    assert found["findings"] == [
+        ("overlap", "before the first step", "5% of them.", "Drop: them."),
+        ("truncated", "step 2, 10 steps in all", "92%: cut.", "Do."),
+    ]
+    assert found["messages"] == [("2026-01-01 10:00:03", "WARNING", "other")]
 
 
 def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path):
