@@ -28,7 +28,7 @@ FAULTS = {
     "the reward wants another form": ("wrong_form", [reward("in_tags")]),
     "the reward pays wrong answers": (
         "hacked_reward",
-        [reward("reversed_"), "actor.optim.lr=3e-3", "eval.every_steps=1"],
+        [reward("reversed_"), "actor.optim.lr=3e-3", "data.num_eval_problems=200"],
     ),
     "rewards raise": ("failed_rewards", [reward("raising")]),
     "rewards hang": ("failed_rewards", [reward("hanging"), "reward.timeout_s=0.3"]),
@@ -71,6 +71,48 @@ FAULTS = {
         [own("rollout.worker", "SlowOnRank1"), "cluster.gpus_per_node=2"],
     ),
 }
+
+
+# Smaller steps than the recipes', and as many seeds as make fifty runs with those of
+# test_recipe_learns_slow.py, in which no check may find anything either.
+SEEDS = 5
+CLEAN = [
+    "hardware=cpu",
+    "trainer.total_steps=6",
+    "data.prompts_per_step=32",
+    "data.num_eval_problems=40",
+    "eval.every_steps=3",
+    "eval.samples=1",
+    "tracking.report=false",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "gsm8k_ppo",
+        "gsm8k_grpo",
+        "gsm8k_rloo",
+        "gsm8k_reinforce_pp",
+        "gsm8k_dapo",
+        "gsm8k_gspo",
+        "gsm8k_lora",
+        "gsm8k_sft",
+        "calculator_tool",
+    ],
+)
+def test_clean_runs_raise_nothing(tmp_path, recipe):
+    seeds = f"seed={','.join(str(seed) for seed in range(1, SEEDS + 1))}"
+    overrides = [f"+recipe={recipe}", seeds, *CLEAN, f"hydra.sweep.dir={tmp_path / 'sweep'}", "-m"]
+    with started(tmp_path / "run", *overrides) as run:
+        output = run.output(timeout=580)
+        assert run.process.returncode == 0, output
+    for job in range(SEEDS):
+        lines = (tmp_path / "sweep" / str(job) / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 7
+        assert not any("health/" in line for line in lines), output
 
 
 def check(run_dir, fault, overrides):

@@ -47,6 +47,7 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
         output = run.output(timeout=380)
         seconds = time.monotonic() - start
         assert run.process.returncode == 0, output
+        assert "health." not in output
         rows = [row for row in run.metrics() if row["eval/accuracy"] is not None]
         run.assert_nothing_left()
         for name in ("metrics.png", "metrics.jsonl"):

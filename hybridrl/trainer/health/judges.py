@@ -121,27 +121,29 @@ def wrong_form(seen: Seen) -> str | None:
 
 
 def hacked_reward(seen: Seen) -> str | None:
-    """Judge that the accuracy does not fall by several intervals while the reward rises."""
-    now, width = seen.get("eval/accuracy"), seen.get("eval/ci95")
-    if now is None or width is None:
-        return None
-    rows = [row for row in seen.before if row.get("eval/accuracy") is not None]
-    best = max(rows, key=_accuracy, default=None)
-    if best is None or _accuracy(best) - now <= seen.limit * (width + (best["eval/ci95"] or 0.0)):
-        return None
-    then = [row for row in seen.before if (row["step"] or 0) <= (best["step"] or 0) + 1]
-    rewards = [value for row in then if (value := row.get("reward/mean")) is not None]
+    """Judge that no accuracy falls by several intervals while the reward rises.
+
+    Accuracies are those by the reward itself and by the rules of eval.rules.
+    """
     reward = seen.get("reward/mean")
-    if reward is None or not rewards or reward <= fmean(rewards):
-        return None
-    return (
-        f"the held-out accuracy fell from {_accuracy(best):.3f} (step {best['step']:.0f}) to "
-        f"{now:.3f}, while the training reward rose from {fmean(rewards):.3g} to {reward:.3g}"
-    )
-
-
-def _accuracy(row: Row) -> float:
-    return row["eval/accuracy"] or 0.0
+    for suffix in ("", *(f"_{name}" for name in seen.config.eval.rules)):
+        name, interval = f"eval/accuracy{suffix}", f"eval/ci95{suffix}"
+        now, width = seen.get(name), seen.get(interval)
+        known = [row for row in seen.before if row.get(name) is not None]
+        if reward is None or now is None or width is None or not known:
+            continue
+        best = max(known, key=lambda row: row[name] or 0.0)
+        then, before = int(best["step"] or 0), best[name] or 0.0
+        if before - now <= seen.limit * (width + (best[interval] or 0.0)):
+            continue
+        rewards = [row.get("reward/mean") for row in seen.before if (row["step"] or 0) <= then + 1]
+        paid = [value for value in rewards if value is not None]
+        if paid and reward > fmean(paid):
+            return (
+                f"{name} fell from {before:.3f} (step {then}) to {now:.3f}, while the training "
+                f"reward rose from {fmean(paid):.3g} to {reward:.3g}"
+            )
+    return None
 
 
 def collapsed_entropy(seen: Seen) -> str | None:
