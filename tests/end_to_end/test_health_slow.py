@@ -10,6 +10,7 @@ from tests.end_to_end.runs import ROOT, SMALL, started
 
 PARTS = "tests.end_to_end.ill_parts"
 TINY = ROOT / "hybridrl" / "models" / "tiny"
+STRICT = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"
 GRPO = ["+recipe=gsm8k_grpo", *SMALL[1:]]
 
 
@@ -25,14 +26,17 @@ FAULTS = {
     "always right": ("constant_reward", [reward("constant")]),
     "never right": ("constant_reward", [reward("zero")]),
     "the reward sees the prompt only": ("unmixed_groups", [*GRPO, reward("of_prompt")]),
-    "the reward wants another form": ("wrong_form", [reward("in_tags")]),
+    "the reward wants another form": ("wrong_form", [reward("in_tags"), STRICT]),
     "the reward pays wrong answers": (
         "hacked_reward",
-        [reward("reversed_"), "actor.optim.lr=3e-3", "data.num_eval_problems=200"],
+        [reward("reversed_"), STRICT, "actor.optim.lr=3e-3", "data.num_eval_problems=200"],
     ),
     "rewards raise": ("failed_rewards", [reward("raising")]),
     "rewards hang": ("failed_rewards", [reward("hanging"), "reward.timeout_s=0.3"]),
-    "a rule raises": ("failed_eval_rewards", [f"+eval.rules.odd.function={PARTS}.raising"]),
+    "a rule raises": (
+        "failed_eval_rewards",
+        [f"+eval.rules.odd={{function: {PARTS}.raising, args: {{}}}}"],
+    ),
     "rewards are slow": ("slow_reward", [reward("slow"), "data.num_eval_problems=4"]),
     "short limit": ("truncated", ["rollout.max_response_tokens=4"]),
     "end tokens are cut off": ("no_end_token", [own("rollout.worker", "WithoutEndTokens")]),
