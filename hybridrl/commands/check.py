@@ -63,7 +63,7 @@ def _check(argv: Sequence[str]) -> None:
     prompts, config = check_data(result), result.config
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(config.model.path)
-    console.print("\n".join(_prompt_lines(prompts, tokenizer)))
+    console.print("\n".join(_prompt_lines(prompts, tokenizer, config)))
     console.print("\n".join(_length_lines(prompts, tokenizer, config)))
     console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))
     show_plan(result, prompts)
@@ -74,17 +74,19 @@ def _check(argv: Sequence[str]) -> None:
         console.print("\n".join(_solve_lines(prompts, config)))
 
 
-def _prompt_lines(prompts: "PromptSets", tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield some prompts as the model reads them, and the share of unknown tokens of all."""
-    every = [*prompts.train, *prompts.held_out]
+def _prompt_lines(
+    prompts: "PromptSets", tokenizer: "PreTrainedTokenizerBase", config: RunConfig
+) -> Iterator[str]:
+    """Yield some prompts as the model reads them, and what is wrong with all of them."""
+    from hybridrl.trainer.health.health import Health
+
     for prompt in prompts.train[:SHOWN]:
         ids = prompt.token_ids
         shown = [*ids[:_IDS], "...", *ids[-_IDS:]] if len(ids) > 2 * _IDS else ids
         yield f"{prompt.where}: {len(ids)} tokens, {' '.join(map(str, shown))}"
         yield f"  {tokenizer.decode(ids)!r}"
-    unknown = sum(prompt.token_ids.count(tokenizer.unk_token_id) for prompt in every)
-    share = unknown / sum(len(prompt.token_ids) for prompt in every)
-    yield f"{share:.1%} unknown tokens in all prompts"
+    yield f"{prompts.measures['data/unknown_fraction']:.1%} unknown tokens in all prompts"
+    yield from Health(config, []).examine(dict(prompts.measures), prompts.details)
 
 
 def _length_lines(

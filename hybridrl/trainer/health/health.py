@@ -1,9 +1,9 @@
 """Health of a run: which checks warn at a step, and how often."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from hybridrl.config.schema import RunConfig
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.health.checks import CHECKS
 from hybridrl.trainer.health.judges import Seen
 from hybridrl.trainer.health.measures import MarkedTokens, response_measures
@@ -27,21 +27,27 @@ class Health:
     Args:
         config: of the run.
         rows: metrics of the steps so far; it grows.
-        tokens: end tokens and special tokens of the model.
+        tokens: end tokens and special tokens of the model, for `measures`.
 
     Attributes:
         place: describes the ranks of a rollout engine.
-        measures: metrics of a step's responses that only checks need.
     """
 
-    def __init__(self, config: RunConfig, rows: Sequence[Row], tokens: MarkedTokens) -> None:
+    def __init__(
+        self, config: RunConfig, rows: Sequence[Row], tokens: MarkedTokens | None = None
+    ) -> None:
         self.place: Callable[[int], str] = "engine {}".format
-        self.measures = partial(response_measures, tokens=tokens)
+        self._tokens = tokens
         self._config, self._rows = config, rows
         self._limits: dict[str, float | None] = vars(config.health)
         self._in_a_row: dict[str, int] = {
             check: 0 for check in CHECKS if any(METRIC.format(check) in row for row in rows)
         }
+
+    def measures(self, batch: RolloutBatch) -> Row:
+        """Return the metrics of a step's responses that only checks need."""
+        assert self._tokens is not None
+        return response_measures(batch, self._tokens)
 
     def examine(self, row: Row, details: Details, step: int | None = None) -> list[str]:
         """Add health/<check> to the row of each check that finds the run ill.
