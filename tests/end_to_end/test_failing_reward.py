@@ -37,7 +37,7 @@ def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
             assert 0 < row["reward/failed"] < 32
             # 32 responses: those that failed count -1, the others 1.
             assert abs(row["reward/mean"] - (32 - 2 * row["reward/failed"]) / 32) < 1e-6
-        assert "rewards failed and got -1; the first: " in output
+        assert "rewards failed and got reward.failed_score: " in output
         run.assert_nothing_left()
 
 
