@@ -39,14 +39,6 @@ class WithoutEndTokens(RolloutWorker):
         return keeping(batch, ~(is_last(batch) & is_long))
 
 
-class OnlyEndTokens(RolloutWorker):
-    """Keeps nothing but the last token."""
-
-    def _batch(self, prompts, generated):
-        batch = super()._batch(prompts, generated)
-        return keeping(batch, is_last(batch))
-
-
 class SameSeeds(RolloutWorker):
     """All samples of a prompt are the first one."""
 

@@ -42,18 +42,20 @@ def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
     """Compute shares of a step's responses, which have at least one token each.
 
     Returns:
-        response/empty_fraction: one token or none that the policy sampled.
+        response/empty_fraction: the policy sampled nothing but end tokens.
         response/unended_fraction: no end token and not truncated; null in conversations, which
             environments may end.
         response/special_fraction: special tokens other than end tokens.
         response/repeated_fraction: see `repeated`; null where prompts have one response.
     """
     responses, mask = batch.responses, batch.response_mask
-    last = responses.values[responses.lengths.cumsum(0) - 1]
+    ends = responses.lengths.cumsum(0) - 1
+    is_end = torch.isin(responses.values, tokens.ends)
+    has_text = responses.like(mask.values & ~is_end).counts() > 0
     is_special = torch.isin(responses.values, tokens.special) & mask.values
-    unended = ~torch.isin(last, tokens.ends) & ~batch.truncated
+    unended = ~is_end[ends] & ~batch.truncated
     return {
-        "response/empty_fraction": float((mask.counts() <= 1).float().mean()),
+        "response/empty_fraction": float((~has_text).float().mean()),
         "response/unended_fraction": None
         if batch.turns is not None
         else float(unended.float().mean()),
