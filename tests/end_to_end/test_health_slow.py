@@ -15,6 +15,19 @@ STRICT = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args: {mod
 LIMIT = "trainer.max_log_prob_diff=0.1"
 GRPO = ["+recipe=gsm8k_grpo", *SMALL[1:]]
 
+# Smaller steps than the recipes', and as many seeds as make fifty runs with those of
+# test_recipe_learns_slow.py, in which no check may find anything either.
+SEEDS = 5
+CLEAN = [
+    "hardware=cpu",
+    "trainer.total_steps=6",
+    "data.prompts_per_step=32",
+    "data.num_eval_problems=40",
+    "eval.every_steps=3",
+    "eval.samples=1",
+    "tracking.report=false",
+]
+
 
 def own(key, name):
     return f"{key}={PARTS}.{name}"
@@ -43,7 +56,14 @@ FAULTS = {
     "short limit": ("truncated", ["rollout.max_response_tokens=4"]),
     "end tokens are cut off": ("no_end_token", [own("rollout.worker", "WithoutEndTokens")]),
     "one seed": ("repeated_responses", [own("rollout.worker", "SameSeeds")]),
-    "two seeds": ("repeated_responses", [own("rollout.worker", "HalfTheSeeds")]),
+    "two seeds": (
+        "repeated_responses",
+        [
+            own("rollout.worker", "HalfTheSeeds"),
+            "data.prompts_per_step=32",
+            "rollout.responses_per_prompt=8",
+        ],
+    ),
     "every sample is right": (
         "collapsed_entropy",
         [own("algorithm.loss.function", "likely"), "actor.epochs=8", "actor.optim.lr=3e-3"],
@@ -76,20 +96,6 @@ FAULTS = {
         [own("rollout.worker", "SlowOnRank1"), "cluster.gpus_per_node=2"],
     ),
 }
-
-
-# Smaller steps than the recipes', and as many seeds as make fifty runs with those of
-# test_recipe_learns_slow.py, in which no check may find anything either.
-SEEDS = 5
-CLEAN = [
-    "hardware=cpu",
-    "trainer.total_steps=6",
-    "data.prompts_per_step=32",
-    "data.num_eval_problems=40",
-    "eval.every_steps=3",
-    "eval.samples=1",
-    "tracking.report=false",
-]
 
 
 @pytest.mark.slow

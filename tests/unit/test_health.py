@@ -243,10 +243,12 @@ def responses(rows, probabilities, groups):
 
 
 def test_repeated_responses_hand_worked():
-    """Two of six pairs are equal; each response has probability 1/4, so 1/4 of them would be."""
+    """Of six pairs two are equal, and 1.5 expected; two standard errors are twice the excess."""
     rows = [[1, 7], [1, 7], [2, 3, 7], [2, 3, 7]]
-    assert repeated(responses(rows, [0.25] * 4, [0] * 4)) == pytest.approx(2 / 6 - 1 / 4)
-    assert repeated(responses(rows, [0.25] * 4, [0, 0, 1, 1])) == pytest.approx(1 - 1 / 4)
+    assert repeated(responses(rows, [0.25] * 4, [0] * 4)) == pytest.approx((0.5 - 1) / 6)
+    assert repeated(responses(rows, [0.25] * 4, [0, 0, 1, 1])) == pytest.approx(
+        (1.5 - 1.5 * 2**0.5) / 2
+    )
     assert repeated(responses(rows, [0.25] * 4, [0, 1, 2, 3])) is None
 
 
@@ -257,7 +259,7 @@ def test_independent_samples_are_not_repeated_ones():
     drawn = p.multinomial(20_000, replacement=True, generator=generator).tolist()
     groups = [k // 1000 for k in range(20_000)]
     share = repeated(responses([[k] for k in drawn], p[drawn].tolist(), groups))
-    assert abs(share) < 0.01
+    assert -0.02 < share < 0
 
 
 def test_measures_of_responses_hand_worked():
@@ -267,7 +269,7 @@ def test_measures_of_responses_hand_worked():
         "response/empty_fraction": 0.25,
         "response/unended_fraction": 0.25,
         "response/special_fraction": 0.25,
-        "response/repeated_fraction": pytest.approx(-0.5),
+        "response/repeated_fraction": pytest.approx((-1 - 2 * 0.5**0.5) / 2),
     }
     cut = replace(batch, truncated=torch.tensor([False, False, False, True]))
     assert health_of().measures(cut)["response/unended_fraction"] == 0.0

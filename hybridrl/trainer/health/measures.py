@@ -1,7 +1,9 @@
 """Metrics that only health checks need: of a step's responses, and of the prompts."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -48,62 +50,46 @@ def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
         response/special_fraction: special tokens other than end tokens.
         response/repeated_fraction: see `repeated`; null where prompts have one response.
     """
-    responses, mask = batch.responses, batch.response_mask
-    ends = responses.lengths.cumsum(0) - 1
+    responses, sampled = batch.responses, batch.response_mask.values
     is_end = torch.isin(responses.values, tokens.ends)
-    has_text = responses.like(mask.values & ~is_end).counts() > 0
-    is_special = torch.isin(responses.values, tokens.special) & mask.values
-    unended = ~is_end[ends] & ~batch.truncated
+    is_special = torch.isin(responses.values, tokens.special)
+    unended = ~is_end[responses.lengths.cumsum(0) - 1] & ~batch.truncated
+    has_text, has_special = (
+        responses.like(found & sampled).counts() > 0 for found in (~is_end, is_special)
+    )
     return {
-        "response/empty_fraction": float((~has_text).float().mean()),
-        "response/unended_fraction": None
-        if batch.turns is not None
-        else float(unended.float().mean()),
-        "response/special_fraction": float(
-            (responses.like(is_special).counts() > 0).float().mean()
-        ),
+        "response/empty_fraction": _share(~has_text),
+        "response/unended_fraction": None if batch.turns is not None else _share(unended),
+        "response/special_fraction": _share(has_special),
         "response/repeated_fraction": repeated(batch),
     }
+
+
+def _share(rows: Tensor) -> float:
+    return float(rows.float().mean())
 
 
 def repeated(batch: RolloutBatch) -> float | None:
     """Compute the share of equal pairs of responses to a prompt, less the expected share.
 
     A response of probability p equals another sample with probability p, so that the mean of p
-    over the samples of a prompt estimates the share of equal pairs without bias. Independent
-    samples are near 0, copies near 1 minus their probability.
+    over the samples of a prompt estimates the share of equal pairs without bias. The result is
+    the lower end of the difference's interval of two standard errors over prompts: below 0 for
+    independent samples, up to 1 for copies.
     """
     sampled = batch.rollout_log_probs.values.where(batch.response_mask.values, 0.0)
-    log_p = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths)
+    chances = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths).exp().tolist()
     texts = [row.tobytes() for row in batch.responses.views()]
     groups: dict[int, list[int]] = {}
     for index, group in enumerate(batch.group_id.tolist()):
         groups.setdefault(group, []).append(index)
-    pairs = equal = expected = 0.0
-    chances = log_p.exp().tolist()
+    pairs, excess = 0.0, []
     for rows in groups.values():
         of_group = _pairs(len(rows))
+        equal = sum(map(_pairs, Counter(texts[row] for row in rows).values()))
+        excess.append(equal - of_group * fmean(chances[row] for row in rows))
         pairs += of_group
-        equal += sum(map(_pairs, Counter(texts[row] for row in rows).values()))
-        expected += of_group * sum(chances[row] for row in rows) / len(rows)
-    return (equal - expected) / pairs if pairs else None
-
-
-def token_details(
-    batch: RolloutBatch, updated: Callable[[], Ragged], decode: Decode
-) -> dict[str, Callable[[], str]]:
-    """Return what checks say of single tokens, by check.
-
-    `updated` returns the log-probs after the step's updates, in the real part.
-    """
-    old, reference = batch.old_log_probs, batch.ref_log_probs
-    assert old is not None
-    details = {
-        "exploded_ratio": lambda: carriers(batch, old.like(updated().values.real), old, decode)
-    }
-    if reference is not None:
-        details["exploded_kl"] = lambda: carriers(batch, old, reference, decode)
-    return details
+    return (sum(excess) - 2 * math.hypot(*excess)) / pairs if pairs else None
 
 
 def _pairs(count: int) -> float:
@@ -122,3 +108,20 @@ def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) ->
         f"{index - int(starts[row])}: {float(distance[index]):.3g} nats)"
         for index, row in tokens
     )
+
+
+def token_details(
+    batch: RolloutBatch, updated: Callable[[], Ragged], decode: Decode
+) -> dict[str, Callable[[], str]]:
+    """Return what checks say of single tokens, by check.
+
+    `updated` returns the log-probs after the step's updates, in the real part.
+    """
+    old, reference = batch.old_log_probs, batch.ref_log_probs
+    assert old is not None
+    details = {
+        "exploded_ratio": lambda: carriers(batch, old.like(updated().values.real), old, decode)
+    }
+    if reference is not None:
+        details["exploded_kl"] = lambda: carriers(batch, old, reference, decode)
+    return details
