@@ -99,6 +99,17 @@ class FrozenActor(ActorWorker):
         return metrics
 
 
+class NoisyActor(ActorWorker):
+    """Its updates end with noise on the weights."""
+
+    @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
+    def update(self, batch, step, kl_coef):
+        metrics = super().update(batch, step, kl_coef)
+        noisy = [w.detach() + 0.1 * torch.randn_like(w) for w in self.model.parameters()]
+        copy_weights(noisy, self.model.parameters())
+        return metrics
+
+
 class FollowingReference(ReferenceWorker):
     """The reference is the actor of the moment."""
 
@@ -152,11 +163,6 @@ class WildCritic(CriticWorker):
     def compute_values(self, batch):
         values = super().compute_values(batch)
         return values.like(values.values + 10 * torch.randn(len(values.values)))
-
-
-def likely(log_probs, old_log_probs, advantages, response_mask):
-    """Loss that makes every sample more likely, whatever it is worth."""
-    return -log_probs * response_mask
 
 
 def unlikely(log_probs, old_log_probs, advantages, response_mask):

@@ -64,12 +64,9 @@ FAULTS = {
             "rollout.responses_per_prompt=8",
         ],
     ),
-    "every sample is right": (
-        "collapsed_entropy",
-        [own("algorithm.loss.function", "likely"), "actor.epochs=8", "actor.optim.lr=3e-3"],
-    ),
+    "updates add noise": ("exploded_entropy", [own("actor.worker", "NoisyActor")]),
     "every sample is wrong": (
-        "exploded_entropy",
+        "collapsed_entropy",
         [own("algorithm.loss.function", "unlikely"), "actor.epochs=8", "actor.optim.lr=3e-3"],
     ),
     "another reference": ("exploded_kl", [own("ref.worker", "OtherReference")]),
