@@ -35,12 +35,9 @@ class HealthConfig(Section):
     clipped_ratio: Limit
     still_policy: Limit
     frozen_actor: Limit
-    clipped_actor_gradient: Limit
-    clipped_critic_gradient: Limit
-    no_actor_lr: Limit
-    no_critic_lr: Limit
-    skipped_actor_updates: Limit
-    skipped_critic_updates: Limit
+    clipped_gradient: Limit
+    no_learning_rate: Limit
+    skipped_updates: Limit
     blind_critic: Annotated[float | None, ANY]
     mismatch: Limit
     stale_policy: Limit

@@ -1,5 +1,6 @@
 """Judges: from a step's metrics to a sentence of evidence, or None while all is well."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -15,6 +16,7 @@ BLIND_STEPS = 20
 SOME_VARIANCE = 0.05
 # Mismatch below which kernels' rounding explains it, nats per token.
 ROUNDING = 1e-3
+ROLES = ("actor", "critic")
 SPEED = "rollout/engine_tokens_per_second_"
 
 
@@ -53,24 +55,23 @@ class Seen:
 Judge = Callable[[Seen], str | None]
 
 
-def above(metric: str, text: str) -> Judge:
-    """Judge that a metric is at most the threshold; `text` has {value} and {limit}."""
+def above(text: str, *metrics: str) -> Judge:
+    """Judge that metrics are at most the threshold; `text` has {value} and {role}, their prefix."""
+    return _comparing(operator.gt, text, metrics)
 
+
+def below(text: str, *metrics: str) -> Judge:
+    """Judge that metrics are at least the threshold; `text` is as in `above`."""
+    return _comparing(operator.lt, text, metrics)
+
+
+def _comparing(is_ill: Callable[[float, float], bool], text: str, metrics: Sequence[str]) -> Judge:
     def judge(seen: Seen) -> str | None:
-        value = seen.get(metric)
-        is_ill = value is not None and value > seen.limit
-        return text.format(value=value, limit=seen.limit) if is_ill else None
-
-    return judge
-
-
-def below(metric: str, text: str) -> Judge:
-    """Judge that a metric is at least the threshold; `text` has {value} and {limit}."""
-
-    def judge(seen: Seen) -> str | None:
-        value = seen.get(metric)
-        is_ill = value is not None and value < seen.limit
-        return text.format(value=value, limit=seen.limit) if is_ill else None
+        for metric in metrics:
+            value = seen.get(metric)
+            if value is not None and is_ill(value, seen.limit):
+                return text.format(value=value, role=metric.partition("/")[0])
+        return None
 
     return judge
 
@@ -181,19 +182,16 @@ def still_policy(seen: Seen) -> str | None:
     )
 
 
-def clipped_gradient(role: str) -> Judge:
-    """Return a judge that a role's gradient is at most some times the norm that it is cut to."""
-
-    def judge(seen: Seen) -> str | None:
+def clipped_gradient(seen: Seen) -> str | None:
+    """Judge that gradients are at most some times the norm that they are cut to."""
+    for role in ROLES:
         norm, section = seen.get(f"{role}/grad_norm"), getattr(seen.config, role)
-        if norm is None or norm <= seen.limit * section.optim.max_grad_norm:
-            return None
-        return (
-            f"the {role}'s gradient has norm {norm:.3g} and is cut to {role}.optim.max_grad_norm = "
-            f"{section.optim.max_grad_norm:g}"
-        )
-
-    return judge
+        if norm is not None and norm > seen.limit * section.optim.max_grad_norm:
+            return (
+                f"the {role}'s gradient has norm {norm:.3g} and is cut to "
+                f"{role}.optim.max_grad_norm = {section.optim.max_grad_norm:g}"
+            )
+    return None
 
 
 def blind_critic(seen: Seen) -> str | None:
