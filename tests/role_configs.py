@@ -3,13 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.algorithm_schema import (
-    AlgorithmConfig,
-    FunctionConfig,
-    KLConfig,
-    OverlongConfig,
-    RolloutCorrectionConfig,
-)
 from hybridrl.config.choices import (
     Accumulation,
     Aggregation,
@@ -34,6 +27,13 @@ from hybridrl.config.schema import (
     ReferenceConfig,
     RewardModelConfig,
     SaverConfig,
+)
+from hybridrl.config.sections.algorithm import (
+    AlgorithmConfig,
+    FunctionConfig,
+    KLConfig,
+    OverlongConfig,
+    RolloutCorrectionConfig,
 )
 
 LINEAR_LAYERS = (

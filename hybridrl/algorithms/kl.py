@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_same_shape
-from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
 from hybridrl.config.choices import KLEstimator
+from hybridrl.config.sections.algorithm import MAX_RELATIVE_KL_ERROR
 
 # exp(20) = 5e8: larger than any useful ratio, far below float32's overflow at exp(88).
 MAX_LOG_RATIO = 20.0

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.config.user_code.classes import signature_of
 from hybridrl.config.user_code.importing import try_out
 

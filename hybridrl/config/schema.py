@@ -8,7 +8,6 @@ may add keys.
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hybridrl.config.algorithm_schema import AlgorithmConfig, FunctionConfig
 from hybridrl.config.annotations import (
     BETWEEN_0_AND_1,
     CHOSEN,
@@ -38,8 +37,9 @@ from hybridrl.config.choices import (
     RewardSignature,
     SleepMode,
 )
-from hybridrl.config.data_schema import DataConfig
-from hybridrl.config.health_schema import HealthConfig
+from hybridrl.config.sections.algorithm import AlgorithmConfig, FunctionConfig
+from hybridrl.config.sections.data import DataConfig
+from hybridrl.config.sections.tracking import HealthConfig, TrackingConfig
 
 
 @dataclass(kw_only=True)
@@ -283,17 +283,6 @@ class EvalConfig(Section):
     greedy: bool
     samples: Annotated[int, at_least_one("each problem has a response")]
     rules: dict[str, FunctionConfig]
-
-
-@dataclass(kw_only=True)
-class TrackingConfig(Section):
-    """conf/tracking."""
-
-    token_samples: Annotated[int, at_least_zero("0 writes no tokens")]
-    report: bool
-    tensorboard: bool
-    wandb_project: str | None
-    mlflow_uri: str | None
 
 
 @dataclass(kw_only=True)

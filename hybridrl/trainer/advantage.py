@@ -21,10 +21,10 @@ from hybridrl.algorithms.rollout_correction import (
     mismatch_from,
     mismatch_sums,
 )
-from hybridrl.config.algorithm_schema import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
 from hybridrl.config.estimators import TENSORS, estimator_of
 from hybridrl.config.policy_losses import KEY, policy_loss_of
+from hybridrl.config.sections.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks, in_chunks, row_chunks

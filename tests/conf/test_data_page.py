@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from composing import REPO
 
-from hybridrl.config.data_schema import DataConfig, MixturePart
+from hybridrl.config.sections.data import DataConfig, MixturePart
 from hybridrl.data.sources.order import START_SHARE
 
 PAGE = (REPO / "docs" / "data.md").read_text()

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.annotations import Range
-from hybridrl.config.health_schema import HealthConfig
 from hybridrl.config.keys import leaves
 from hybridrl.config.schema_keys import fields_along
+from hybridrl.config.sections.tracking import HealthConfig
 from hybridrl.config.typed import optional_class
 from hybridrl.config.user_code.classes import BUILT_IN
 from tests.model_shapes import QWEN, REWARD_MODEL

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.config.algorithm_schema import AlgorithmConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, SETTINGS, TENSORS, estimator_of
+from hybridrl.config.sections.algorithm import AlgorithmConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.trainer.advantage import AdvantageEstimator, value_metrics
 from tests.batches import batch_of

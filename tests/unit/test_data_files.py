@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.files import Columns, Split, files_by_split, read_problems
 from hybridrl.data.sources.problem_sets import ProblemSets, load_problem_sets
 from tests.data_configs import data_config, jsonl, sums

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from hybridrl.config.health_schema import HealthConfig
 from hybridrl.config.keys import leaves
+from hybridrl.config.sections.tracking import HealthConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer

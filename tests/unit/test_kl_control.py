@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.config.algorithm_schema import KLConfig
 from hybridrl.config.choices import KLEstimator, KLPlacement
+from hybridrl.config.sections.algorithm import KLConfig
 from hybridrl.trainer.advantage import KLControl
 from tests.batches import batch_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.choices import Repeated, TooLongPrompts
-from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from tests.data_configs import data_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from hybridrl.config.algorithm_schema import FunctionConfig
+from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.controller.calls import Span
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.timing.phases import Section, Timeline

@@ -4,12 +4,12 @@ import difflib
 from collections.abc import Iterator
 from operator import attrgetter
 
-from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
 from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.sections.algorithm import MAX_RELATIVE_KL_ERROR
 
 
 def kl_problems(config: RunConfig) -> Iterator[str]:

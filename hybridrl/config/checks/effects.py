@@ -10,11 +10,11 @@ from hybridrl.config.annotations import Unusable
 from hybridrl.config.choices import Init, Layout
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.command.report import shown
-from hybridrl.config.data_schema import SOURCE_KEYS
 from hybridrl.config.estimators import SETTINGS, estimator_of, is_supervised, taking, uses_critic
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.sections.data import SOURCE_KEYS
 from hybridrl.config.user_code.classes import awaits_rewards
 
 

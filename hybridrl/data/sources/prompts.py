@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from hybridrl.config.choices import TooLongPrompts
-from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.answers import AnswerTokens
 from hybridrl.data.sources.problem_sets import (
     ProblemSets,

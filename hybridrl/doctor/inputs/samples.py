@@ -7,11 +7,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hybridrl.config.checks.reward_model import NO_REWARD
-from hybridrl.config.data_schema import DataConfig, MixturePart
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, RewardConfig, RunConfig
+from hybridrl.config.sections.data import DataConfig, MixturePart
 from hybridrl.config.user_code.tracebacks import last_frame
 from hybridrl.doctor.findings import (
     Finding,

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.choices import Init, RewardSignature
 from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import data_shards, world_size
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
 from hybridrl.rewards.calls import reward_call
 

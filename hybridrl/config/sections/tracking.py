@@ -1,4 +1,4 @@
-"""Thresholds of the health checks (trainer/health/checks.py), by their ids; null: off."""
+"""Trackers, and thresholds of the health checks (trainer/health/checks.py)."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,8 +9,19 @@ Limit = Annotated[float | None, at_least_zero("a check compares a share, count o
 
 
 @dataclass(kw_only=True)
+class TrackingConfig(Section):
+    """conf/tracking."""
+
+    token_samples: Annotated[int, at_least_zero("0 writes no tokens")]
+    report: bool
+    tensorboard: bool
+    wandb_project: str | None
+    mlflow_uri: str | None
+
+
+@dataclass(kw_only=True)
 class HealthConfig(Section):
-    """conf/health."""
+    """conf/health: thresholds by check; null turns it off."""
 
     unknown_tokens: Limit
     duplicate_prompts: Limit

@@ -1,0 +1,1 @@
+"""Sections of the typed config with many parts (schema.py has the others)."""
