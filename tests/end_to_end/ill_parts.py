@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hybridrl.data.ragged import Ragged
 from hybridrl.rewards import gsm8k
+from hybridrl.rollout.vllm_engine import EnginePart
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
@@ -74,6 +75,8 @@ class OldWeights(RolloutWorker):
     def reshard(self, version):
         if version == 0:
             self.metrics = super().reshard(version)
+        for part in EnginePart:
+            self.engine.wake(part)
         self.weight_version = version
         return self.metrics
 
