@@ -118,7 +118,7 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         _show_references(config, prompts, rewards, console)
         evaluator = _evaluator(config, prompts, rewards, stack)
         tracker = _tracker(config, run_dir, resume, stack)
-        tokens = marked_tokens(config.model, tokenizer.all_special_ids)
+        tokens = marked_tokens(config.model, tokenizer)
         health, data = Health(config, tracker.rows, tokens), dict(prompts.measures)
         for warning in health.examine(data, prompts.details):
             console.warn(warning)

@@ -2,9 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
 from hybridrl.trainer.tracking.tracker import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Tokens that are named.
 SHOWN = 3
@@ -33,11 +36,12 @@ class MarkedTokens(NamedTuple):
     special: Tensor
 
 
-def marked_tokens(model: ModelConfig, special_ids: Sequence[int]) -> MarkedTokens:
+def marked_tokens(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> MarkedTokens:
     """Return a model's end tokens and, of its tokenizer's special ones, the others."""
     ends = stop_token_ids(model_folder(model))
-    special = sorted({*special_ids} - {*ends})
-    return MarkedTokens(torch.tensor(ends), torch.tensor(special))
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
+    return MarkedTokens(torch.tensor(ends), torch.tensor(sorted(special - {*ends})))
 
 
 def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
