@@ -15,7 +15,8 @@ from hybridrl.config.command.provenance import Source, provenance_of, recipe_fil
 from hybridrl.config.command.report import shown
 from hybridrl.config.keys import leaves
 from hybridrl.config.planner.machine import GPU, Machine, Node
-from hybridrl.trainer.tracking.header import count_text
+from hybridrl.data.sources.problem_sets import left_out_text
+from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text
 from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
@@ -111,7 +112,7 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("earlier starts", ", ".join(earlier)),
         ("resumed from", str(manifest.get("resumed_from") or "")),
         ("model", f"{model.get('path')}{weights}{adapters}"),
-        *[("data", _data(data_set)) for data_set in manifest.get("data", [])],
+        *[("data", _data(DataSetSummary(**facts))) for facts in manifest.get("data", [])],
         ("method", f"{algorithm.get('advantage')} advantages, {loss}"),
         ("hardware", _machine(manifest.get("hardware", {}))),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
@@ -121,13 +122,9 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _data(facts: Mapping[str, Any]) -> str:
-    counts = f"{facts['train']:,} training, {facts['held_out']:,} held out"
-    left_out = [
-        f"{count:,} left out: {reason}" for reason, count in facts["left_out"].items() if count
-    ]
-    share = f"{facts['name']}, {count_text(100 * facts['share'])} % of the prompts, "
-    return "; ".join([f"{share if facts['name'] else ''}{facts['source']}: {counts}", *left_out])
+def _data(facts: DataSetSummary) -> str:
+    left_out = left_out_text(facts.left_out)
+    return facts.describe() + (f"; left out: {left_out}" if left_out else "")
 
 
 def _machine(facts: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ def test_the_overview_names_settings_results_and_warnings(run):
     assert facts["state"] == "finished, 40 of 40 steps"
     assert facts["time"] == "8:32 in steps, 9:20 from start to end"
     assert facts["final accuracy"] == "0.227 +- 0.040, held out, sampled"
-    assert facts["data"].endswith("400 training, 16 held out; 2 left out: longer than 192 tokens")
+    assert facts["data"].endswith("400 training, 16 held out; left out: 2 longer than 192 tokens")
     assert facts["git commit"] == "0123456789abcdef, with changes"
     assert found["settings"] == [("recipe", "gsm8k_grpo", "command line")]
     text = "The run starts anew\nfrom step 3: restart 1"
