@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, TIMELINE_FILE, read_metrics
 
 # Steps of the curves, and characters of one; longer runs show every n-th, and all evaluations.
 MIN_POINTS, MAX_POINTS, POINT_CHARACTERS = 100, 2000, 3000
@@ -195,7 +195,7 @@ def _token_columns(columns: dict[str, list[Any]]) -> Data:
 
 def _timeline(folder: Path, budget: int, notes: list[str]) -> list[Data]:
     """Read timeline.jsonl: steps spread evenly, if not all of them fit."""
-    path = folder / "timeline.jsonl"
+    path = folder / TIMELINE_FILE
     steps = [step for _, step in _json_lines(path) if "sections" in step]
     size = sum(len(str(step)) for step in steps)
     count = max(1, len(steps) * budget // size) if size > budget else len(steps)
