@@ -19,7 +19,6 @@ from hybridrl.data.sources.problem_sets import left_out_text
 from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text
-from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 
 LOG_FILE = "main.log"
 # Messages of main.log, first and last ones of more.
@@ -33,8 +32,8 @@ MESSAGE = re.compile(
 )
 
 
-def overview(folder: Path) -> dict[str, Any]:
-    """Describe a run; what is not known is left out.
+def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Describe a run with the rows of its metrics.jsonl; what is not known is left out.
 
     Returns:
         name, state, folder: of the run. facts: [(label, text)]. accuracies: [(name, before, after,
@@ -42,7 +41,6 @@ def overview(folder: Path) -> dict[str, Any]:
         value)], all. messages: [(time, level, text)]. result: numbers for the table of runs.
     """
     manifest, result = _json(folder / MANIFEST_FILE), _json(folder / RESULT_FILE)
-    rows = read_metrics(folder / METRICS_FILE)
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     steps = max((int(row.get("step") or 0) for row in rows), default=0)
     last = {name: value for row in rows for name, value in row.items() if value is not None}

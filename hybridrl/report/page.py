@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
 MAX_BYTES = 8_000_000
-# Characters of JSON that are tried first, and at least.
-FIRST_BUDGET, MIN_BUDGET = 15_000_000, 10_000
+# Characters of JSON that are read, and the smallest share of them that is tried.
+MAX_CHARACTERS, MIN_SHARE = 15_000_000, 1e-3
 RUN_FILES = (METRICS_FILE, RESULT_FILE, ".hydra")
 
 
@@ -51,25 +51,26 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
     # Imported when a report is written, not at the start of every run.
     from hybridrl.report.overview import overview
     from hybridrl.report.panels import GROUPS
-    from hybridrl.report.read import read_run
+    from hybridrl.report.read import read_run, thinned
 
-    about = [overview(folder) for folder in folders]
+    read = [read_run(folder, MAX_CHARACTERS // len(folders)) for folder in folders]
+    about = [overview(folder, run["rows"]) for folder, run in zip(folders, read, strict=True)]
     plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
-    budget = FIRST_BUDGET
+    share = 1.0
     while True:
         runs = [
             {name: facts[name] for name in ("name", "folder", "state", "result")}
             | {"settings": {key: value for key, value, _ in facts["settings"]}}
-            | read_run(folder, budget // len(folders))
-            for facts, folder in zip(about, folders, strict=True)
+            | thinned(run, share)
+            for facts, run in zip(about, read, strict=True)
         ]
         data = _pack(json.dumps({"runs": runs, "groups": GROUPS}, allow_nan=False).encode())
         notes = [run["notes"] for run in runs]
         page = _render(list(zip(about, notes, strict=True)), data, plotly)
         excess = len(page.encode()) - max_bytes
-        if excess <= 0 or budget < MIN_BUDGET:
+        if excess <= 0 or share < MIN_SHARE:
             return replace_text(path, page)
-        budget = int(budget * max(0.1, min(0.6, 1 - 1.2 * excess / len(data))))
+        share *= max(0.1, min(0.6, 1 - 1.2 * excess / len(data)))
 
 
 def write_at_end(folder: Path) -> None:

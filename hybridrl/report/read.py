@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,31 +29,70 @@ KINDS = ("training", "sampled", "greedy")
 # Columns of tokens/*.parquet that are no numbers of a token.
 TOKEN_KEYS = ("response", "position", "token_id", "token")
 
+# Kinds of records that may be thinned, and notes about numbers kept and found.
+LEFT_OUT = {
+    "responses": "Responses: {:,} of {:,}; rollouts/ has all of them.",
+    "tokens": "Tokens: {:,} of {:,} responses; tokens/ has all of them.",
+    "timeline": "Timeline: {:,} of {:,} steps; timeline.jsonl has all.",
+}
+
 Data = dict[str, Any]
 
 
 def read_run(folder: Path, budget: int) -> Data:
-    """Read metrics, responses, tokens and timeline of a run; `budget`: characters of JSON.
+    """Read the records of a run for `thinned`, at most about `budget` characters of JSON.
 
     Returns:
-        series: {metric: values}, with `step` and `wall` (seconds in steps so far).
+        rows: of metrics.jsonl, of which a page shows `points`.
         prompts: [id, prompt, question, answer]; responses: records with an index of these.
         tokens: per response its tokens, ids and a list for each quantity; timeline: per step.
-        notes: sentences about what was left out or cannot be read.
+        found: numbers of responses, tokens and timeline on disk; notes: what cannot be read.
     """
     notes: list[str] = []
-    tokens = _tokens(folder, int(budget * TOKENS), notes)
+    tokens, num_tokens = _tokens(folder, int(budget * TOKENS), notes)
     with_tokens = {(one["step"], one["response"]) for one in tokens}
-    prompts, responses = _responses(folder, int(budget * RESPONSES), with_tokens, notes)
-    points = max(MIN_POINTS, min(MAX_POINTS, budget // POINT_CHARACTERS))
+    prompts, responses, num_responses = _responses(folder, int(budget * RESPONSES), with_tokens)
+    steps = [step for _, step in _json_lines(folder / TIMELINE_FILE) if "sections" in step]
+    size = sum(len(str(step)) for step in steps)
     return {
-        "series": series(read_metrics(folder / METRICS_FILE), points, notes),
+        "rows": read_metrics(folder / METRICS_FILE),
+        "points": min(MAX_POINTS, budget // POINT_CHARACTERS),
         "prompts": prompts,
         "responses": responses,
         "tokens": tokens,
-        "timeline": _timeline(folder, int(budget * TIMELINE), notes),
+        "timeline": _evenly(steps, budget * TIMELINE / max(size, 1)),
+        "found": {"responses": num_responses, "tokens": num_tokens, "timeline": len(steps)},
         "notes": notes,
     }
+
+
+def thinned(run: Data, share: float) -> Data:
+    """Return a share, in (0, 1], of each kind of a run's records, as the page shows them.
+
+    `series` has metrics as {name: values}, with `step` and `wall` (seconds in steps so far), and
+    `notes` sentences about what was left out. Prompts without responses are None.
+    """
+    notes = [*run["notes"]]
+    curves = series(run["rows"], max(MIN_POINTS, int(run["points"] * share)), notes)
+    groups = groupby(run["responses"], key=lambda one: (one["step"], one["kind"]))
+    lists = [[*responses] for _, responses in groups]
+    kept: Data = {
+        "responses": [r for of in lists for r in of[: max(MIN_RESPONSES, int(len(of) * share))]],
+        "tokens": _evenly(run["tokens"], share),
+        "timeline": _evenly(run["timeline"], share),
+    }
+    for name, note in LEFT_OUT.items():
+        if len(kept[name]) < run["found"][name]:
+            notes.append(note.format(len(kept[name]), run["found"][name]))
+    used = {response["prompt"] for response in kept["responses"]}
+    prompts = [text if index in used else None for index, text in enumerate(run["prompts"])]
+    return {"series": curves, "prompts": prompts, **kept, "notes": notes}
+
+
+def _evenly(items: Sequence[Data], share: float) -> list[Data]:
+    """Return a share of the items, spread evenly, and at least one."""
+    count = min(len(items), max(1, int(len(items) * share)))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def series(
@@ -83,9 +123,11 @@ def number(value: Any) -> Any:
 
 
 def _responses(
-    folder: Path, budget: int, with_tokens: set[tuple[int, int]], notes: list[str]
-) -> tuple[list[Data], list[Data]]:
+    folder: Path, budget: int, with_tokens: set[tuple[int, int]]
+) -> tuple[list[Data], list[Data], int]:
     """Read rollouts/: of each file about the same number of characters, whole prompts first.
+
+    Returns prompts, responses, and how many there are on disk.
 
     Responses with recorded tokens come first, then prompts in an order that is the same in all
     files, so that a prompt that comes again is kept again.
@@ -111,9 +153,8 @@ def _responses(
                 prompts[key] = len(table)
                 table.append(_prompt(record))
             kept.append(_response(record) | {"prompt": prompts[key]})
-    if len(kept) < found:
-        notes.append(f"Responses: {len(kept):,} of {found:,}; rollouts/ has all of them.")
-    return table, sorted(kept, key=lambda record: (record["step"], KINDS.index(record["kind"])))
+    kept.sort(key=lambda record: (record["step"], KINDS.index(record["kind"])))
+    return table, kept, found
 
 
 def _order(with_tokens: set[tuple[int, int]]) -> Callable[[Data], Any]:
@@ -152,11 +193,14 @@ def clip(value: Any) -> str:
     return f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
 
 
-def _tokens(folder: Path, budget: int, notes: list[str]) -> list[Data]:
-    """Read tokens/: responses spread evenly over the recorded ones, if not all of them fit."""
+def _tokens(folder: Path, budget: int, notes: list[str]) -> tuple[list[Data], int]:
+    """Read tokens/: responses spread evenly over the recorded ones, if not all of them fit.
+
+    Returns them, and how many there are on disk.
+    """
     files = _numbered(folder / "tokens", r"step_(\d+)\.parquet")
     if not files:
-        return []
+        return [], 0
     import pyarrow
     from pyarrow import parquet
 
@@ -177,9 +221,7 @@ def _tokens(folder: Path, budget: int, notes: list[str]) -> list[Data]:
                 own = {name: column[start : start + count] for name, column in columns.items()}
                 kept.append({"step": step, "response": response, **_token_columns(own)})
             start += count
-    if len(kept) < found:
-        notes.append(f"Tokens: {len(kept):,} of {found:,} responses; tokens/ has all of them.")
-    return kept
+    return kept, found
 
 
 def _token_columns(columns: dict[str, list[Any]]) -> Data:
@@ -191,17 +233,6 @@ def _token_columns(columns: dict[str, list[Any]]) -> Data:
     }
     texts = {name: columns[name][:MAX_TOKENS] for name in ("token", "token_id")}
     return {"length": len(columns["token"]), **texts, **numbers}
-
-
-def _timeline(folder: Path, budget: int, notes: list[str]) -> list[Data]:
-    """Read timeline.jsonl: steps spread evenly, if not all of them fit."""
-    path = folder / TIMELINE_FILE
-    steps = [step for _, step in _json_lines(path) if "sections" in step]
-    size = sum(len(str(step)) for step in steps)
-    count = max(1, len(steps) * budget // size) if size > budget else len(steps)
-    if count < len(steps):
-        notes.append(f"Timeline: {count:,} of {len(steps):,} steps; timeline.jsonl has all.")
-    return [steps[index * len(steps) // count] for index in range(count)]
 
 
 def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:

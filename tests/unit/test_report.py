@@ -14,7 +14,7 @@ from hybridrl.commands.report import report
 from hybridrl.commands.running import UsageError
 from hybridrl.report.overview import messages, overview
 from hybridrl.report.page import find_folders, write_at_end, write_report
-from hybridrl.report.read import MAX_POINTS, read_run, series
+from hybridrl.report.read import MAX_POINTS, read_run, series, thinned
 from tests.run_folders import write_lines, write_run
 
 
@@ -67,7 +67,7 @@ def test_long_runs_keep_every_nth_step_and_all_evaluations():
 
 
 def test_the_overview_names_settings_results_and_warnings(run):
-    found = overview(run)
+    found = overview(run, read_run(run, 100_000)["rows"])
     facts = dict(found["facts"])
     assert facts["state"] == "finished, 40 of 40 steps"
     assert facts["time"] == "8:32 in steps, 9:20 from start to end"
@@ -96,8 +96,9 @@ def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path)
         content = file.read_bytes()
         for cut in (content[: len(content) // 2], b"", None):
             broken.unlink() if cut is None else broken.write_bytes(cut)
-            overview(folder)
-            read_run(folder, 100_000)
+            read = read_run(folder, 100_000)
+            overview(folder, read["rows"])
+            thinned(read, 0.1)
         broken.write_bytes(content)
     old = {"prompt_id": 1, "prompt": "p", "question": "q", "response": "r", "score": math.nan}
     write_lines(folder / "rollouts" / "step_10.jsonl", [old | {"length": 3}])
