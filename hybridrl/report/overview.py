@@ -132,7 +132,7 @@ def _machine(facts: Mapping[str, Any]) -> str:
 
 
 def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """List the settings of the command line and of the recipe, with their values in the run."""
+    """List settings and groups chosen on the command line or in the recipe, with their values."""
     flat = leaves(manifest.get("config", {}))
     typed = [str(text) for text in manifest.get("overrides", [])]
     values = {text.partition("=")[0].lstrip("+~"): text.partition("=")[2] for text in typed}
@@ -140,11 +140,19 @@ def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     folders = [str(conf_dir()), *manifest.get("config_dirs", [])]
     sources = [SimpleNamespace(schema="file", path=path) for path in folders]
     recipes = recipe_files({"recipe": recipe.split(",") if recipe else []}, sources)
-    found = provenance_of(typed, recipes).items()
+    groups = {  # of items such as {"override /algorithm": "grpo"}
+        key.removeprefix("override ").lstrip("/"): shown(name)
+        for file in recipes
+        for choice in file.get("defaults", [])
+        if not isinstance(choice, str)
+        for key, name in choice.items()
+    }
+    values = groups | values
+    found = dict.fromkeys(groups, Source.recipe) | provenance_of(typed, recipes)
     return [
         (key, shown(flat.get(key, values.get(key, ""))), source.name.replace("_", " "))
-        for key, source in sorted(found, key=lambda item: (-item[1], item[0]))
-        if key not in NOT_TYPED and (key in flat or source is Source.command_line)
+        for key, source in sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        if key not in NOT_TYPED and (key in flat or key in values)
     ]
 
 

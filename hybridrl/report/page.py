@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.app.runs import RESULT_FILE
+from hybridrl.config.errors import ConfigError
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.tracker import METRICS_FILE
@@ -46,6 +47,7 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
     Settings and 100 steps of the curves are always shown: hundreds of runs may take more.
 
     Raises:
+        ConfigError: plotly is not installed.
         OSError: it cannot be written; an older one is unchanged.
     """
     # Imported when a report is written, not at the start of every run.
@@ -53,9 +55,12 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
     from hybridrl.report.panels import GROUPS
     from hybridrl.report.read import read_run, thinned
 
+    try:
+        plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
+    except ModuleNotFoundError as error:
+        raise ConfigError("plotly is not installed: pip install plotly") from error
     read = [read_run(folder, MAX_CHARACTERS // len(folders)) for folder in folders]
     about = [overview(folder, run["rows"]) for folder, run in zip(folders, read, strict=True)]
-    plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
     share = 1.0
     while True:
         runs = [
@@ -80,6 +85,8 @@ def write_at_end(folder: Path) -> None:
         return
     try:
         log.info("report: %s", write_report(folders, folder / REPORT_FILE))
+    except ConfigError as error:
+        log.warning("%s could not be written: %s", folder / REPORT_FILE, error.problems[0])
     # No kind of damage to a recorded file may fail a run.
     except Exception as error:
         log.warning("%s could not be written: %r", folder / REPORT_FILE, error)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,8 @@ def test_the_overview_names_settings_results_and_warnings(run):
     assert facts["final accuracy"] == "0.227 +- 0.040, held out, sampled"
     assert facts["data"].endswith("400 training, 16 held out; left out: 2 longer than 192 tokens")
     assert facts["git commit"] == "0123456789abcdef, with changes"
-    assert found["settings"] == [("recipe", "gsm8k_grpo", "command line")]
+    recipe = ("recipe", "gsm8k_grpo", "command line")
+    assert found["settings"] == [recipe, ("algorithm", "grpo", "recipe")]
     text = "The run starts anew\nfrom step 3: restart 1"
     assert found["messages"] == [("2026-01-01 10:01:02", "WARNING", text)]
     assert found["accuracies"][0] == ("greedy", "0.200 +- 0.040", "0.227 +- 0.040", "+0.027")
@@ -106,7 +108,7 @@ def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path)
     assert record["score"] is None and record["truncated"] is None and record["parts"] == {}
 
 
-def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog):
+def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog, monkeypatch):
     write_at_end(tmp_path)  # nothing was started
     assert [*tmp_path.iterdir()] == []
     folder = tmp_path / "sweep" / "0"
@@ -116,6 +118,10 @@ def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog)
     (folder / "manifest.json").write_text('{"config": 5}')
     write_at_end(folder)
     assert "report.html could not be written" in caplog.text
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    write_at_end(folder)
+    told = f"{folder}/report.html could not be written: plotly is not installed: pip install plotly"
+    assert caplog.messages[-1] == told
     assert not (folder / "report.html").exists()
 
 
