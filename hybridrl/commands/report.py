@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from hybridrl.commands.running import UsageError, argument_parser, run_command
-from hybridrl.config.errors import ConfigError
 from hybridrl.report.page import REPORT_FILE, find_folders, write_report
 
 DESCRIPTION = """\
@@ -43,8 +42,6 @@ def report(paths: list[Path], output: Path | None) -> None:
         raise UsageError(f"-o {output} is no ordinary file.\nName another one.")
     try:
         write_report(find_folders(paths), output)
-    except ConfigError as error:
-        raise UsageError(*error.problems) from error
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error}.\nName another with -o.") from error
     sys.stdout.write(f"{output}, {output.stat().st_size / 1e6:.1f} MB\n")

@@ -20,15 +20,13 @@ from hybridrl.commands.evaluation.options import Subject
 from hybridrl.commands.running import UsageError, checkpoint_at
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.report import shown
 from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
     from hybridrl.config.schema import RunConfig
     from hybridrl.data.sources.prompts import Prompt, PromptSets
     from hybridrl.data.sources.tokenizer import Decode
-
-# Characters of a prompt that differs.
-MAX_SHOWN = 60
 
 
 class Sample(NamedTuple):
@@ -131,18 +129,14 @@ def prompts_of(recorded: Recorded, prompts: "PromptSets") -> "list[Prompt]":
     known = {prompt.prompt_id: prompt for prompt in prompts.train}
     for line in recorded.lines:
         number, was = line["prompt_id"], line["prompt"]
-        if number in known and known[number].text == was:
-            continue
-        change = "is not there any more"
-        if number in known:
-            now, where = known[number].text, known[number].where
+        now = known[number].text if number in known else "no such problem"
+        if now != was:
             at = _num_equal(was, now)
-            was, now = (repr(text[at : at + MAX_SHOWN]) for text in (was, now))
-            change = f"({where}) differs from character {at} of its prompt on: {now}, was {was}"
-        raise UsageError(
-            f"training problem {number} {change}.\nA replay needs data, tokenizer and chat "
-            f"template of the run; the data is {', '.join(s.source for s in prompts.data_sets)}."
-        )
+            raise UsageError(
+                f"{', '.join(facts.source for facts in prompts.data_sets)}: the prompt of training "
+                f"problem {number} differs from character {at} on: {shown(now[at:])}\n"
+                f"was: {shown(was[at:])}\nA replay needs data and chat template of the run."
+            )
     return [known[line["prompt_id"]] for line in recorded.lines]
 
 

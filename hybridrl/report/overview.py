@@ -44,6 +44,7 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     steps = max((int(row.get("step") or 0) for row in rows), default=0)
     last = {name: value for row in rows for name, value in row.items() if value is not None}
+    accuracy = accuracy_text(last.get("eval/accuracy"), last.get("eval/ci95"))
     config = manifest.get("config", {})
     ended = STATES.get(str(result.get("status")), "unknown")
     state = state_of(RunOnDisk(folder, manifest)) if manifest else ended
@@ -55,7 +56,7 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ("state", f"{state}, {steps} of {total or '?'} steps"),
         ("reason", str(result.get("error") or "")),
         ("time", ", ".join(times)),
-        *_accuracy_fact(last),
+        ("final accuracy", f"{accuracy}, held out, sampled" if "eval/accuracy" in last else ""),
         *_manifest_facts(manifest),
         ("folder", str(folder.resolve())),
     ]
@@ -84,14 +85,6 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _change(value: float) -> str:
     return f"{value:+.3f}" if abs(value) >= 5e-4 else "0"
-
-
-def _accuracy_fact(last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    accuracy = last.get("eval/accuracy")
-    if accuracy is None:
-        return []
-    text = accuracy_text(accuracy, last.get("eval/ci95"))
-    return [("final accuracy", f"{text}, held out, sampled")]
 
 
 def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -85,11 +85,10 @@ def write_at_end(folder: Path) -> None:
         return
     try:
         log.info("report: %s", write_report(folders, folder / REPORT_FILE))
-    except ConfigError as error:
-        log.warning("%s could not be written: %s", folder / REPORT_FILE, error.problems[0])
     # No kind of damage to a recorded file may fail a run.
     except Exception as error:
-        log.warning("%s could not be written: %r", folder / REPORT_FILE, error)
+        reason = error.problems[0] if isinstance(error, ConfigError) else repr(error)
+        log.warning("%s could not be written: %s", folder / REPORT_FILE, reason)
 
 
 def _pack(content: bytes) -> str:

@@ -7,8 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,13 +27,8 @@ RESPONSES, TOKENS, TIMELINE = 0.55, 0.35, 0.1
 KINDS = ("training", "sampled", "greedy")
 # Columns of tokens/*.parquet that are no numbers of a token.
 TOKEN_KEYS = ("response", "position", "token_id", "token")
-
-# Kinds of records that may be thinned, and notes about numbers kept and found.
-LEFT_OUT = {
-    "responses": "Responses: {:,} of {:,}; rollouts/ has all of them.",
-    "tokens": "Tokens: {:,} of {:,} responses; tokens/ has all of them.",
-    "timeline": "Timeline: {:,} of {:,} steps; timeline.jsonl has all.",
-}
+# Fields of a prompt.
+PROMPT = ("id", "prompt", "question", "answer")
 
 Data = dict[str, Any]
 
@@ -44,24 +38,21 @@ def read_run(folder: Path, budget: int) -> Data:
 
     Returns:
         rows: of metrics.jsonl, of which a page shows `points`.
-        prompts: [id, prompt, question, answer]; responses: records with an index of these.
-        tokens: per response its tokens, ids and a list for each quantity; timeline: per step.
-        found: numbers of responses, tokens and timeline on disk; notes: what cannot be read.
+        responses: a list of each file, those to keep first. timeline: per step.
+        tokens: per response its tokens, ids and a list for each quantity.
+        found: numbers of responses, tokens and timeline on disk. notes: what cannot be read.
     """
-    notes: list[str] = []
-    tokens, num_tokens = _tokens(folder, int(budget * TOKENS), notes)
-    with_tokens = {(one["step"], one["response"]) for one in tokens}
-    prompts, responses, num_responses = _responses(folder, int(budget * RESPONSES), with_tokens)
+    found, notes = Counter[str](), list[str]()
+    tokens = _tokens(folder, budget * TOKENS, found, notes)
     steps = [step for _, step in _json_lines(folder / TIMELINE_FILE) if "sections" in step]
-    size = sum(len(str(step)) for step in steps)
+    found["timeline"], size = len(steps), sum(len(str(step)) for step in steps)
     return {
         "rows": read_metrics(folder / METRICS_FILE),
         "points": min(MAX_POINTS, budget // POINT_CHARACTERS),
-        "prompts": prompts,
-        "responses": responses,
+        "responses": _responses(folder, budget * RESPONSES, tokens, found),
         "tokens": tokens,
         "timeline": _evenly(steps, budget * TIMELINE / max(size, 1)),
-        "found": {"responses": num_responses, "tokens": num_tokens, "timeline": len(steps)},
+        "found": found,
         "notes": notes,
     }
 
@@ -69,24 +60,28 @@ def read_run(folder: Path, budget: int) -> Data:
 def thinned(run: Data, share: float) -> Data:
     """Return a share, in (0, 1], of each kind of a run's records, as the page shows them.
 
-    `series` has metrics as {name: values}, with `step` and `wall` (seconds in steps so far), and
-    `notes` sentences about what was left out. Prompts without responses are None.
+    `series` has metrics as {name: values}, with `step` and `wall` (seconds in steps so far);
+    responses have indices of `prompts`; `notes` are sentences about what was left out.
     """
     notes = [*run["notes"]]
     curves = series(run["rows"], max(MIN_POINTS, int(run["points"] * share)), notes)
-    groups = groupby(run["responses"], key=lambda one: (one["step"], one["kind"]))
-    lists = [[*responses] for _, responses in groups]
-    kept: Data = {
-        "responses": [r for of in lists for r in of[: max(MIN_RESPONSES, int(len(of) * share))]],
+    prompts: dict[Any, int] = {}
+    responses = [
+        record | {"prompt": prompts.setdefault(record["prompt"], len(prompts))}
+        for of_file in run["responses"]
+        for record in of_file[: max(MIN_RESPONSES, int(len(of_file) * share))]
+    ]
+    kept = {
+        "responses": sorted(responses, key=lambda one: (one["step"], KINDS.index(one["kind"]))),
         "tokens": _evenly(run["tokens"], share),
         "timeline": _evenly(run["timeline"], share),
     }
-    for name, note in LEFT_OUT.items():
-        if len(kept[name]) < run["found"][name]:
-            notes.append(note.format(len(kept[name]), run["found"][name]))
-    used = {response["prompt"] for response in kept["responses"]}
-    prompts = [text if index in used else None for index, text in enumerate(run["prompts"])]
-    return {"series": curves, "prompts": prompts, **kept, "notes": notes}
+    for name, records in kept.items():
+        if len(records) < run["found"][name]:
+            every = f"{run['found'][name]:,}; the folder has all of them"
+            notes.append(f"{name.capitalize()}: {len(records):,} of {every}.")
+    texts = [dict(zip(PROMPT, prompt, strict=True)) for prompt in prompts]
+    return {"series": curves, "prompts": texts, **kept, "notes": notes}
 
 
 def _evenly(items: Sequence[Data], share: float) -> list[Data]:
@@ -123,51 +118,35 @@ def number(value: Any) -> Any:
 
 
 def _responses(
-    folder: Path, budget: int, with_tokens: set[tuple[int, int]]
-) -> tuple[list[Data], list[Data], int]:
+    folder: Path, budget: float, tokens: Sequence[Data], found: Counter[str]
+) -> list[list[Data]]:
     """Read rollouts/: of each file about the same number of characters, whole prompts first.
-
-    Returns prompts, responses, and how many there are on disk.
 
     Responses with recorded tokens come first, then prompts in an order that is the same in all
     files, so that a prompt that comes again is kept again.
     """
+    with_tokens = {("training", one["step"], one["response"]) for one in tokens}
+
+    def order(record: Data) -> Any:
+        has_tokens = (record["kind"], record["step"], record["k"]) in with_tokens
+        return not has_tokens, crc32(str(record.get("prompt_id")).encode()), record["k"]
+
     files = _numbered(folder / "rollouts", r"(?:eval_)?step_(\d+)\.jsonl")
-    prompts: dict[tuple[Any, Any], int] = {}
-    table: list[Data] = []
-    kept: list[Data] = []
-    found = 0
+    kept: list[list[Data]] = []
     for step, path in files:
         kind = "sampled" if path.name.startswith("eval") else "training"
         records = [
             {"kind": kind, **record, "step": step, "k": k} for k, record in _json_lines(path)
         ]
-        found += len(records)
-        left = budget // len(files)
-        for index, record in enumerate(sorted(records, key=_order(with_tokens))):
+        found["responses"] += len(records)
+        left = budget / len(files)
+        kept.append([])
+        for index, record in enumerate(sorted(records, key=order)):
             left -= min(len(str(record)), 2 * MAX_TEXT)
             if left < 0 and index >= MIN_RESPONSES:
                 break
-            key = (record.get("prompt_id"), record.get("prompt"))
-            if key not in prompts:
-                prompts[key] = len(table)
-                table.append(_prompt(record))
-            kept.append(_response(record) | {"prompt": prompts[key]})
-    kept.sort(key=lambda record: (record["step"], KINDS.index(record["kind"])))
-    return table, kept, found
-
-
-def _order(with_tokens: set[tuple[int, int]]) -> Callable[[Data], Any]:
-    def order(record: Data) -> Any:
-        has_tokens = record["kind"] == "training" and (record["step"], record["k"]) in with_tokens
-        return not has_tokens, crc32(str(record.get("prompt_id")).encode()), record["k"]
-
-    return order
-
-
-def _prompt(record: Mapping[str, Any]) -> Data:
-    texts = {name: clip(record.get(name)) for name in ("prompt", "question", "answer")}
-    return {"id": record.get("prompt_id"), **texts}
+            kept[-1].append(_response(record))
+    return kept
 
 
 def _response(record: Mapping[str, Any]) -> Data:
@@ -175,6 +154,7 @@ def _response(record: Mapping[str, Any]) -> Data:
     parts, turns = record.get("parts"), record.get("turns")
     return {
         **{name: record.get(name) for name in same},
+        "prompt": (record.get("prompt_id"), *(clip(record.get(name)) for name in PROMPT[1:])),
         "text": clip(record.get("response")),
         "score": number(record.get("score")),
         "length": number(record.get("length")),
@@ -193,19 +173,16 @@ def clip(value: Any) -> str:
     return f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
 
 
-def _tokens(folder: Path, budget: int, notes: list[str]) -> tuple[list[Data], int]:
-    """Read tokens/: responses spread evenly over the recorded ones, if not all of them fit.
-
-    Returns them, and how many there are on disk.
-    """
+def _tokens(folder: Path, budget: float, found: Counter[str], notes: list[str]) -> list[Data]:
+    """Read tokens/: responses spread evenly over the recorded ones, if not all of them fit."""
     files = _numbered(folder / "tokens", r"step_(\d+)\.parquet")
     if not files:
-        return [], 0
+        return []
     import pyarrow
     from pyarrow import parquet
 
     kept: list[Data] = []
-    used = found = 0
+    used = 0
     for done, (step, path) in enumerate(files, start=1):
         try:
             columns = parquet.read_table(path).to_pydict()
@@ -214,14 +191,14 @@ def _tokens(folder: Path, budget: int, notes: list[str]) -> tuple[list[Data], in
             continue
         start = 0
         for response, count in Counter(columns["response"]).items():
-            found += 1
+            found["tokens"] += 1
             size = min(count, MAX_TOKENS) * TOKEN_CHARACTERS
             if used + size <= budget * done / len(files) or not kept:
                 used += size
                 own = {name: column[start : start + count] for name, column in columns.items()}
                 kept.append({"step": step, "response": response, **_token_columns(own)})
             start += count
-    return kept, found
+    return kept
 
 
 def _token_columns(columns: dict[str, list[Any]]) -> Data:

@@ -76,7 +76,7 @@ def test_a_response_is_read_with_its_tokens_if_they_are_there(tmp_path):
 
 
 def test_a_problem_that_has_changed_is_named_with_what_differs():
-    known = [Prompt(k, [1], f"<user> {k}+1?", "q", {}, {}, where=f"a.jsonl:{k}") for k in (0, 1)]
+    known = [Prompt(k, [1], f"<user> {k}+1?", "q", {}, {}) for k in (0, 1)]
     prompts = PromptSets(known, [], [DataSetSummary("", "a.jsonl", 1.0, 2, 0)])
 
     def found(number, text):
@@ -84,10 +84,12 @@ def test_a_problem_that_has_changed_is_named_with_what_differs():
         return prompts_of(Recorded(1, 0, [line], None), prompts)
 
     assert found(1, "<user> 1+1?") == [known[1]]
-    differs = r"problem 1 \(a.jsonl:1\) differs from character 9 .*: '1\?', was '2\?'"
+    differs = r"a.jsonl: .* problem 1 differs from character 9 on: 1\?\n +was: 2\?"
     with pytest.raises(UsageError, match=differs):
         found(1, "<user> 1+2?")
-    with pytest.raises(UsageError, match=r"problem 2 is not there any more.\n.*data is a.jsonl\."):
+    with pytest.raises(
+        UsageError, match=r"problem 2 differs from character 0 on: no such problem\n"
+    ):
         found(2, "<user> 2+1?")
 
 

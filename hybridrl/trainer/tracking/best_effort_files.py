@@ -37,11 +37,7 @@ class JsonLines:
         return len(self._waiting)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write the waiting rows and this one; after an error, which is logged, all of them wait.
-
-        Raises:
-            ValueError: a number is not finite.
-        """
+        """Write the waiting rows and this one; after an error, which is logged, all of them wait."""
         self._waiting.append(_line(row))
         self._write()
         if len(self._waiting) == 1:
