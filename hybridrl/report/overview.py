@@ -160,13 +160,9 @@ def messages(path: Path) -> list[tuple[str, str, str]]:
         elif found:
             found[-1][2] += f"\n{line}"
     said = [(time, level, text) for time, level, text in found if level not in ("DEBUG", "INFO")]
-    return _ends(said)
-
-
-def _ends(said: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     more, half = len(said) - MAX_MESSAGES, MAX_MESSAGES // 2
     if more <= 0:
-        return [*said]
+        return said
     return [*said[:half], ("", "", f"... {more} more in {LOG_FILE}"), *said[-half:]]
 
 

@@ -28,7 +28,7 @@ KINDS = ("training", "sampled", "greedy")
 # Columns of tokens/*.parquet that are no numbers of a token.
 TOKEN_KEYS = ("response", "position", "token_id", "token")
 # Fields of a prompt.
-PROMPT = ("id", "prompt", "question", "answer")
+PROMPT = ("prompt", "question", "answer")
 
 Data = dict[str, Any]
 
@@ -154,7 +154,7 @@ def _response(record: Mapping[str, Any]) -> Data:
     parts, turns = record.get("parts"), record.get("turns")
     return {
         **{name: record.get(name) for name in same},
-        "prompt": (record.get("prompt_id"), *(clip(record.get(name)) for name in PROMPT[1:])),
+        "prompt": tuple(clip(record.get(name)) for name in PROMPT),
         "text": clip(record.get("response")),
         "score": number(record.get("score")),
         "length": number(record.get("length")),

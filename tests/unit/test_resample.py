@@ -87,9 +87,7 @@ def test_a_problem_that_has_changed_is_named_with_what_differs():
     differs = r"a.jsonl: .* problem 1 differs from character 9 on: 1\?\n +was: 2\?"
     with pytest.raises(UsageError, match=differs):
         found(1, "<user> 1+2?")
-    with pytest.raises(
-        UsageError, match=r"problem 2 differs from character 0 on: no such problem\n"
-    ):
+    with pytest.raises(UsageError, match=r"problem 2 .* from character 0 on: no such problem"):
         found(2, "<user> 2+1?")
 
 

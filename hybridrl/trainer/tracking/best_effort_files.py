@@ -37,7 +37,7 @@ class JsonLines:
         return len(self._waiting)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write the waiting rows and this one; after an error, which is logged, all of them wait."""
+        """Write the waiting rows and this one; after an error, which is logged, all wait."""
         self._waiting.append(_line(row))
         self._write()
         if len(self._waiting) == 1:
