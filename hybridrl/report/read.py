@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -132,20 +133,17 @@ def _responses(
         return not has_tokens, crc32(str(record.get("prompt_id")).encode()), record["k"]
 
     files = _numbered(folder / "rollouts", r"(?:eval_)?step_(\d+)\.jsonl")
-    kept: list[list[Data]] = []
+    kept = []
     for step, path in files:
         kind = "sampled" if path.name.startswith("eval") else "training"
         records = [
             {"kind": kind, **record, "step": step, "k": k} for k, record in _json_lines(path)
         ]
         found["responses"] += len(records)
-        left = budget / len(files)
-        kept.append([])
-        for index, record in enumerate(sorted(records, key=order)):
-            left -= min(len(str(record)), 2 * MAX_TEXT)
-            if left < 0 and index >= MIN_RESPONSES:
-                break
-            kept[-1].append(_response(record))
+        records.sort(key=order)
+        sizes = accumulate(min(len(str(record)), 2 * MAX_TEXT) for record in records)
+        fitting = [*takewhile(lambda size: size <= budget / len(files), sizes)]
+        kept.append([*map(_response, records[: max(MIN_RESPONSES, len(fitting))])])
     return kept
 
 
