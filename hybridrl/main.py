@@ -62,6 +62,7 @@ from hybridrl.config.user_code.classes import callback_class
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
+from hybridrl.controller.signals import preemption_behind
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.report.page import write_at_end
 from hybridrl.trainer.errors import RunStopped
@@ -152,7 +153,7 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         error_text, code = f"{type(error).__name__}: {error}", EXIT_FAILED
     except KeyboardInterrupt as error:  # also Interrupted, which Ray may reduce to it
-        end("stopped", error=str(error))
+        end("stopped", error=str(preemption_behind(error) or error))
         raise
     else:
         known = metric if math.isfinite(metric) else None

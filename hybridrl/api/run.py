@@ -32,6 +32,7 @@ from hybridrl.config.links import restore_links
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.output import lossy_text
+from hybridrl.controller.signals import preemption_behind
 from hybridrl.main import prepare
 from hybridrl.report.page import write_at_end
 
@@ -244,20 +245,20 @@ def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
 def _recorded(run: _Run) -> Iterator[None]:
     """Write how the run ends, for `hybridrl runs`, and its report; nothing of a refused one."""
     assert run.prepared is not None
-    start, status = time.time(), "failed"
+    start, status, error = time.time(), "failed", ""
     try:
         yield
         status = "ok"
     except ConfigError:
         status = ""
         raise
-    except KeyboardInterrupt:  # also Interrupted
-        status = "stopped"
+    except KeyboardInterrupt as stopped:  # also Interrupted
+        status, error = "stopped", str(preemption_behind(stopped) or stopped)
         raise
     finally:
         if status:
             seconds, accuracy = time.time() - start, progress(run.folder).accuracy
-            JobResult(0, [], status, accuracy, seconds, str(run.folder)).write()
+            JobResult(0, [], status, accuracy, seconds, str(run.folder), error).write()
             if run.prepared.checked.result.config.tracking.report:
                 write_at_end(run.folder)
 

@@ -1,7 +1,6 @@
 """Process of a command: setup, signals, exit codes."""
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,12 +51,9 @@ def exit_codes() -> Iterator[None]:
         sys.exit(EXIT_FAILED)
     except Interrupted as error:
         preempted = preemption_behind(error)
-        name = signal.Signals((preempted or error).signum).name
-        if preempted is not None and preempted.checkpoint is not None:
-            sys.stderr.write(f"Stopped by {name}; resume from {preempted.checkpoint}\n")
-            sys.exit(EXIT_PREEMPTED)
-        sys.stderr.write(f"Stopped by {name}\n")
-        sys.exit(128 + error.signum)
+        sys.stderr.write(f"{preempted or error}\n")
+        has_checkpoint = preempted is not None and preempted.checkpoint is not None
+        sys.exit(EXIT_PREEMPTED if has_checkpoint else 128 + error.signum)
 
 
 def show_problems(error: ConfigError) -> None:

@@ -5,6 +5,7 @@ The weights are those of the checkpoint of the step before; prompt, seed and lim
 
 import json
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import takewhile
@@ -19,11 +20,12 @@ from hybridrl.commands.evaluation.options import Subject
 from hybridrl.commands.running import UsageError, checkpoint_at
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.report import shown
 from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
     from hybridrl.config.schema import RunConfig
-    from hybridrl.data.sources.prompts import PromptSets
+    from hybridrl.data.sources.prompts import Prompt, PromptSets
     from hybridrl.data.sources.tokenizer import Decode
 
 
@@ -74,6 +76,7 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
     config = examined.config
     model_folder(config.model)
     prompts = check_data(examined)
+    asked = prompts_of(recorded, prompts)
     # Heavy imports follow the checks.
     from hybridrl.controller.ray.runtime import ray_runtime
     from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
@@ -83,7 +86,7 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
     with ray_runtime(config.cluster, config.hardware.accelerator):
         config.model.path = absolute_path(config.model.path)
         decode = decoder(load_tokenizer(config.model.path))
-        sample = _sampled(config, prompts, recorded, checkpoint, engines, decode)
+        sample = _sampled(config, prompts, recorded, asked, checkpoint, engines, decode)
     same, text = compared(recorded, sample, decode)
     return same, f"response {response} of step {step}: {text}"
 
@@ -121,10 +124,27 @@ def checkpoint_before(run_dir: Path, step: int) -> Path | None:
     )
 
 
+def prompts_of(recorded: Recorded, prompts: "PromptSets") -> "list[Prompt]":
+    """Return the prompt of each line; UsageError if one is no longer that of the run."""
+    known = {prompt.prompt_id: prompt for prompt in prompts.train}
+    for line in recorded.lines:
+        number, was = line["prompt_id"], line["prompt"]
+        now = known[number].text if number in known else "no such problem"
+        if now != was:
+            at = _num_equal(was, now)
+            raise UsageError(
+                f"{', '.join(facts.source for facts in prompts.data_sets)}: the prompt of training "
+                f"problem {number} differs from character {at} on: {shown(now[at:])}\n"
+                f"was: {shown(was[at:])}\nA replay needs data and chat template of the run."
+            )
+    return [known[line["prompt_id"]] for line in recorded.lines]
+
+
 def _sampled(
     config: "RunConfig",
     prompts: "PromptSets",
     recorded: Recorded,
+    asked: "Sequence[Prompt]",
     checkpoint: Path | None,
     engines: int,
     decode: "Decode",
@@ -142,12 +162,11 @@ def _sampled(
     from hybridrl.trainer.state import read_state
 
     each, number = config.rollout.responses_per_prompt, recorded.line["prompt_id"]
-    known = {prompt.prompt_id: prompt for prompt in prompts.train}
     lengths = ResponseLengths()
     if checkpoint is not None:
         lengths = ResponseLengths.restored(read_state(checkpoint).lengths)
     request = request_of(
-        [known[line["prompt_id"]] for line in recorded.lines[::each]],
+        asked[::each],
         recorded.step,
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
@@ -180,11 +199,16 @@ def compared(recorded: Recorded, found: Sample, decode: "Decode") -> tuple[bool,
         return False, f"its text differs from token {equal} on: {texts[-1]!r}, was {text!r}"
     ids, log_probs = recorded.sample
     if ids != found.ids:
-        pairs = zip(ids, found.ids, strict=False)
-        equal = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        equal = _num_equal(ids, found.ids)
         was, now = (decode([part[equal : equal + 1]])[0] for part in (ids, found.ids))
         return False, f"differs first at token {equal}: {now!r}, was {was!r}"
     numbers = zip(log_probs, found.log_probs, strict=True)
     far = max(abs(was - now) for was, now in numbers if was is not None and now is not None)
     bits = "are the same to the bit" if far == 0 else f"differ by up to {far:.3g} nats"
     return True, f"the same {len(ids)} tokens; their log-probs {bits}"
+
+
+def _num_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of equal elements at the beginning."""
+    pairs = zip(one, other, strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])

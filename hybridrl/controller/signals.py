@@ -33,7 +33,7 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
     def __str__(self) -> str:
-        return f"interrupted by {signal.Signals(self.signum).name}"
+        return f"Stopped by {signal.Signals(self.signum).name}"
 
 
 @contextmanager
@@ -91,6 +91,9 @@ class Preempted(Interrupted):
     def __init__(self, signum: int, checkpoint: Path | None) -> None:
         super().__init__(signum)
         self.checkpoint = checkpoint
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"; resume from {self.checkpoint}" if self.checkpoint else "")
 
 
 def preemption_behind(error: BaseException | None) -> Preempted | None:

@@ -15,10 +15,10 @@ from hybridrl.config.command.provenance import Source, provenance_of, recipe_fil
 from hybridrl.config.command.report import shown
 from hybridrl.config.keys import leaves
 from hybridrl.config.planner.machine import GPU, Machine, Node
-from hybridrl.trainer.tracking.header import count_text
+from hybridrl.data.sources.problem_sets import left_out_text
+from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text
-from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 
 LOG_FILE = "main.log"
 # Messages of main.log, first and last ones of more.
@@ -34,8 +34,8 @@ MESSAGE = re.compile(
 )
 
 
-def overview(folder: Path) -> dict[str, Any]:
-    """Describe a run; what is not known is left out.
+def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Describe a run with the rows of its metrics.jsonl; what is not known is left out.
 
     Returns:
         name, state, folder: of the run. facts: [(label, text)]. accuracies: [(name, before, after,
@@ -44,10 +44,11 @@ def overview(folder: Path) -> dict[str, Any]:
         [(time, level, text)], others. result: numbers for the table of runs.
     """
     manifest, result = _json(folder / MANIFEST_FILE), _json(folder / RESULT_FILE)
-    rows, said = read_metrics(folder / METRICS_FILE), read_messages(folder / LOG_FILE)
+    said = read_messages(folder / LOG_FILE)
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     steps = max((int(row.get("step") or 0) for row in rows), default=0)
     last = {name: value for row in rows for name, value in row.items() if value is not None}
+    accuracy = accuracy_text(last.get("eval/accuracy"), last.get("eval/ci95"))
     config = manifest.get("config", {})
     ended = STATES.get(str(result.get("status")), "unknown")
     state = state_of(RunOnDisk(folder, manifest)) if manifest else ended
@@ -59,7 +60,7 @@ def overview(folder: Path) -> dict[str, Any]:
         ("state", f"{state}, {steps} of {total or '?'} steps"),
         ("reason", str(result.get("error") or "")),
         ("time", ", ".join(times)),
-        *_accuracy_fact(last),
+        ("final accuracy", f"{accuracy}, held out, sampled" if "eval/accuracy" in last else ""),
         *_manifest_facts(manifest),
         ("folder", str(folder.resolve())),
     ]
@@ -91,14 +92,6 @@ def _change(value: float) -> str:
     return f"{value:+.3f}" if abs(value) >= 5e-4 else "0"
 
 
-def _accuracy_fact(last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    accuracy = last.get("eval/accuracy")
-    if accuracy is None:
-        return []
-    text = accuracy_text(accuracy, last.get("eval/ci95"))
-    return [("final accuracy", f"{text}, held out, sampled")]
-
-
 def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Describe model, data, machine, software and starts of a run."""
     if not manifest:
@@ -115,7 +108,7 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("earlier starts", ", ".join(earlier)),
         ("resumed from", str(manifest.get("resumed_from") or "")),
         ("model", f"{model.get('path')}{weights}{adapters}"),
-        *[("data", _data(data_set)) for data_set in manifest.get("data", [])],
+        *[("data", _data(DataSetSummary(**facts))) for facts in manifest.get("data", [])],
         ("method", f"{algorithm.get('advantage')} advantages, {loss}"),
         ("hardware", _machine(manifest.get("hardware", {}))),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
@@ -125,13 +118,9 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _data(facts: Mapping[str, Any]) -> str:
-    counts = f"{facts['train']:,} training, {facts['held_out']:,} held out"
-    left_out = [
-        f"{count:,} left out: {reason}" for reason, count in facts["left_out"].items() if count
-    ]
-    share = f"{facts['name']}, {count_text(100 * facts['share'])} % of the prompts, "
-    return "; ".join([f"{share if facts['name'] else ''}{facts['source']}: {counts}", *left_out])
+def _data(facts: DataSetSummary) -> str:
+    left_out = left_out_text(facts.left_out)
+    return facts.describe() + (f"; left out: {left_out}" if left_out else "")
 
 
 def _machine(facts: Mapping[str, Any]) -> str:
@@ -141,7 +130,7 @@ def _machine(facts: Mapping[str, Any]) -> str:
 
 
 def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """List the settings of the command line and of the recipe, with their values in the run."""
+    """List settings and groups chosen on the command line or in the recipe, with their values."""
     flat = leaves(manifest.get("config", {}))
     typed = [str(text) for text in manifest.get("overrides", [])]
     values = {text.partition("=")[0].lstrip("+~"): text.partition("=")[2] for text in typed}
@@ -149,11 +138,19 @@ def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     folders = [str(conf_dir()), *manifest.get("config_dirs", [])]
     sources = [SimpleNamespace(schema="file", path=path) for path in folders]
     recipes = recipe_files({"recipe": recipe.split(",") if recipe else []}, sources)
-    found = provenance_of(typed, recipes).items()
+    groups = {  # of items such as {"override /algorithm": "grpo"}
+        key.removeprefix("override ").lstrip("/"): shown(name)
+        for file in recipes
+        for choice in file.get("defaults", [])
+        if not isinstance(choice, str)
+        for key, name in choice.items()
+    }
+    values = groups | values
+    found = dict.fromkeys(groups, Source.recipe) | provenance_of(typed, recipes)
     return [
         (key, shown(flat.get(key, values.get(key, ""))), source.name.replace("_", " "))
-        for key, source in sorted(found, key=lambda item: (-item[1], item[0]))
-        if key not in NOT_TYPED and (key in flat or source is Source.command_line)
+        for key, source in sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        if key not in NOT_TYPED and (key in flat or key in values)
     ]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.app.runs import RESULT_FILE
+from hybridrl.config.errors import ConfigError
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.tracker import METRICS_FILE
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
 MAX_BYTES = 8_000_000
-# Characters of JSON that are tried first, and at least.
-FIRST_BUDGET, MIN_BUDGET = 15_000_000, 10_000
+# Characters of JSON that are read, and the smallest share of them that is tried.
+MAX_CHARACTERS, MIN_SHARE = 15_000_000, 1e-3
 RUN_FILES = (METRICS_FILE, RESULT_FILE, ".hydra")
 
 
@@ -46,30 +47,35 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
     Settings and 100 steps of the curves are always shown: hundreds of runs may take more.
 
     Raises:
+        ConfigError: plotly is not installed.
         OSError: it cannot be written; an older one is unchanged.
     """
     # Imported when a report is written, not at the start of every run.
     from hybridrl.report.overview import overview
     from hybridrl.report.panels import GROUPS
-    from hybridrl.report.read import read_run
+    from hybridrl.report.read import read_run, thinned
 
-    about = [overview(folder) for folder in folders]
-    plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
-    budget = FIRST_BUDGET
+    try:
+        plotly = _pack((files("plotly") / "package_data" / "plotly.min.js").read_bytes())
+    except ModuleNotFoundError as error:
+        raise ConfigError("plotly is not installed: pip install plotly") from error
+    read = [read_run(folder, MAX_CHARACTERS // len(folders)) for folder in folders]
+    about = [overview(folder, run["rows"]) for folder, run in zip(folders, read, strict=True)]
+    share = 1.0
     while True:
         runs = [
             {name: facts[name] for name in ("name", "folder", "state", "result")}
             | {"settings": {key: value for key, value, _ in facts["settings"]}}
-            | read_run(folder, budget // len(folders))
-            for facts, folder in zip(about, folders, strict=True)
+            | thinned(run, share)
+            for facts, run in zip(about, read, strict=True)
         ]
         data = _pack(json.dumps({"runs": runs, "groups": GROUPS}, allow_nan=False).encode())
         notes = [run["notes"] for run in runs]
         page = _render(list(zip(about, notes, strict=True)), data, plotly)
         excess = len(page.encode()) - max_bytes
-        if excess <= 0 or budget < MIN_BUDGET:
+        if excess <= 0 or share < MIN_SHARE:
             return replace_text(path, page)
-        budget = int(budget * max(0.1, min(0.6, 1 - 1.2 * excess / len(data))))
+        share *= max(0.1, min(0.6, 1 - 1.2 * excess / len(data)))
 
 
 def write_at_end(folder: Path) -> None:
@@ -81,7 +87,8 @@ def write_at_end(folder: Path) -> None:
         log.info("report: %s", write_report(folders, folder / REPORT_FILE))
     # No kind of damage to a recorded file may fail a run.
     except Exception as error:
-        log.warning("%s could not be written: %r", folder / REPORT_FILE, error)
+        reason = error.problems[0] if isinstance(error, ConfigError) else repr(error)
+        log.warning("%s could not be written: %s", folder / REPORT_FILE, reason)
 
 
 def _pack(content: bytes) -> str:

@@ -7,12 +7,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, TIMELINE_FILE, read_metrics
 
 # Steps of the curves, and characters of one; longer runs show every n-th, and all evaluations.
 MIN_POINTS, MAX_POINTS, POINT_CHARACTERS = 100, 2000, 3000
@@ -27,32 +28,67 @@ RESPONSES, TOKENS, TIMELINE = 0.55, 0.35, 0.1
 KINDS = ("training", "sampled", "greedy")
 # Columns of tokens/*.parquet that are no numbers of a token.
 TOKEN_KEYS = ("response", "position", "token_id", "token")
+# Fields of a prompt.
+PROMPT = ("prompt", "question", "answer")
 
 Data = dict[str, Any]
 
 
 def read_run(folder: Path, budget: int) -> Data:
-    """Read metrics, responses, tokens and timeline of a run; `budget`: characters of JSON.
+    """Read the records of a run for `thinned`, at most about `budget` characters of JSON.
 
     Returns:
-        series: {metric: values}, with `step` and `wall` (seconds in steps so far).
-        prompts: [id, prompt, question, answer]; responses: records with an index of these.
-        tokens: per response its tokens, ids and a list for each quantity; timeline: per step.
-        notes: sentences about what was left out or cannot be read.
+        rows: of metrics.jsonl, of which a page shows `points`.
+        responses: a list of each file, those to keep first. timeline: per step.
+        tokens: per response its tokens, ids and a list for each quantity.
+        found: numbers of responses, tokens and timeline on disk. notes: what cannot be read.
     """
-    notes: list[str] = []
-    tokens = _tokens(folder, int(budget * TOKENS), notes)
-    with_tokens = {(one["step"], one["response"]) for one in tokens}
-    prompts, responses = _responses(folder, int(budget * RESPONSES), with_tokens, notes)
-    points = max(MIN_POINTS, min(MAX_POINTS, budget // POINT_CHARACTERS))
+    found, notes = Counter[str](), list[str]()
+    tokens = _tokens(folder, budget * TOKENS, found, notes)
+    steps = [step for _, step in _json_lines(folder / TIMELINE_FILE) if "sections" in step]
+    found["timeline"], size = len(steps), sum(len(str(step)) for step in steps)
     return {
-        "series": series(read_metrics(folder / METRICS_FILE), points, notes),
-        "prompts": prompts,
-        "responses": responses,
+        "rows": read_metrics(folder / METRICS_FILE),
+        "points": min(MAX_POINTS, budget // POINT_CHARACTERS),
+        "responses": _responses(folder, budget * RESPONSES, tokens, found),
         "tokens": tokens,
-        "timeline": _timeline(folder, int(budget * TIMELINE), notes),
+        "timeline": _evenly(steps, budget * TIMELINE / max(size, 1)),
+        "found": found,
         "notes": notes,
     }
+
+
+def thinned(run: Data, share: float) -> Data:
+    """Return a share, in (0, 1], of each kind of a run's records, as the page shows them.
+
+    `series` has metrics as {name: values}, with `step` and `wall` (seconds in steps so far);
+    responses have indices of `prompts`; `notes` are sentences about what was left out.
+    """
+    notes = [*run["notes"]]
+    curves = series(run["rows"], max(MIN_POINTS, int(run["points"] * share)), notes)
+    prompts: dict[Any, int] = {}
+    responses = [
+        record | {"prompt": prompts.setdefault(record["prompt"], len(prompts))}
+        for of_file in run["responses"]
+        for record in of_file[: max(MIN_RESPONSES, int(len(of_file) * share))]
+    ]
+    kept = {
+        "responses": sorted(responses, key=lambda one: (one["step"], KINDS.index(one["kind"]))),
+        "tokens": _evenly(run["tokens"], share),
+        "timeline": _evenly(run["timeline"], share),
+    }
+    for name, records in kept.items():
+        if len(records) < run["found"][name]:
+            every = f"{run['found'][name]:,}; the folder has all of them"
+            notes.append(f"{name.capitalize()}: {len(records):,} of {every}.")
+    texts = [dict(zip(PROMPT, prompt, strict=True)) for prompt in prompts]
+    return {"series": curves, "prompts": texts, **kept, "notes": notes}
+
+
+def _evenly(items: Sequence[Data], share: float) -> list[Data]:
+    """Return a share of the items, spread evenly, and at least one."""
+    count = min(len(items), max(1, int(len(items) * share)))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def series(
@@ -83,50 +119,32 @@ def number(value: Any) -> Any:
 
 
 def _responses(
-    folder: Path, budget: int, with_tokens: set[tuple[int, int]], notes: list[str]
-) -> tuple[list[Data], list[Data]]:
+    folder: Path, budget: float, tokens: Sequence[Data], found: Counter[str]
+) -> list[list[Data]]:
     """Read rollouts/: of each file about the same number of characters, whole prompts first.
 
     Responses with recorded tokens come first, then prompts in an order that is the same in all
     files, so that a prompt that comes again is kept again.
     """
+    with_tokens = {("training", one["step"], one["response"]) for one in tokens}
+
+    def order(record: Data) -> Any:
+        has_tokens = (record["kind"], record["step"], record["k"]) in with_tokens
+        return not has_tokens, crc32(str(record.get("prompt_id")).encode()), record["k"]
+
     files = _numbered(folder / "rollouts", r"(?:eval_)?step_(\d+)\.jsonl")
-    prompts: dict[tuple[Any, Any], int] = {}
-    table: list[Data] = []
-    kept: list[Data] = []
-    found = 0
+    kept = []
     for step, path in files:
         kind = "sampled" if path.name.startswith("eval") else "training"
         records = [
             {"kind": kind, **record, "step": step, "k": k} for k, record in _json_lines(path)
         ]
-        found += len(records)
-        left = budget // len(files)
-        for index, record in enumerate(sorted(records, key=_order(with_tokens))):
-            left -= min(len(str(record)), 2 * MAX_TEXT)
-            if left < 0 and index >= MIN_RESPONSES:
-                break
-            key = (record.get("prompt_id"), record.get("prompt"))
-            if key not in prompts:
-                prompts[key] = len(table)
-                table.append(_prompt(record))
-            kept.append(_response(record) | {"prompt": prompts[key]})
-    if len(kept) < found:
-        notes.append(f"Responses: {len(kept):,} of {found:,}; rollouts/ has all of them.")
-    return table, sorted(kept, key=lambda record: (record["step"], KINDS.index(record["kind"])))
-
-
-def _order(with_tokens: set[tuple[int, int]]) -> Callable[[Data], Any]:
-    def order(record: Data) -> Any:
-        has_tokens = record["kind"] == "training" and (record["step"], record["k"]) in with_tokens
-        return not has_tokens, crc32(str(record.get("prompt_id")).encode()), record["k"]
-
-    return order
-
-
-def _prompt(record: Mapping[str, Any]) -> Data:
-    texts = {name: clip(record.get(name)) for name in ("prompt", "question", "answer")}
-    return {"id": record.get("prompt_id"), **texts}
+        found["responses"] += len(records)
+        records.sort(key=order)
+        sizes = accumulate(min(len(str(record)), 2 * MAX_TEXT) for record in records)
+        fitting = [*takewhile(lambda size: size <= budget / len(files), sizes)]
+        kept.append([*map(_response, records[: max(MIN_RESPONSES, len(fitting))])])
+    return kept
 
 
 def _response(record: Mapping[str, Any]) -> Data:
@@ -134,6 +152,7 @@ def _response(record: Mapping[str, Any]) -> Data:
     parts, turns = record.get("parts"), record.get("turns")
     return {
         **{name: record.get(name) for name in same},
+        "prompt": tuple(clip(record.get(name)) for name in PROMPT),
         "text": clip(record.get("response")),
         "score": number(record.get("score")),
         "length": number(record.get("length")),
@@ -152,7 +171,7 @@ def clip(value: Any) -> str:
     return f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
 
 
-def _tokens(folder: Path, budget: int, notes: list[str]) -> list[Data]:
+def _tokens(folder: Path, budget: float, found: Counter[str], notes: list[str]) -> list[Data]:
     """Read tokens/: responses spread evenly over the recorded ones, if not all of them fit."""
     files = _numbered(folder / "tokens", r"step_(\d+)\.parquet")
     if not files:
@@ -161,7 +180,7 @@ def _tokens(folder: Path, budget: int, notes: list[str]) -> list[Data]:
     from pyarrow import parquet
 
     kept: list[Data] = []
-    used = found = 0
+    used = 0
     for done, (step, path) in enumerate(files, start=1):
         try:
             columns = parquet.read_table(path).to_pydict()
@@ -170,15 +189,13 @@ def _tokens(folder: Path, budget: int, notes: list[str]) -> list[Data]:
             continue
         start = 0
         for response, count in Counter(columns["response"]).items():
-            found += 1
+            found["tokens"] += 1
             size = min(count, MAX_TOKENS) * TOKEN_CHARACTERS
             if used + size <= budget * done / len(files) or not kept:
                 used += size
                 own = {name: column[start : start + count] for name, column in columns.items()}
                 kept.append({"step": step, "response": response, **_token_columns(own)})
             start += count
-    if len(kept) < found:
-        notes.append(f"Tokens: {len(kept):,} of {found:,} responses; tokens/ has all of them.")
     return kept
 
 
@@ -191,17 +208,6 @@ def _token_columns(columns: dict[str, list[Any]]) -> Data:
     }
     texts = {name: columns[name][:MAX_TOKENS] for name in ("token", "token_id")}
     return {"length": len(columns["token"]), **texts, **numbers}
-
-
-def _timeline(folder: Path, budget: int, notes: list[str]) -> list[Data]:
-    """Read timeline.jsonl: steps spread evenly, if not all of them fit."""
-    path = folder / "timeline.jsonl"
-    steps = [step for _, step in _json_lines(path) if "sections" in step]
-    size = sum(len(str(step)) for step in steps)
-    count = max(1, len(steps) * budget // size) if size > budget else len(steps)
-    if count < len(steps):
-        notes.append(f"Timeline: {count:,} of {len(steps):,} steps; timeline.jsonl has all.")
-    return [steps[index * len(steps) // count] for index in range(count)]
 
 
 def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:

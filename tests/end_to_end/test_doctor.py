@@ -121,7 +121,7 @@ def test_an_interrupted_doctor_reports_what_it_has_found(tmp_path, stage, signum
     assert stderr == ""
     found = findings(tmp_path / "report")
     assert {finding["check"] for finding in found} == set(CHECKS)
-    why = f"interrupted by {signum.name}"
+    why = f"Stopped by {signum.name}"
     assert {f["evidence"] for f in found if f["check"].startswith(f"{stage}.")} == {why}
     assert "ok" in {f["verdict"] for f in found if f["check"].startswith("host.")}
     assert why in stdout

@@ -91,11 +91,12 @@ def test_a_run_without_room_for_logs_and_metrics_trains_to_its_end(tmp_path, fin
     printed = re.findall(rf"^step +(\d+)/{STEPS}", output, re.M)
     assert [*map(int, printed)] == [*range(STEPS + 1)], output
     assert re.search(rf"steps +{STEPS} in ", output) and "Traceback" not in output, output
-    for records in ("rollouts/", "tokens/", r"timeline\.jsonl"):
+    for records in ("rollouts/", "tokens/"):
         told = rf"warning: {records} could not be written \d times: .*No space left"
         assert re.search(told, output), output
     steps = [line["step"] for line in timeline]
     assert steps == sorted({*steps}) and {*range(1, FULL_FROM)} <= {*steps}
+    assert (steps == [*range(1, STEPS + 1)]) == finds_room
     assert {*range(1, FULL_FROM + 1)} <= rollouts
     assert rollouts.isdisjoint(range(FULL_FROM + 2, ROOM_FROM + 1))
     if finds_room:
@@ -104,5 +105,6 @@ def test_a_run_without_room_for_logs_and_metrics_trains_to_its_end(tmp_path, fin
     else:
         assert FULL_FROM <= max(rows) <= FULL_FROM + 1 and max(rollouts) <= FULL_FROM + 1
         assert rows[FULL_FROM]["run/lost_writes"] > 0  # by the tracker
-        assert re.search(r"warning: \d rows of metrics.jsonl could not be written", output)
+        for name in ("metrics.jsonl", "timeline.jsonl"):
+            assert re.search(rf"warning: \d rows of {name} could not be written", output)
         assert re.search(r"warning: .*failed \d+ times?: .*Connection refused", output), output

@@ -101,14 +101,20 @@ def test_an_error_that_comes_each_time_uses_up_the_restarts(tmp_path):
 def test_a_preempted_run_goes_on_with_the_same_command(tmp_path):
     """Exit code 75 means that; the metrics are then those of a run of one piece."""
     command = ["trainer.total_steps=6", "trainer.samples_every_steps=3", "resume=auto"]
-    with faulty(tmp_path / "run", *command) as run:
+    report = tmp_path / "run" / "report.html"
+    with faulty(tmp_path / "run", *command, "tracking.report=true") as run:
         run.hit(Fault(Victim.driver, signal.SIGTERM, Phase.score), set())
         run.reader.join(60.0)
         assert run.run.process.wait() == 75, run.text
         assert run.steps()[-1] < 6
-    with faulty(tmp_path / "run", *command) as run:
+        found = newest_good(tmp_path / "run")
+        assert found is not None
+        assert f"Stopped by SIGTERM; resume from {found.folder}\n" in run.text
+        assert f"Stopped by SIGTERM; resume from {found.folder}<" in report.read_text()
+    with faulty(tmp_path / "run", *command, "tracking.report=true") as run:
         run.reader.join(120.0)
         assert run.run.process.wait() == 0, run.text
+        assert "Stopped by SIGTERM" not in report.read_text()
         assert run.steps() == list(range(7))
     with faulty(tmp_path / "whole", *command) as run:
         run.reader.join(120.0)

@@ -84,7 +84,7 @@ def test_ctrl_c_closes_a_trainer(tmp_path):
         output = run.output(timeout=30)
         assert time.monotonic() - start < 15
         assert run.process.returncode != 0
-        assert output.endswith("Interrupted: interrupted by SIGINT\n"), output  # KeyboardInterrupt
+        assert output.endswith("Interrupted: Stopped by SIGINT\n"), output  # KeyboardInterrupt
         run.assert_nothing_left()
 
 

@@ -96,10 +96,10 @@ def test_header_has_a_line_for_each_data_set_of_a_mixture():
         DataSetSummary("words", "embedded", 0.25, 8192, 320),
     ]
     lines = header(data_sets=sets)
-    at = lines.index(("data", "sums, 0.75 of the prompts, sums.jsonl: 1,000 training, 50 held out"))
+    at = lines.index(("data", "sums, 75 % of the prompts, sums.jsonl: 1,000 training, 50 held out"))
     assert lines[at + 1] == (
         "",
-        "words, 0.25 of the prompts, embedded: 8,192 training, 320 held out",
+        "words, 25 % of the prompts, embedded: 8,192 training, 320 held out",
     )
     # 30 steps of 64 prompts: 1920 * 3/4 / 1000 and 1920 / 4 / 8192.
     assert dict(lines)["steps"].startswith("30 (1.4 passes over sums, 0.059 passes over words);")

@@ -65,7 +65,7 @@ for step in range(8):
         free()
     tracker.log(step, long)
     keep(step)
-    found["lost"].append(tracker._file.waiting)
+    found["lost"].append(tracker._metrics.waiting)
 tracker.close()
 found["rows"] = [row["step"] for row in read_metrics(disk / "metrics.jsonl")]
 found["equal"] = read_metrics(disk / "metrics.jsonl") == tracker.rows
@@ -182,7 +182,7 @@ def test_no_half_file_is_left_and_older_ones_stay(tracked):
     assert (found["number_while_full"], found["number"]) == ("1", "7")
     kept = [f"rollouts/step_{step}.jsonl" for step in (0, 1, 6, 7)]
     events = [name for name in found["files"] if name.startswith("tensorboard/events")]
-    expected = ["metrics.jsonl", "metrics.png", *kept, *events, "number"]
+    expected = ["metrics.jsonl", "metrics.png", *kept, *events, "number", "timeline.jsonl"]
     assert sorted(found["files"]) == sorted(expected)
 
 

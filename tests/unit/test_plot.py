@@ -145,4 +145,5 @@ def test_a_run_needs_none_of_the_extras(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == "metrics.png is not drawn: matplotlib is not installed\n"
     assert "set tracking.tensorboard=false" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    names = ["metrics.jsonl", "timeline.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names

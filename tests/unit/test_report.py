@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hybridrl.commands.report import report
 from hybridrl.commands.running import UsageError
 from hybridrl.report.overview import messages, overview, read_messages
 from hybridrl.report.page import find_folders, write_at_end, write_report
-from hybridrl.report.read import MAX_POINTS, read_run, series
+from hybridrl.report.read import MAX_POINTS, read_run, series, thinned
 from tests.run_folders import write_lines, write_run
 
 
@@ -40,7 +41,7 @@ def test_a_report_keeps_to_its_size_and_names_what_it_left_out(run, tmp_path):
     assert len(everything["responses"]) == 4 * (16 * 8 + 2 * 16)
     left = len(thinned["responses"])
     assert (
-        left < 640 and f"Responses: {left} of 640; rollouts/ has all of them." in small.read_text()
+        left < 640 and f"Responses: {left} of 640; the folder has all of them." in small.read_text()
     )
     assert {record["step"] for record in thinned["responses"]} == {10, 20, 30, 40}
     assert packed(small, "plotly").lstrip().startswith("/**")
@@ -67,14 +68,15 @@ def test_long_runs_keep_every_nth_step_and_all_evaluations():
 
 
 def test_the_overview_names_settings_results_and_warnings(run):
-    found = overview(run)
+    found = overview(run, read_run(run, 100_000)["rows"])
     facts = dict(found["facts"])
     assert facts["state"] == "finished, 40 of 40 steps"
     assert facts["time"] == "8:32 in steps, 9:20 from start to end"
     assert facts["final accuracy"] == "0.227 +- 0.040, held out, sampled"
-    assert facts["data"].endswith("400 training, 16 held out; 2 left out: longer than 192 tokens")
+    assert facts["data"].endswith("400 training, 16 held out; left out: 2 longer than 192 tokens")
     assert facts["git commit"] == "0123456789abcdef, with changes"
-    assert found["settings"] == [("recipe", "gsm8k_grpo", "command line")]
+    recipe = ("recipe", "gsm8k_grpo", "command line")
+    assert found["settings"] == [recipe, ("algorithm", "grpo", "recipe")]
     text = "The run starts anew\nfrom step 3: restart 1"
     assert found["messages"] == [("2026-01-01 10:01:02", "WARNING", text)]
     assert found["accuracies"][0] == ("greedy", "0.200 +- 0.040", "0.227 +- 0.040", "+0.027")
@@ -99,7 +101,7 @@ def test_findings_are_read_with_their_first_step_and_their_count(tmp_path):
     (tmp_path / "main.log").write_text("\n".join(lines))
     rows = [{"step": step, "health/truncated": 1.0} for step in range(2, 12)]
     write_lines(tmp_path / "metrics.jsonl", rows)
-    found = overview(tmp_path)
+    found = overview(tmp_path, rows)
     assert found["findings"] == [
         ("overlap", "before the first step", "5% of them.", "Drop: them."),
         ("truncated", "step 2, 10 steps in all", "92%: cut.", "Do."),
@@ -115,16 +117,18 @@ def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path)
         content = file.read_bytes()
         for cut in (content[: len(content) // 2], b"", None):
             broken.unlink() if cut is None else broken.write_bytes(cut)
-            overview(folder)
-            read_run(folder, 100_000)
+            read = read_run(folder, 100_000)
+            overview(folder, read["rows"])
+            thinned(read, 0.1)
         broken.write_bytes(content)
     old = {"prompt_id": 1, "prompt": "p", "question": "q", "response": "r", "score": math.nan}
     write_lines(folder / "rollouts" / "step_10.jsonl", [old | {"length": 3}])
-    [record] = [r for r in read_run(folder, 10**6)["responses"] if r["step"] == 10][:1]
+    responses = thinned(read_run(folder, 10**6), 1.0)["responses"]
+    [record] = [r for r in responses if r["step"] == 10][:1]
     assert record["score"] is None and record["truncated"] is None and record["parts"] == {}
 
 
-def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog):
+def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog, monkeypatch):
     write_at_end(tmp_path)  # nothing was started
     assert [*tmp_path.iterdir()] == []
     folder = tmp_path / "sweep" / "0"
@@ -134,6 +138,10 @@ def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog)
     (folder / "manifest.json").write_text('{"config": 5}')
     write_at_end(folder)
     assert "report.html could not be written" in caplog.text
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    write_at_end(folder)
+    told = f"{folder}/report.html could not be written: plotly is not installed: pip install plotly"
+    assert caplog.messages[-1] == told
     assert not (folder / "report.html").exists()
 
 

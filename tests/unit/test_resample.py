@@ -12,9 +12,11 @@ from hybridrl.commands.resample import (
     Sample,
     checkpoint_before,
     compared,
+    prompts_of,
     read_recorded,
 )
 from hybridrl.commands.running import UsageError
+from hybridrl.data.sources.prompts import DataSetSummary, Prompt, PromptSets
 from hybridrl.trainer.tracking.token_log import token_table, write_tokens
 from tests.batches import batch_of
 
@@ -71,6 +73,22 @@ def test_a_response_is_read_with_its_tokens_if_they_are_there(tmp_path):
         read_recorded(tmp_path, 1, 0)
     with pytest.raises(UsageError, match="0 to 2"):
         read_recorded(tmp_path, 2, 3)
+
+
+def test_a_problem_that_has_changed_is_named_with_what_differs():
+    known = [Prompt(k, [1], f"<user> {k}+1?", "q", {}, {}) for k in (0, 1)]
+    prompts = PromptSets(known, [], [DataSetSummary("", "a.jsonl", 1.0, 2, 0)])
+
+    def found(number, text):
+        line = {"prompt_id": number, "prompt": text}
+        return prompts_of(Recorded(1, 0, [line], None), prompts)
+
+    assert found(1, "<user> 1+1?") == [known[1]]
+    differs = r"a.jsonl: .* problem 1 differs from character 9 on: 1\?\n +was: 2\?"
+    with pytest.raises(UsageError, match=differs):
+        found(1, "<user> 1+2?")
+    with pytest.raises(UsageError, match=r"problem 2 .* from character 0 on: no such problem"):
+        found(2, "<user> 2+1?")
 
 
 def test_a_step_needs_the_checkpoint_of_the_step_before(tmp_path):

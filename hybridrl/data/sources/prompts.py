@@ -74,6 +74,11 @@ class DataSetSummary:
     left_out: dict[str, int] = field(default_factory=dict)
     held_out_left_out: dict[str, int] = field(default_factory=dict)
 
+    def describe(self) -> str:
+        """Format share, origin and counts."""
+        share = f"{self.name}, {100 * self.share:.3g} % of the prompts, " if self.name else ""
+        return f"{share}{self.source}: {self.train:,} training, {self.held_out:,} held out"
+
 
 @dataclass(frozen=True)
 class PromptSets:

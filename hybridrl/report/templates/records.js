@@ -68,7 +68,7 @@ function choose(run, record) {
 
 function showSamples(run, index) {
   const prompt = run.prompts[index];
-  const its = run.responses.filter((record) => run.prompts[record.prompt].id === prompt.id && run.prompts[record.prompt].prompt === prompt.prompt);
+  const its = run.responses.filter((record) => record.prompt === index);
   const byStep = Map.groupBy(its, (record) => record.step);
   const steps = [...byStep].sort((a, b) => a[0] - b[0]).map(([step, records]) => {
     const mean = records.reduce((sum, record) => sum + record.score, 0) / records.length;

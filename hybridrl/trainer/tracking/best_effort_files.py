@@ -1,68 +1,78 @@
 """Best-effort files: a full or failing disk costs their contents, never the run."""
 
+import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
 
-class AppendOnlyFile:
-    """File of whole records; records that cannot be written wait in memory and are retried.
+class JsonLines:
+    """JSON-lines file that begins with the rows `before`; others of an existing file are removed.
 
-    Of an existing file, `end` bytes are kept.
-
-    Attributes:
-        end: bytes of whole records on disk.
-        reason: of the last failed write, or None.
+    Rows that cannot be written wait in memory and are retried.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, end: int = 0) -> None:
-        self.end = end
-        self.reason: str | None = None
+    def __init__(self, path: Path, before: Iterable[Mapping[str, Any]]) -> None:
+        kept = b"".join(map(_line, before))
+        if not (path.is_file() and path.read_bytes().startswith(kept)):
+            replace_file(path, lambda new: new.write_bytes(kept))
+        self._name = path.name
+        self._end = len(kept)
+        self._reason = ""
         self._waiting: list[bytes] = []
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._descriptor, end)
+        os.ftruncate(self._descriptor, self._end)
 
     @property
     def waiting(self) -> int:
-        """Number of records not on disk."""
+        """Number of rows not on disk."""
         return len(self._waiting)
 
-    def append(self, record: bytes) -> None:
-        """Write the waiting records and this one; after an error all of them wait."""
-        self._waiting.append(record)
-        try:
-            self.end += self._write(b"".join(self._waiting))
-        except OSError as error:
-            self.reason = str(error)
-        else:
-            self._waiting, self.reason = [], None
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write the waiting rows and this one; after an error, which is logged, all wait."""
+        self._waiting.append(_line(row))
+        self._write()
+        if len(self._waiting) == 1:
+            log.warning("%s cannot be written: %s; rows wait for room", self._name, self._reason)
 
     def sync(self) -> None:
-        """Fsync the file; raises OSError."""
+        """Fsync the file, except rows that wait; raises OSError."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Retry the waiting records once, and close."""
-        if self._waiting:
-            self.append(b"")
+        """Retry the waiting rows once, and close."""
+        self._write()
         os.close(self._descriptor)
 
-    def _write(self, data: bytes) -> int:
-        """Append all data or none: a part would corrupt the next record."""
+    def lines(self) -> list[str]:
+        """Describe the waiting rows in one line, if there are any."""
+        rows = f"{self.waiting} row{'s' if self.waiting != 1 else ''} of {self._name}"
+        return [f"{rows} could not be written: {self._reason}"] if self.waiting else []
+
+    def _write(self) -> None:
+        """Append all waiting rows or none: a part would corrupt the next row."""
+        data, done = b"".join(self._waiting), 0
         try:
-            done = 0
             while done < len(data):
-                done += os.pwrite(self._descriptor, data[done:], self.end + done)
-        except OSError:
-            os.ftruncate(self._descriptor, self.end)
-            raise
-        return done
+                done += os.pwrite(self._descriptor, data[done:], self._end + done)
+        except OSError as error:
+            self._reason = str(error)
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+        else:
+            self._waiting, self._end = [], self._end + done
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
 class BestEffortFiles:

@@ -47,7 +47,7 @@ def header_lines(
 
 def input_lines(config: RunConfig, prompts: PromptSets) -> list[tuple[str, str]]:
     """Describe what the run learns from: reward, data, chat template."""
-    data = _data(prompts.data_sets)
+    data = [("" if n else "data", facts.describe()) for n, facts in enumerate(prompts.data_sets)]
     return [("reward", _reward(config)), *data, ("chat template", prompts.template)]
 
 
@@ -110,15 +110,6 @@ def _reward_model(config: RunConfig, parameters: int) -> str:
 
 def _size(parameters: int) -> str:
     return f", {count_text(parameters)} parameters"
-
-
-def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
-    for facts in data_sets:
-        share = f"{facts.name}, {facts.share:.3g} of the prompts, " if facts.name else ""
-        counts = f"{facts.train:,} training, {facts.held_out:,} held out"
-        lines.append(("" if lines else "data", f"{share}{facts.source}: {counts}"))
-    return lines
 
 
 def _method(config: RunConfig) -> str:

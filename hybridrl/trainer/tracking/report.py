@@ -1,10 +1,8 @@
 """Reporter of a run: console, trackers and files behind one object."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,11 +18,7 @@ from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.phases import Timeline
 from hybridrl.trainer.timing.throughput import Throughput
-from hybridrl.trainer.tracking.best_effort_files import (
-    AppendOnlyFile,
-    BestEffortFiles,
-    replace_text,
-)
+from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
 from hybridrl.trainer.tracking.rollout_log import (
@@ -37,9 +31,7 @@ from hybridrl.trainer.tracking.rollout_log import (
     write_rollouts,
 )
 from hybridrl.trainer.tracking.token_log import clipped, token_table, write_tokens
-from hybridrl.trainer.tracking.tracker import Row, Tracker, read_metrics
-
-TIMELINE_FILE = "timeline.jsonl"
+from hybridrl.trainer.tracking.tracker import Row, Tracker
 
 
 class Reporter:
@@ -74,7 +66,6 @@ class Reporter:
         self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
         self._decode, self.decode_all = decode, decode_all
-        self._has_timeline = False
 
     def log(self, step: int, metrics: Row) -> Row:
         """Store and show one step's metrics, with warnings; return the row."""
@@ -151,21 +142,7 @@ class Reporter:
     def log_timeline(self, step: int, timeline: Timeline) -> None:
         """Store the timeline of a recorded step in timeline.jsonl."""
         if self.is_recorded(step):
-            self._files.attempt(TIMELINE_FILE, lambda: self._append(timeline.record(step)))
-
-    def _append(self, record: dict[str, Any]) -> None:
-        """Append a line; the first one replaces those of an earlier start from its step on."""
-        path, line = self.run_dir / TIMELINE_FILE, json.dumps(record) + "\n"
-        if not self._has_timeline:
-            before = [row for row in read_metrics(path) if row["step"] < record["step"]]
-            replace_text(path, "".join(json.dumps(row) + "\n" for row in before) + line)
-            self._has_timeline = True
-            return
-        file = AppendOnlyFile(path, path.stat().st_size)
-        file.append(line.encode())
-        file.close()
-        if file.reason is not None:
-            raise OSError(file.reason)
+            self._tracker.log_timeline(timeline.record(step))
 
     def _failures_text(self, prompts: list[Prompt], failures: Sequence[Failure]) -> str:
         """Describe the first failed reward, with the places of problems not named before."""

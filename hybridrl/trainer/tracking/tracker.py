@@ -1,4 +1,4 @@
-"""Metrics of each step: metrics.jsonl and the other trackers."""
+"""Metrics and timeline of each step: JSON-lines files and the other trackers."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_file
+from hybridrl.trainer.tracking.best_effort_files import JsonLines
 from hybridrl.trainer.tracking.sinks import TENSORBOARD, close_all, open_sinks
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, TIMELINE_FILE = "metrics.jsonl", "timeline.jsonl"
 
 # Metrics of every row; null if a step has no such number.
 PROMISED = (
@@ -42,7 +42,7 @@ Row = dict[str, float | None]
 
 
 class Tracker:
-    """Store of every step's metrics.
+    """Store of every step's metrics, and of the timelines of recorded steps.
 
     A resumed run begins with the steps `before` its checkpoint; later ones are removed.
 
@@ -50,15 +50,15 @@ class Tracker:
         rows: all steps so far, as in metrics.jsonl.
 
     Raises:
-        OSError: metrics.jsonl cannot be written.
+        OSError: metrics.jsonl or timeline.jsonl cannot be written.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, before: Sequence[Row] = ()) -> None:
         self.rows: list[Row] = list(before)
-        path, kept = run_dir / METRICS_FILE, b"".join(map(_line, before))
-        if not (path.is_file() and path.read_bytes().startswith(kept)):
-            replace_file(path, lambda new: new.write_bytes(kept))
-        self._file = AppendOnlyFile(path, len(kept))
+        last = (before[-1]["step"] or 0) if before else -1
+        earlier = [row for row in read_metrics(run_dir / TIMELINE_FILE) if row["step"] <= last]
+        self._metrics = JsonLines(run_dir / METRICS_FILE, before)
+        self._timeline = JsonLines(run_dir / TIMELINE_FILE, earlier)
         self._sinks = open_sinks(config, run_dir, [_known(row) for row in before])
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
@@ -70,14 +70,14 @@ class Tracker:
         for name, value in metrics.items():
             row[name] = float(value) if value is not None and math.isfinite(value) else None
         self.rows.append(row)
-        had_room = not self._file.waiting
-        self._file.append(_line(row))
-        if had_room and self._file.waiting:
-            reason = self._file.reason
-            log.warning("%s cannot be written: %s; rows wait for room", METRICS_FILE, reason)
+        self._metrics.append(row)
         for sink in self._sinks:
             sink.log(*_known(row))
         return row
+
+    def log_timeline(self, record: Mapping[str, Any]) -> None:
+        """Write the timeline of a step, as a line of timeline.jsonl."""
+        self._timeline.append(record)
 
     def show(self, name: str, step: int, what: "str | Tensor") -> None:
         """Show a text, in Markdown, or a histogram of values [N] in TensorBoard.
@@ -91,18 +91,16 @@ class Tracker:
     @property
     def lost(self) -> int:
         """Number of rows not on disk plus failed calls of other trackers."""
-        return self._file.waiting + sum(sink.failures for sink in self._sinks)
+        waiting = self._metrics.waiting + self._timeline.waiting
+        return waiting + sum(sink.failures for sink in self._sinks)
 
     def sync(self) -> None:
         """Fsync metrics.jsonl, except rows that wait for room."""
-        self._file.sync()
+        self._metrics.sync()
 
     def failures(self) -> list[str]:
         """Describe each incomplete tracker in one line."""
-        failures = []
-        if waiting := self._file.waiting:
-            rows = f"{waiting} row{'s' if waiting != 1 else ''} of {METRICS_FILE}"
-            failures.append(f"{rows} could not be written: {self._file.reason}")
+        failures = [*self._metrics.lines(), *self._timeline.lines()]
         for sink in self._sinks:
             if sink.failures:
                 times = f"{sink.failures} time{'s' if sink.failures != 1 else ''}"
@@ -111,12 +109,13 @@ class Tracker:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Flush and close; other trackers have `timeout_s` in all."""
-        self._file.close()
+        self._metrics.close()
+        self._timeline.close()
         close_all(self._sinks, timeout_s)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl without an incomplete last line; empty if it does not exist.
+    """Read such a file without an incomplete last line; empty if it does not exist.
 
     A power cut may damage lines that were not synced. Reading stops at the first of these, with a
     warning.
@@ -133,10 +132,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             log.warning(text, path, number, len(lines))
             break
     return rows
-
-
-def _line(row: Row) -> bytes:
-    return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
 def _known(row: Row) -> tuple[int, dict[str, float]]:
