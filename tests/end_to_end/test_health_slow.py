@@ -43,7 +43,7 @@ FAULTS = {
     "the reward sees the prompt only": ("unmixed_groups", [*GRPO, reward("of_prompt")]),
     "the reward wants another form": ("wrong_form", [reward("in_tags"), STRICT]),
     "the reward pays wrong answers": (
-        "hacked_reward",
+        "fallen_accuracy",
         [reward("reversed_"), STRICT, "actor.optim.lr=3e-3", "data.num_eval_problems=200"],
     ),
     "rewards raise": ("failed_rewards", [reward("raising")]),

@@ -132,7 +132,7 @@ def test_a_step_is_ill_by_one_check_with_evidence_and_remedy(change, check, evid
                 GOOD,
                 GOOD | {"eval/accuracy": 0.3, "eval/accuracy_flexible": 0.3, "reward/mean": 0.6},
             ],
-            "hacked_reward",
+            "fallen_accuracy",
             "fell from 0.500 (step 1) to 0.300, while the training reward rose from 0.4 to 0.6",
         ),
         ([GOOD, GOOD | {"actor/entropy": 0.04}], "collapsed_entropy", "fell from 0.5 to 0.04"),
@@ -158,7 +158,8 @@ def test_healthy_steps_raise_nothing():
     at_limits = GOOD | {"response/truncated_fraction": 0.75, "reward/mixed_fraction": 0.01}
     first = GOOD | {"actor/kl": 0.0}
     solved = GOOD | {"reward/mean": 0.9, "actor/entropy": 0.01, "eval/accuracy": 0.9}
-    rest = [{"eval/accuracy": 0.5, "eval/ci95": 0.1, "eval/failed": 0.0}, {}, SLOW, GOOD, SLOW]
+    again = {"eval/accuracy": 0.8, "eval/ci95": 0.1, "eval/failed": 0.0}
+    rest = [again, {}, SLOW | {"eval/accuracy": None}, GOOD | again, SLOW | again]
     assert found(first, GOOD, at_limits, solved, *rest) == [[]] * 9
 
 

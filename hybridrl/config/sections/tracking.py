@@ -30,7 +30,7 @@ class HealthConfig(Section):
     constant_reward: Limit
     unmixed_groups: Limit
     wrong_form: Limit
-    hacked_reward: Limit
+    fallen_accuracy: Limit
     failed_rewards: Limit
     failed_eval_rewards: Limit
     slow_reward: Limit

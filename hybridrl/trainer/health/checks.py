@@ -14,8 +14,8 @@ from hybridrl.trainer.health.judges import (
     collapsed_entropy,
     constant_reward,
     exploded_entropy,
+    fallen_accuracy,
     frozen_actor,
-    hacked_reward,
     mismatch,
     slow_engine,
     slow_reward,
@@ -87,11 +87,11 @@ CHECKS = {
         "Say in the prompt how to answer (data.system_prompt), train on the form first "
         "(algorithm=sft), or accept the other form in the reward.",
     ),
-    "hacked_reward": Check(
-        hacked_reward,
-        "The policy has found a way to the reward other than solving problems. Read responses "
-        "with high rewards in the report; correct the reward function, or raise "
-        "algorithm.kl.coef.",
+    "fallen_accuracy": Check(
+        fallen_accuracy,
+        "If the reward rose, the policy has found a way to it other than solving problems: read "
+        "responses with high rewards, and correct the reward. If not, updates are too large: "
+        "lower actor.optim.lr, or raise algorithm.kl.coef.",
     ),
     "failed_rewards": Check(
         above("{value:.0f} rewards failed and got reward.failed_score", "reward/failed"),

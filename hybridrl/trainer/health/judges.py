@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.schema import RunConfig
@@ -121,29 +121,28 @@ def wrong_form(seen: Seen) -> str | None:
     return None
 
 
-def hacked_reward(seen: Seen) -> str | None:
-    """Judge that no accuracy falls by several intervals while the reward rises.
+def fallen_accuracy(seen: Seen) -> str | None:
+    """Judge that no accuracy is several intervals below its best.
 
     Accuracies are those by the reward itself and by the rules of eval.rules.
     """
-    reward = seen.get("reward/mean")
     for suffix in ("", *(f"_{name}" for name in seen.config.eval.rules)):
         name, interval = f"eval/accuracy{suffix}", f"eval/ci95{suffix}"
         now, width = seen.get(name), seen.get(interval)
         known = [row for row in seen.before if row.get(name) is not None]
-        if reward is None or now is None or width is None or not known:
+        if now is None or width is None or not known:
             continue
         best = max(known, key=lambda row: row[name] or 0.0)
-        then, before = int(best["step"] or 0), best[name] or 0.0
-        if before - now <= seen.limit * (width + (best[interval] or 0.0)):
+        step, accuracy = int(best["step"] or 0), best[name] or 0.0
+        if accuracy - now <= seen.limit * (width + (best[interval] or 0.0)):
             continue
-        rewards = [row.get("reward/mean") for row in seen.before if (row["step"] or 0) <= then + 1]
-        paid = [value for value in rewards if value is not None]
-        if paid and reward > fmean(paid):
-            return (
-                f"{name} fell from {before:.3f} (step {then}) to {now:.3f}, while the training "
-                f"reward rose from {fmean(paid):.3g} to {reward:.3g}"
-            )
+        text = f"{name} fell from {accuracy:.3f} (step {step}) to {now:.3f}"
+        then = seen.before[seen.before.index(best) :]
+        rewards = [value for row in then if (value := row.get("reward/mean")) is not None]
+        if rewards and (reward := seen.get("reward/mean")) is not None:
+            went = "rose" if reward > rewards[0] else "fell"
+            text += f", while the training reward {went} from {rewards[0]:.3g} to {reward:.3g}"
+        return text
     return None
 
 
