@@ -71,7 +71,10 @@ FAULTS = {
     ),
     "another reference": ("exploded_kl", [own("ref.worker", "OtherReference")]),
     "huge learning rate": ("exploded_ratio", ["actor.optim.lr=0.1"]),
-    "many epochs": ("clipped_ratio", ["actor.epochs=8", "actor.optim.lr=3e-2"]),
+    "tiny clip range": (
+        "clipped_ratio",
+        [f"algorithm.loss.args.clip_{side}=1e-7" for side in ("low", "high")] + ["actor.epochs=8"],
+    ),
     "tiny learning rate": ("still_policy", ["actor.optim.lr=1e-10"]),
     "no learning rate": ("no_learning_rate", ["actor.optim.lr=1e-30"]),
     "no learning rate of the critic": ("no_learning_rate", ["critic.optim.lr=1e-30"]),
