@@ -100,7 +100,7 @@ def found(*rows, overrides=()):
         ({"response/repeated_fraction": 0.9}, "repeated_responses", "90% more of the pairs"),
         ({"actor/kl": 2.0}, "exploded_kl", "2 nats per token from the reference"),
         ({"actor/ppo_kl": 0.5}, "exploded_ratio", "by 0.5 nats per token"),
-        ({"actor/clip_fraction": 0.7}, "clipped_ratio", "the ratio of 70% of the tokens"),
+        ({"actor/clip_fraction": 0.4}, "clipped_ratio", "the ratio of 40% of the tokens"),
         ({"actor/log_ratio_max": 1e-5}, "still_policy", "by more than 1e-05"),
         ({"actor/grad_norm": 11.0}, "clipped_gradient", "has norm 11 and is cut to"),
         ({"actor/lr": 0.0}, "no_learning_rate", "the actor's learning rate is 0"),
@@ -167,6 +167,10 @@ def test_one_update_a_step_does_not_move_its_own_ratio():
     still = GOOD | {"actor/log_ratio_max": 0.0}
     assert found(still) == [["still_policy"]]
     assert found(still, overrides=["actor.mini_batch_size=512"]) == [[]]
+
+
+def test_gspo_clips_more_tokens():
+    assert found(GOOD | {"actor/clip_fraction": 0.4}, overrides=["algorithm=gspo"]) == [[]]
 
 
 def test_groups_matter_only_where_they_are_compared():

@@ -11,6 +11,7 @@ from hybridrl.trainer.health.judges import (
     below,
     blind_critic,
     clipped_gradient,
+    clipped_ratio,
     collapsed_entropy,
     constant_reward,
     exploded_entropy,
@@ -171,7 +172,7 @@ CHECKS = {
         "Lower actor.optim.lr or actor.epochs.",
     ),
     "clipped_ratio": Check(
-        above("the ratio of {value:.0%} of the tokens was clipped", "actor/clip_fraction"),
+        clipped_ratio,
         "Lower actor.optim.lr or actor.epochs: clipped tokens teach nothing.",
     ),
     "still_policy": Check(

@@ -168,6 +168,17 @@ def exploded_entropy(seen: Seen) -> str | None:
     return f"the policy's entropy rose from {first:.3g} to {now:.3g} nats per token"
 
 
+def clipped_ratio(seen: Seen) -> str | None:
+    """Judge that not too many tokens are clipped, but for GSPO, whose range is 100 times tighter.
+
+    Source: Zheng et al. 2025 (GSPO), section 5.1, https://arxiv.org/abs/2507.18071
+    """
+    share = seen.get("actor/clip_fraction")
+    if share is None or share <= seen.limit or seen.config.algorithm.loss.function == "gspo":
+        return None
+    return f"the ratio of {share:.0%} of the tokens was clipped"
+
+
 def still_policy(seen: Seen) -> str | None:
     """Judge that several updates of a step move the policy."""
     actor, rollout = seen.config.actor, seen.config.rollout
