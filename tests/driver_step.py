@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +31,7 @@ import torch
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Span, SpanLog, TimedResult
-from hybridrl.controller.placement import Slot
+from hybridrl.controller.placement import Host, Slot
 from hybridrl.controller.worker_group import WorkerGroup, Workers
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -130,7 +129,10 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.size = RANKS
-        self.hosts = [SimpleNamespace(slot=Slot("node", "127.0.0.1", k)) for k in range(RANKS)]
+        self.hosts = [
+            Host(k, None, Slot("node", "127.0.0.1", k), 0, "node", Path("log"))
+            for k in range(RANKS)
+        ]
         self.spans = SpanLog(RANKS)
         self.store = self
         self.seconds = 0.0
@@ -244,6 +246,7 @@ class Driver:
         self.rows: list[Row] = []
         self.health = Health(config, self.rows, tokens)
         self.details: dict[str, Callable[[], str]] = {}
+        self.decode_all = lambda rows: ["token" for _ in rows]
         self.steps: list[dict[str, float]] = []
         self._cpu = time.process_time()
         self.batch_bytes = 0

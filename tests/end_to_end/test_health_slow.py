@@ -54,7 +54,7 @@ FAULTS = {
     ),
     "rewards are slow": ("slow_reward", [reward("slow"), "data.num_eval_problems=4"]),
     "short limit": ("truncated", ["rollout.max_response_tokens=4"]),
-    "end tokens are cut off": ("no_end_token", [own("rollout.worker", "WithoutEndTokens")]),
+    "end tokens are cut off": ("unended_responses", [own("rollout.worker", "WithoutEndTokens")]),
     "one seed": ("repeated_responses", [own("rollout.worker", "SameSeeds")]),
     "two seeds": (
         "repeated_responses",

@@ -94,7 +94,7 @@ def found(*rows, overrides=()):
         ({"eval/failed": 3.0}, "failed_eval_rewards", "3 rewards of held-out responses"),
         ({"time/score_s": 4.0}, "slow_reward", "40% of the step (4.0 s)"),
         ({"response/truncated_fraction": 0.9}, "truncated", "90% of the responses were cut off"),
-        ({"response/unended_fraction": 0.1}, "no_end_token", "10% of the responses end"),
+        ({"response/unended_fraction": 0.1}, "unended_responses", "10% of the responses end"),
         ({"response/empty_fraction": 0.6}, "empty_responses", "60% of the responses"),
         ({"response/special_fraction": 0.5}, "special_tokens", "50% of the responses contain"),
         ({"response/repeated_fraction": 0.9}, "repeated_responses", "90% more of the pairs"),

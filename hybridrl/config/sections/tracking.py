@@ -35,7 +35,7 @@ class HealthConfig(Section):
     failed_eval_rewards: Limit
     slow_reward: Limit
     truncated: Limit
-    no_end_token: Limit
+    unended_responses: Limit
     empty_responses: Limit
     special_tokens: Limit
     repeated_responses: Limit

@@ -122,7 +122,7 @@ CHECKS = {
         "Raise it, or ask for short answers (data.system_prompt). A model that never ends its "
         "answers lacks a chat template and end token of its training.",
     ),
-    "no_end_token": Check(
+    "unended_responses": Check(
         above(
             "{value:.0%} of the responses end neither with an end token nor at the length limit",
             "response/unended_fraction",

@@ -267,7 +267,7 @@ def test_a_template_that_refuses_questions_fails(tmp_path, shape):
     )
 
 
-def test_no_template_and_no_end_token_warn(tmp_path, shape):
+def test_no_template_and_unended_responses_warn(tmp_path, shape):
     folder = model_folder(tmp_path, ["a"], template=None)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["eos_token"]
