@@ -271,6 +271,7 @@ class Driver:
     def log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
         """Examine the step and keep its times."""
         self.health.examine(metrics, self.details, step)
+        self.details = {}
         self.rows.append(metrics)
         seconds = {k[5:-2]: v for k, v in metrics.items() if re.match(r"time/\w+_s$", k) and v}
         cpu, self._cpu = time.process_time() - self._cpu, time.process_time()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.blocks import in_chunks
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.models.end_tokens import stop_token_ids
@@ -81,9 +82,10 @@ def repeated(batch: RolloutBatch) -> float | None:
     the lower end of the difference's interval of two standard errors over prompts: below 0 for
     independent samples, up to 1 for copies.
     """
-    sampled = batch.rollout_log_probs.values.where(batch.response_mask.values, 0.0)
+    sampled, mask = batch.rollout_log_probs.values, batch.response_mask.values
+    sampled = sampled if bool(mask.all()) else sampled.where(mask, 0.0)
     chances = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths).exp().tolist()
-    texts = [row.tobytes() for row in batch.responses.views()]
+    texts = [hash(row.tobytes()) for row in batch.responses.views()]
     groups: dict[int, list[int]] = {}
     for index, group in enumerate(batch.group_id.tolist()):
         groups.setdefault(group, []).append(index)
@@ -102,7 +104,7 @@ def _pairs(count: int) -> float:
 
 def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) -> str:
     """Name the tokens whose log-probs `one` and `other`, in nats, differ most."""
-    distance = (one.values - other.values).abs().where(batch.response_mask.values, 0.0)
+    distance = in_chunks(_distance, one.values, other.values, batch.response_mask.values)
     found = distance.topk(min(SHOWN, len(distance))).indices
     rows = batch.responses.row_ids()[found].tolist()
     starts = batch.responses.lengths.cumsum(0) - batch.responses.lengths
@@ -112,6 +114,10 @@ def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) ->
         f"{index - int(starts[row])}: {float(distance[index]):.3g} nats)"
         for index, row in tokens
     )
+
+
+def _distance(one: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    return (one - other).abs().where(mask, 0.0)
 
 
 def token_details(
