@@ -148,7 +148,7 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         setup.mark("driver")
         hosts = [("", host.describe()) for host in workers.pool.hosts]
         console.header("workers", [*hosts, ("setup", str(setup))])
-        trainer.metrics |= data | setup.metrics()
+        trainer.metrics |= setup.metrics() | (data if resume is None else {})
         yield trainer
 
 
