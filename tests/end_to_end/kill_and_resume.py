@@ -22,7 +22,8 @@ from tests.whole_weights import read_whole
 # Metrics that a clock decides: seconds, shares of them, what is divided by them, and which engine
 # took longest. No other metric may differ between two runs of one command.
 TIMED = re.compile(
-    r"(time|idle|setup|mfu|tokens_per_s)/.+|.*(_s|/seconds|_per_second(_\w+)?)|.*/slowest_engine|health/slow_\w+"
+    r"(time|idle|setup|mfu|tokens_per_s)/.+|.*(_s|/seconds|_per_second(_\w+)?)|.*/slowest_engine|"
+    r"health/slow_\w+"
 )
 WORKER = "WorkerHost"
 # Seconds between two looks at a run's files, and the longest that a test waits before it gives up:
