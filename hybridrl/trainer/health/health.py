@@ -67,7 +67,8 @@ class Health:
             evidence = judge(Seen(row, self._rows, limit, self._config, self.place))
             is_first = check not in self._in_a_row
             if evidence is None:
-                self._in_a_row |= {} if is_first else {check: 0}
+                if not is_first:
+                    self._in_a_row[check] = 0
                 continue
             row[METRIC.format(check)] = 1.0
             times = self._in_a_row[check] = self._in_a_row.get(check, 0) + 1

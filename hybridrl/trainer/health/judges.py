@@ -22,7 +22,7 @@ SPEED = "rollout/engine_tokens_per_second_"
 
 @dataclass(frozen=True)
 class Seen:
-    """What a judge sees.
+    """Input of a judge.
 
     Attributes:
         row: metrics of the step.
@@ -212,8 +212,9 @@ def blind_critic(seen: Seen) -> str | None:
         return None
     if now < seen.limit:
         return f"the critic is far worse than a constant: explained variance {now:.3g}"
-    known = [row[name] for row in seen.before[-BLIND_STEPS + 1 :] if row.get(name) is not None]
-    if len(known) + 1 < BLIND_STEPS or max(now, *map(float, filter(None, known)), -1.0) > 0:
+    last = seen.before[1 - BLIND_STEPS :]
+    known = [value for row in last if (value := row.get(name)) is not None]
+    if len(known) + 1 < BLIND_STEPS or max(now, *known) > 0:
         return None
     return f"in {BLIND_STEPS} steps the critic explained nothing of the returns' variance"
 

@@ -26,7 +26,7 @@ SHOWN = 3
 
 
 class MarkedTokens(NamedTuple):
-    """Token ids of a model.
+    """Token ids of a model, int32 as those of responses: comparing them copies nothing.
 
     Attributes:
         ends: those that end a response.
@@ -42,7 +42,8 @@ def marked_tokens(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> M
     ends = stop_token_ids(model_folder(model))
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
-    return MarkedTokens(torch.tensor(ends), torch.tensor(sorted(special - {*ends})))
+    groups = (ends, sorted(special - {*ends}))
+    return MarkedTokens(*(torch.tensor(ids, dtype=torch.int32) for ids in groups))
 
 
 def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
