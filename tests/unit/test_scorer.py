@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -227,9 +228,14 @@ def test_a_process_that_died_idle_is_replaced():
         assert pool.score([("", "abc", {})] * 4).scores == [3.0] * 4
         ours = set(psutil.Process().children()) - others
         assert len(ours) == 2
+        # The processes under them, which hold the sockets, end after them.
+        fds = [os.pidfd_open(each.pid) for child in ours for each in child.children()]
+        assert len(fds) == 2
         for child in ours:
             child.kill()
-        assert wait_for(lambda: all(is_gone(child.pid) for child in ours))
+        for fd in fds:
+            assert wait([fd], timeout=10.0)
+            os.close(fd)
         assert pool.score([("", "abcd", {})] * 4) == ScoreResult([4.0] * 4, [])
 
 
