@@ -15,7 +15,7 @@ Measures   Seconds that `SaverWorker.begin_save` takes (training waits for the c
 Run        python benchmarks/checkpoint.py --ranks 4 --folder /local/disk    (four H200s)
            python benchmarks/checkpoint.py --small --ranks 2                 (CPU, seconds)
 
-Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+Prints one JSON line; append it to benchmarks/results/checkpoint.jsonl.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
-from benchmarks.timing import hardware, wait_for_all
+from benchmarks.timing import result, wait_for_all
 from benchmarks.training_workload import SMALL, Size, actor_config, draw_lengths, random_batch
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.planner.multicast import turn_off_multicast
@@ -81,11 +81,11 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
         rank=rank,
         world_size=arguments.ranks,
     )
-    result = {"bench": "checkpoint", **hardware(), "ranks": arguments.ranks}
-    result |= {"shape": "small" if arguments.small else arguments.shape}
-    result |= _measure(folder, arguments)
+    shape = "small" if arguments.small else arguments.shape
+    measured = _measure(folder, arguments)
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps(result))
+        line = result("checkpoint", {"ranks": arguments.ranks, "shape": shape}, measured)
+        (folder / "result.json").write_text(json.dumps(line))
     dist.destroy_process_group()
 
 
@@ -111,10 +111,10 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         _remove(target)
         blocked.append(_seconds(lambda: saver.begin_save(str(target))))
         during.append(update())
-        result = saver.finish_save()
-        assert result.error is None, result.error
-        written.append(result.seconds)
-        num_bytes = _total(result.num_bytes)
+        saved = saver.finish_save()
+        assert saved.error is None, saved.error
+        written.append(saved.seconds)
+        num_bytes = _total(saved.num_bytes)
         _tell(f"save: training waited {blocked[-1]:.2f} s, written in {written[-1]:.1f} s")
     undisturbed = dict(metrics)
     load = _seconds(lambda: saver.load(str(target)))

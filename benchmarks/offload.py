@@ -10,7 +10,7 @@ Measures   GB/s of each direction, the first offload (which page-locks the memor
 Run        python benchmarks/offload.py            (one GPU)
            python benchmarks/offload.py --small    (CPU: ordinary memory, nothing can overlap)
 
-Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+Prints one JSON line; append it to benchmarks/results/offload.jsonl.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
-from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
+from benchmarks.timing import min_median_max, result, seconds_per_call, wait_for_all
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.distributed.offload import Offloadable
 
@@ -45,8 +45,8 @@ def main() -> None:
     shapes = matrices(SHAPE)
     scale = RANKS * (100 if arguments.small else 1)
     shards = [torch.ones(max(1, rows // scale), columns, device=device) for rows, columns in shapes]
-    result = {"bench": "offload", **hardware(), "gb": round(size_of(shards) / 1e9, 3)}
-    print(json.dumps(result | measure(shards, device, arguments.repeats)))
+    settings = {"gb": round(size_of(shards) / 1e9, 3)}
+    print(json.dumps(result("offload", settings, measure(shards, device, arguments.repeats))))
 
 
 def matrices(shape: ModelShape) -> list[tuple[int, int]]:

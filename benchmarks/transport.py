@@ -12,7 +12,7 @@ Measures   Milliseconds of each part on the driver's clock, and `all` of them, t
 Run        python benchmarks/transport.py --ranks 2         (CPU, half a minute)
            python benchmarks/transport.py --small
 
-Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+Prints one JSON line; append it to benchmarks/results/transport.jsonl.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
-from timing import hardware, min_median_max
+from timing import min_median_max, result
 
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.load import examine
@@ -233,19 +233,15 @@ def main() -> None:
         config = pool_config(args.ranks, Path(folder))
         parts = measure(config, args.responses, args.tokens, args.steps)
     parts.ms["all"] = parts.whole_steps(parts.ms)
-    result = {
-        "bench": "transport",
-        **hardware(),
-        "ranks": args.ranks,
-        "responses": args.responses,
-        "tokens": args.tokens,
+    settings = {"ranks": args.ranks, "responses": args.responses, "tokens": args.tokens}
+    measured = {
         "ms_min_median_max": {name: min_median_max(ms, digits=1) for name, ms in parts.ms.items()},
         "driver_cpu_ms_min_median_max": min_median_max(parts.whole_steps(parts.cpu_ms), digits=1),
         "times_each_call": round(
             statistics.median(parts.ms["each_call"]) / statistics.median(parts.ms["all"]), 2
         ),
     }
-    print(json.dumps(result))
+    print(json.dumps(result("transport", settings, measured)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What benchmarks compute and compare: lengths, the plan of memory, a sync's parts, aims."""
+"""What benchmarks compute: lengths, the plan of memory, a sync's parts; comparisons and plots."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.grpo_step import aims, sync_ms
+from benchmarks import compare, plots
+from benchmarks.grpo_step import sync_ms
 from benchmarks.shapes import QWEN2_5
 from benchmarks.training import planned
 from benchmarks.training_workload import Size, draw_lengths, run_config
@@ -55,8 +57,46 @@ def test_a_sync_is_the_sum_of_its_parts_in_each_step():
     assert found == {"prepare": 1.0, "move": 2.0, "verify": 3.0, "wait": 8.0, "sum": 7.0}
 
 
-def test_a_preset_has_its_own_aims():
-    found = {"step_s": 4.1, "setup_s": 58.2, "outside_fraction": 0.08, "sync_ms": {"sum": 4.9}}
-    assert aims("whole_step", found).keys() == {"outside_fraction", "setup_s"}
-    assert aims("field", found)["sync_ms"] == {"at_most": 15, "measured": 4.9}
-    assert aims("one_gpu", found) == {}
+@pytest.mark.parametrize(
+    ("bench", "path", "factor", "code"),
+    [
+        ("training", ("compiled", "equal", "update_mfu"), 0.94, 1),
+        ("training", ("compiled", "equal", "update_mfu"), 1.06, 0),
+        ("training", ("compiled", "equal", "update_mfu"), 0.96, 0),
+        ("grpo_step", ("sync_ms", "sum"), 1.06, 1),
+        ("grpo_step", ("sync_ms", "sum"), 0.94, 0),
+        ("grpo_step", ("idle_s", "rank0"), 10.0, 0),
+    ],
+)
+def test_a_line_is_compared_with_the_stored_one(tmp_path, monkeypatch, bench, path, factor, code):
+    line = json.loads((compare.STORED / f"{bench}.jsonl").read_text().splitlines()[0])
+    *parents, name = path
+    numbers = line["measured"]
+    for parent in parents:
+        numbers = numbers[parent]
+    numbers[name] *= factor
+    assert compared(line, tmp_path, monkeypatch) == code
+
+
+def test_lines_of_other_settings_are_not_compared(tmp_path, monkeypatch, capsys):
+    line = json.loads((compare.STORED / "training.jsonl").read_text().splitlines()[0])
+    line["versions"]["torch"] = "2.12.0"
+    assert compared(line, tmp_path, monkeypatch) == 2
+    assert "training.jsonl has no line of this device" in capsys.readouterr().out
+
+
+def compared(line, folder, monkeypatch):
+    """Return the exit code of compare.py."""
+    (folder / "now.json").write_text(f"progress\n{json.dumps(line)}\n")
+    monkeypatch.setattr("sys.argv", ["compare.py", str(folder / "now.json")])
+    with pytest.raises(SystemExit) as stopped:
+        compare.main()
+    return int(stopped.value.code)
+
+
+@pytest.mark.parametrize("plot", plots.PLOTS, ids=lambda plot: plot.bench)
+def test_plots_show_the_stored_lines(tmp_path, plot):
+    texts = re.compile(r"<text[^>]*>(.*?)</text>")
+    drawn = texts.findall(plots.draw(plot, tmp_path).read_text())
+    assert drawn == texts.findall((plots.RESULTS / f"{plot.bench}.svg").read_text())
+    assert len(drawn) > 5
