@@ -176,7 +176,11 @@ def findings(
         if match := FINDING.fullmatch(text):
             step, check, evidence, remedy = match.groups()
             ill = sum(f"health/{check}" in row for row in rows)
-            when = "before the first step" if step is None else f"step {step}, {ill} steps in all"
+            when = (
+                "before the first step"
+                if step is None
+                else f"step {step}, found in {ill} of {len(rows)} steps"
+            )
             found.setdefault(check, (check, when, evidence, remedy))
     return [*found.values()]
 

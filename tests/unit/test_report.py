@@ -104,7 +104,7 @@ def test_findings_are_read_with_their_first_step_and_their_count(tmp_path):
     found = overview(tmp_path, rows)
     assert found["findings"] == [
         ("overlap", "before the first step", "5% of them.", "Drop: them."),
-        ("truncated", "step 2, 10 steps in all", "92%: cut.", "Do."),
+        ("truncated", "step 2, found in 10 of 10 steps", "92%: cut.", "Do."),
     ]
     assert found["messages"] == [("2026-01-01 10:00:03", "WARNING", "other")]
 
