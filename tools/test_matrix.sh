@@ -22,7 +22,7 @@ for row in "${matrix[@]}"; do
   VENV=$venv tools/install.sh
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "${pins[@]}"
   echo "== ${pins[*]}"
-  OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest -q --numprocesses 2 --dist loadfile "${tests[@]}" "$@" || failed+=("${pins[0]}")
+  OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest -q -m "not slow" --numprocesses 2 --dist loadfile "${tests[@]}" "$@" || failed+=("${pins[0]}")
 done
 echo "failed: ${failed[*]:-none}"
 [ ${#failed[@]} = 0 ]
