@@ -20,7 +20,7 @@ from transformers import (
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.model_shape import SUPPORTED
+from hybridrl.config.planner.families import family_of
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
@@ -123,12 +123,7 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
         ConfigError: the architecture is not supported.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.model_type not in SUPPORTED:
-        raise ConfigError(
-            f"model.path = {folder} is a {config.model_type} model; supported are "
-            f"{', '.join(SUPPORTED)}.\nThe packed forward has been checked for these only.\n"
-            f"Set model.path to one of them."
-        )
+    family_of(config.to_dict())
     register_packed_attention()
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import parse_json, reason_of
+from hybridrl.config.planner.families import ATTENTION
 from hybridrl.config.planner.model_shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -19,7 +20,6 @@ _LENGTH_BYTES = 8
 # Limit of the format.
 _MAX_HEADER_BYTES = 100_000_000
 EMBEDDING = "model.embed_tokens.weight"
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MAX_NAMED = 3
 
 

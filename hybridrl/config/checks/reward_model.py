@@ -10,7 +10,8 @@ from typing import Any
 from hybridrl.config.checks.sizes import length_problems, sequence_head_problems
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of
-from hybridrl.config.planner.model_shape import SUPPORTED, ModelShape, model_shape
+from hybridrl.config.planner.families import FAMILIES
+from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.schema import RunConfig
 
 REWARD_MODEL_PATH = "reward_model.model.path"
@@ -58,7 +59,7 @@ def _head_problem(path: str, config: Mapping[str, Any]) -> str | None:
     """Return the problem of a checkpoint without a head with one output."""
     names = config.get("architectures") or []
     if not any(str(name).endswith(ARCHITECTURE) for name in names):
-        kinds = ", ".join(f"{kind.capitalize()}{ARCHITECTURE}" for kind in SUPPORTED)
+        kinds = ", ".join(f"{family.classes}{ARCHITECTURE}" for family in FAMILIES.values())
         return (
             f"{named(path)} is a {' or '.join(map(str, names)) or 'model without a class'}, "
             f"expected one of {kinds}: its score head gives the reward.\n"

@@ -7,9 +7,8 @@ from typing import Any
 from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.families import Family, HeadNorm, family_of
 
-# Others may scale logits or cap attention scores, which the packed forward does not do.
-SUPPORTED = ("llama", "qwen2", "qwen3")
 # Mandatory keys of config.json.
 REQUIRED = (
     "hidden_size",
@@ -24,17 +23,17 @@ SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Llama, Qwen2 or Qwen3 decoder.
+    """Sizes of a decoder.
 
     Attributes:
-        kind: llama | qwen2 | qwen3.
+        family: what config.json does not say of it.
         hidden, intermediate, layers, heads, kv_heads, head_dim, vocab: as in config.json.
         tied: true if lm_head is the embedding.
-        attention_bias, mlp_bias: true if these linear layers have biases.
+        biased: linear layers with biases.
         max_positions: longest sequence in tokens; None if config.json has none.
     """
 
-    kind: str
+    family: Family
     hidden: int
     intermediate: int
     layers: int
@@ -43,8 +42,7 @@ class ModelShape:
     head_dim: int
     vocab: int
     tied: bool
-    attention_bias: bool
-    mlp_bias: bool
+    biased: tuple[str, ...]
     max_positions: int | None
 
     @property
@@ -55,14 +53,10 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Elements of one decoder layer."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = sum(outputs * inputs for outputs, inputs in self.linear_layers.values())
-        biases = 0
-        if self.kind == "qwen2" or self.attention_bias:
-            biases += q + 2 * kv + (0 if self.kind == "qwen2" else self.hidden)
-        if self.mlp_bias:
-            biases += 2 * self.intermediate + self.hidden
-        head_norms = 2 * self.head_dim if self.kind == "qwen3" else 0
+        layers = self.linear_layers
+        weights = sum(outputs * inputs for outputs, inputs in layers.values())
+        biases = sum(layers[name][0] for name in self.biased)
+        head_norms = 2 * self.head_dim if self.family.head_norm is HeadNorm.each else 0
         return weights + biases + head_norms + 2 * self.hidden
 
     @property
@@ -70,7 +64,7 @@ class ModelShape:
         """(outputs, inputs) of each linear layer of a decoder layer, by name."""
         h, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         inner = self.intermediate
-        return {
+        sides = {
             "q_proj": (q, h),
             "k_proj": (kv, h),
             "v_proj": (kv, h),
@@ -79,6 +73,7 @@ class ModelShape:
             "up_proj": (inner, h),
             "down_proj": (h, inner),
         }
+        return {name: sides[name] for name in self.family.linear_layers}
 
     def adapter_parameters(self, rank: int, target_modules: Sequence[str]) -> int:
         """Return the elements of one decoder layer's adapters, A and B of each adapted weight."""
@@ -102,18 +97,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     Raises:
         ConfigError: unsupported architecture, quantized weights, or missing or wrong keys.
     """
-    kind = config.get("model_type")
-    if kind not in SUPPORTED:
-        brings_code = " Code of a checkpoint (auto_map) is never run."
-        raise ConfigError(
-            f"model.path is a model of type {kind}, expected one of {', '.join(SUPPORTED)}: "
-            f"the reshard into vLLM supports only these.{brings_code * ('auto_map' in config)}"
-        )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "model.path is a quantized model, expected plain weights for training.\n"
-            "Set model.path to the unquantized model."
-        )
+    family = family_of(config)
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"config.json of model.path lacks {', '.join(missing)}.")
@@ -127,7 +111,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     if not wrong:
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         kv_heads = sizes["num_key_value_heads"] or heads
-        head_dim = sizes["head_dim"] or (128 if kind == "qwen3" else hidden / heads)
+        head_dim = sizes["head_dim"] or family.head_dim or hidden / heads
         if heads % kv_heads or head_dim % 1:
             named = ("hidden_size", "num_attention_heads", "num_key_value_heads")
             wrong = [", ".join(f"{key} = {sizes[key]}" for key in named) + " do not divide"]
@@ -137,7 +121,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
             f"Copy the config.json that belongs to the weights."
         )
     return ModelShape(
-        kind=kind,
+        family=family,
         hidden=hidden,
         intermediate=sizes["intermediate_size"],
         layers=sizes["num_hidden_layers"],
@@ -146,7 +130,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         head_dim=int(head_dim),
         vocab=sizes["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
+        biased=family.biased
+        + tuple(
+            name for key, names in family.bias_keys if config.get(key, False) for name in names
+        ),
         max_positions=sizes["max_position_embeddings"],
     )

@@ -73,7 +73,7 @@ def _heading(
     yield "machine", machine.describe()
     yield (
         "model",
-        f"{config.model.path}: {shape.kind}, {shape.parameters:,} parameters, "
+        f"{config.model.path}: {shape.family.kind}, {shape.parameters:,} parameters, "
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
         f"{shape.kv_heads} KV heads, "
         f"vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
@@ -84,7 +84,7 @@ def _heading(
         reward = config.reward_model
         yield (
             "reward model",
-            f"{reward.model.path}: {reward_shape.kind}, "
+            f"{reward.model.path}: {reward_shape.family.kind}, "
             f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
             f"weight {reward.weight:g}",
         )

@@ -12,6 +12,7 @@ Units:    bytes of one rank
 from typing import NamedTuple
 
 from hybridrl.config.choices import Accumulation, DType
+from hybridrl.config.planner.families import HeadNorm
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import FSDPConfig, LoRAConfig
 
@@ -38,13 +39,14 @@ def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
     """Return the bytes per token that autograd keeps of one decoder layer.
 
     Eager:     norms twice (4 + 2s)h, query and output 2sHD, key and value 2sKD, MLP 4sI;
-               Qwen3's q_norm and k_norm (4 + s)D per head
+               norms of queries and keys (4 + s)D per head
     Compiled:  layer input, norms' outputs, o_proj's output 4sh, attention as above, MLP 3sI
     """
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     if compiled:
         return size * (4 * shape.hidden + 2 * heads + 3 * shape.intermediate)
-    head_norms = (MASTER_BYTES + size) * heads if shape.kind == "qwen3" else 0
+    has_head_norms = shape.family.head_norm is not HeadNorm.none
+    head_norms = (MASTER_BYTES + size) * heads if has_head_norms else 0
     norms = 2 * (MASTER_BYTES + 2 * size) * shape.hidden
     return norms + head_norms + size * (2 * heads + 4 * shape.intermediate)
 
