@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from hybridrl.config.choices import DType, Layout, Offload, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
@@ -24,10 +29,13 @@ from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
-from hybridrl.rollout.vllm_compat import cpu_start
+from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
+from tests.tiny_hf import spread
 
+# A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
+LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
 SIZES = {
     "vocab_size": 501,  # odd: uneven shards, and padding in vLLM
     "hidden_size": 256,
@@ -47,8 +55,6 @@ CONFIGS = {
         **SIZES, num_key_value_heads=1, head_dim=64, tie_word_embeddings=True
     ),
 }
-# A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
-LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ def write_folders(root: Path, models: list[str]) -> None:
             with torch.no_grad():
                 for param in model.parameters():
                     param.add_(torch.randn_like(param) * 0.1)
+                spread(model, name)
             model.save_pretrained(root / name / which)
 
 
@@ -314,7 +321,8 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
         enforce_eager=True,
     ).create_engine_config()
     on_gpu = torch.cuda.is_available()
-    with nullcontext() if on_gpu else cpu_start(), set_current_vllm_config(vllm_config):
+    start = nullcontext() if on_gpu else cpu_start()
+    with start, own_class(folder), set_current_vllm_config(vllm_config):
         model = get_model(vllm_config=vllm_config)
     return {name: parameter.data for name, parameter in model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders: Llama, Qwen2 (tied, with biases) and Qwen3."""
+"""Tiny random Hugging Face folders, one or two of each family."""
 
 import copy
 from pathlib import Path
@@ -29,18 +29,51 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
 }
+# Frequencies of LongRoPE for heads of size 8, a half of which is rotated.
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.3],
+    "long_factor": [1.5, 4.0],
+    "original_max_position_embeddings": 64,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+    "attention_bias": True,
+}
+GEMMA3 = {"query_pre_attn_scalar": 12, "pad_token_id": 0}
+FULL_AND_WINDOW = ["sliding_attention", "full_attention"]
+# Families of later times, and their other heads; windows are shorter than the sequences of tests.
+MORE = {}
+ALL = CONFIGS | MORE
+# The heads of MORE that need not be looked at each time.
+OTHER_HEADS = {name for name in MORE if "tied" in name}
 
 
 def tiny_model(name: str, attention: str = "sdpa") -> PreTrainedModel:
-    """A model of CONFIGS with random weights, biases and norms included; float32, CPU."""
+    """A model of ALL with random weights, biases and norms included; float32, CPU."""
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(
-        CONFIGS[name], dtype=torch.float32, attn_implementation=attention
+        ALL[name], dtype=torch.float32, attn_implementation=attention
     ).eval()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
+        spread(model, name)
     return model
+
+
+def spread(model: PreTrainedModel, name: str) -> None:
+    """Spread a new family's probabilities: with a tied head, each token would predict itself.
+
+    The last norm scales by 0.1 instead of 1, whether or not it adds 1 to its weight.
+    """
+    if name in MORE:
+        model.base_model.norm.weight.sub_(0.9)
 
 
 def tiny_folder(name: str, folder: Path) -> Path:
@@ -56,12 +89,12 @@ def tiny_reward_model(name: str, folder: Path, *, num_labels: int = 1, **sizes: 
     """A random checkpoint for sequence classification, whose scores are of the order of 1.
 
     Args:
-        name: of CONFIGS.
+        name: of ALL.
         folder: where it is written.
         num_labels: of its head.
-        sizes: keys of its config.json that are not those of CONFIGS.
+        sizes: keys of its config.json that are not those of ALL.
     """
-    config = copy.deepcopy(CONFIGS[name])
+    config = copy.deepcopy(ALL[name])
     config.update(sizes | {"num_labels": num_labels})
     torch.manual_seed(sum(map(ord, name)) + 1)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)

@@ -28,6 +28,8 @@ from hybridrl.config.schema import RunConfig
 MAX_REWARD_PROCESSES = 8
 # vLLM's own default on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
 MAX_NUM_SEQS = 1024
+# In lora.target_modules: every linear layer of the model's family.
+ALL_LINEAR = "all-linear"
 
 
 def machine_of(config: RunConfig, machine: Machine) -> Machine:
@@ -60,6 +62,14 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
                     report.problems += error.problems
     with suppress(Unusable):
         _set_mini_batch(config)
+
+
+def name_adapted_layers(config: RunConfig, shape: ModelShape | None) -> None:
+    """Replace all-linear in lora.target_modules by the linear layers of the model's family."""
+    with suppress(Unusable):
+        for lora in (config.lora, config.actor.lora, config.ref.lora, config.rollout.lora):
+            if shape is not None and lora is not None and lora.target_modules == [ALL_LINEAR]:
+                lora.target_modules = list(shape.family.linear_layers)
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:

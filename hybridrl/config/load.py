@@ -15,7 +15,7 @@ from hybridrl.config.checks.memory import memory_problems
 from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH, reward_model_shape
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
-from hybridrl.config.derive import choose_for_memory, derive, machine_of
+from hybridrl.config.derive import choose_for_memory, derive, machine_of, name_adapted_layers
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.links import LINKS, link_problems
@@ -80,6 +80,7 @@ def examine(
     machine = machine_of(config, machine)
     derive(config, machine, report)
     shape = _read(lambda: model_shape(read_model(config.model.path)), report, broken="model.path")
+    name_adapted_layers(config, shape)
     reward_shape = _read(
         lambda: (
             config.reward_model and reward_model_shape(config.reward_model.model.path, read_model)

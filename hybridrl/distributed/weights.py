@@ -20,7 +20,7 @@ from transformers import (
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import family_of
+from hybridrl.config.planner.families import FAMILIES, family_of
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
@@ -77,22 +77,24 @@ def _shape(stored: Any) -> torch.Size:
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Random weights, drawn tensor by tensor: normal matrices, norms of 1 and biases of 0.
+    """Random weights, drawn tensor by tensor: normal matrices, norms that scale by 1, no biases.
 
     A tensor is a function of seed, name, shape and device type, so it is the same on all ranks and
-    for every sharding. It is never in host memory. `std` is config.json's initializer_range.
+    for every sharding. It is never in host memory. `std` is config.json's initializer_range,
+    `norm` the weight of all norms.
     """
 
     shapes: Shapes
     std: float
     seed: int
     device: torch.device
+    norm: float = 1.0
 
     def __getitem__(self, name: str) -> Tensor:
         """Draw the named tensor, float32."""
         whole = torch.empty(self.shapes[name], dtype=torch.float32, device=self.device)
         if whole.ndim == 1:
-            return whole.fill_(0.0 if name.endswith(".bias") else 1.0)
+            return whole.fill_(0.0 if name.endswith(".bias") else self.norm)
         seed = derive_seed(self.seed, "weights", name)
         generator = torch.Generator(self.device).manual_seed(seed)
         return whole.normal_(0.0, self.std, generator=generator)
@@ -112,7 +114,8 @@ def first_weights(
         ConfigError: the checkpoint lacks weights.
     """
     if model.init is Init.random:
-        return RandomWeights(shapes, lm.initializer_range, model.seed, device)
+        norm = FAMILIES[lm.model_type].norm_weight
+        return RandomWeights(shapes, lm.initializer_range, model.seed, device, norm)
     return stored_weights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
 
 

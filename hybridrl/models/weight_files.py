@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import parse_json, reason_of
-from hybridrl.config.planner.families import ATTENTION
+from hybridrl.config.planner.families import IN_ATTENTION
 from hybridrl.config.planner.model_shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -123,7 +123,7 @@ def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield EMBEDDING, (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         for name, sides in shape.linear_layers.items():
-            block = "self_attn" if name in ATTENTION else "mlp"
+            block = "self_attn" if name in IN_ATTENTION else "mlp"
             yield f"model.layers.{layer}.{block}.{name}.weight", sides
 
 

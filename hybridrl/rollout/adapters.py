@@ -12,7 +12,8 @@ stacked, their B are the blocks of one matrix that is 0 elsewhere:
                                                             [ 0   0  B_v]
 
 The trace lists each block of W on this rank. Its adapter has the same rows of B and the same
-columns of A, so tensor parallelism needs no further rules.
+columns of A, so tensor parallelism needs no further rules. A layer that is fused in the checkpoint,
+too, is one layer with one adapter, of whose B a rank may hold several blocks of rows.
 """
 
 from collections.abc import Iterator
@@ -51,10 +52,10 @@ def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> None:
         trace: trace of its loader.
         lora: the trainer's adapters.
     """
-    for layer_name, copies in _adapted(trace, lora):
+    for layer_name, sources in _adapted(trace, lora):
         layer: Any = model.get_submodule(layer_name)
         height, width = layer.weight.shape
-        rank = lora.rank * len(copies)
+        rank = lora.rank * len(sources)
         layer.lora_A = nn.Parameter(layer.weight.new_zeros(rank, width), requires_grad=False)
         layer.lora_B = nn.Parameter(layer.weight.new_zeros(height, rank), requires_grad=False)
         layer.quant_method = AdaptedLinear(layer.quant_method, lora.alpha / lora.rank)
@@ -69,31 +70,40 @@ def trace_with_adapters(trace: Trace, lora: LoRAConfig) -> Trace:
             q_proj.lora_B.weight.
     """
     copies, fills, r = list(trace.copies), list(trace.fills), lora.rank
-    for layer, parts in _adapted(trace, lora):
+    for layer, sources in _adapted(trace, lora):
         height = trace.parameters[f"{layer}.weight"][0]
-        for number, part in enumerate(parts):
-            (row, column), (rows, columns) = part.region
-            name, top, left = part.source.removesuffix("weight"), part.offset[0], number * r
-            bottom = top + rows
-            a, b = Region((0, column), (r, columns)), Region((row, 0), (rows, r))
-            copies.append(
-                TracedCopy(f"{name}lora_A.weight", a, f"{layer}.lora_A", (left, part.offset[1]))
-            )
-            copies.append(TracedCopy(f"{name}lora_B.weight", b, f"{layer}.lora_B", (top, left)))
-            fills += [
-                TracedFill(f"{layer}.lora_B", Region((start, left), (stop - start, r)), 0.0)
-                for start, stop in ((0, top), (bottom, height))
-                if stop > start
-            ]
+        for number, (source, parts) in enumerate(sources.items()):
+            name, left, top = source.removesuffix("weight"), number * r, 0
+            (_, column), (_, columns) = parts[0].region
+            a = Region((0, column), (r, columns))
+            start = (left, parts[0].offset[1])
+            copies.append(TracedCopy(f"{name}lora_A.weight", a, f"{layer}.lora_A", start))
+            for part in sorted(parts, key=lambda part: part.offset):
+                rows = part.region.shape[0]
+                b = Region((part.region.offset[0], 0), (rows, r))
+                start = (part.offset[0], left)
+                copies.append(TracedCopy(f"{name}lora_B.weight", b, f"{layer}.lora_B", start))
+                fills += _zeros(layer, left, r, top, part.offset[0])
+                top = part.offset[0] + rows
+            fills += _zeros(layer, left, r, top, height)
     return trace._replace(copies=copies, fills=fills)
 
 
-def _adapted(trace: Trace, lora: LoRAConfig) -> Iterator[tuple[str, list[TracedCopy]]]:
-    """Yield the names of vLLM's adapted layers, each with its copies of checkpoint weights."""
-    found: dict[str, list[TracedCopy]] = {}
+def _zeros(layer: str, left: int, r: int, start: int, stop: int) -> list[TracedFill]:
+    """Return the fill of rows of lora_B that belong to other layers of the checkpoint."""
+    region = Region((start, left), (stop - start, r))
+    return [TracedFill(f"{layer}.lora_B", region, 0.0)] if stop > start else []
+
+
+def _adapted(trace: Trace, lora: LoRAConfig) -> Iterator[tuple[str, dict[str, list[TracedCopy]]]]:
+    """Yield the names of vLLM's adapted layers, each with its copies by checkpoint weight."""
+    found: dict[str, dict[str, list[TracedCopy]]] = {}
     for copy in trace.copies:
         if copy.source.rpartition(".weight")[0].rpartition(".")[2] in lora.target_modules:
-            found.setdefault(copy.parameter.removesuffix(".weight"), []).append(copy)
-    for layer, copies in found.items():
-        assert len({copy.source for copy in copies}) == len(copies), f"{layer} splits a weight"
-        yield layer, copies
+            layer = found.setdefault(copy.parameter.removesuffix(".weight"), {})
+            layer.setdefault(copy.source, []).append(copy)
+    for layer_name, sources in found.items():
+        for source, parts in sources.items():
+            columns = {(part.region.offset[1], part.region.shape[1]) for part in parts}
+            assert len(columns) == 1, f"{layer_name} splits the columns of {source}"
+        yield layer_name, sources

@@ -4,8 +4,9 @@ The loader gets meta tensors under the checkpoint's names. Every copy into a par
 and skipped, so no parameter changes and no memory is needed. Slices, chunks and views of a meta
 tensor keep its storage and offset, so no knowledge of layouts is needed.
 
-A buffer that the loader writes counts as a parameter. Other buffers (rotary caches) are computed at
-the engine's start, and vLLM keeps them through every sleep.
+A buffer that the loader writes counts as a parameter. So does a persistent one, which vLLM starts
+with random numbers: if the loader does not write it, the plan's check of coverage names it. Other
+buffers (rotary caches) are computed at the engine's start, and vLLM keeps them through every sleep.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,7 +65,7 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        self._parameters = {name for name, _ in model.named_parameters()}
+        self._parameters = {name for name, _ in model.named_parameters()} | _random_buffers(model)
         self._live = live_tensors(model)
         self._names_by_storage: dict[int, list[str]] = {}
         self._sources: dict[int, tuple[str, Tensor]] = {}
@@ -135,6 +136,21 @@ class _Tracer(TorchDispatchMode):
         written |= {fill.parameter for fill in self._fills}
         shapes = {n: tuple(tensor.shape) for n, tensor in self._live.items() if n in written}
         return Trace(self._copies, self._fills, shapes)
+
+
+def _random_buffers(model: nn.Module) -> set[str]:
+    """Return the buffers that load_format=dummy randomises.
+
+    Those with a leading underscore are scales of a quantised KV cache, which vLLM sets afterwards.
+    """
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+        and buffer.is_floating_point()
+        and not name.startswith("_")
+    }
 
 
 def _refuse(name: str, reason: str) -> NoReturn:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel
 
 from hybridrl.distributed.torch_compat import disable_dynamo
 
@@ -128,6 +129,22 @@ def cpu_start() -> Iterator[None]:
     dist.barrier()
     for file in Path("/dev/shm").glob(f"*{ident[0]}*"):
         file.unlink(missing_ok=True)
+
+
+@contextmanager
+def own_class(folder: Path) -> Iterator[None]:
+    """Give vLLM a transformers class of its own for the model in this folder.
+
+    vLLM runs some architectures through transformers' modules and adds its compilation to their
+    class, which the trainer in this process then could not build. Within this context `AutoModel`
+    builds a subclass.
+    """
+    config = type(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    classes = AutoModel._model_mapping
+    original = classes[config]
+    own = type(original.__name__, (original,), {"__module__": original.__module__})
+    with patch.dict(classes._extra_content, {config: own}):
+        yield
 
 
 def _keep_weight(layer: Any, remove_weight: bool) -> None:

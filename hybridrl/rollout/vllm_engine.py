@@ -124,6 +124,7 @@ class VLLMEngine:
             with (
                 times.part("rest"),
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),
+                vllm_compat.own_class(folder),
             ):
                 self._llm = LLM(model=str(folder), **engine_options(config, device_type))
         self._model = self._llm.apply_model(lambda model: model)[0]

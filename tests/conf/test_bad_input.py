@@ -402,6 +402,30 @@ def test_other_architectures_and_quantized_models_are_refused():
     assert "quantized" in found
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2"}, ["gemma2", "capped"]),
+        ({"model_type": "gpt_oss"}, ["gpt_oss", "sinks"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type = dynamic"]),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            ["rope_type = dynamic"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 100}},
+            ["expected at most 100"],
+        ),
+    ],
+)
+def test_what_the_numerics_do_not_support_is_refused_by_name(changes, words):
+    (found,) = problems("hardware=cpu", model=TINY | changes)
+    assert all(word in found for word in words)
+
+
 def test_gpus_are_counted_per_node():
     two = Machine(tuple(Node(n, 32, 512 * GIB, (GPU("H", 80 * GIB),) * 4) for n in "ab"))
     args = ["hardware=gpu", "cluster.nodes=2"]

@@ -32,6 +32,7 @@ from hybridrl.config.planner.memory import (
 )
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.plan_text import plan
+from tests.tiny_hf import MORE
 
 SIZES = {
     "hidden_size": 48,
@@ -61,6 +62,25 @@ def test_parameters_are_those_of_the_real_model(config_class, more, tied):
     shape = model_shape(json.loads(config.to_json_string()))
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.backbone_parameters == sum(p.numel() for p in model.model.parameters())
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_sizes_of_every_family_are_those_of_the_real_model(name):
+    """Parameters, and the linear layers that LoRA adapts."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MORE[name])
+    shape = model_shape(json.loads(MORE[name].to_json_string()))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers * shape.layer_parameters == sum(
+        p.numel() for p in model.model.layers.parameters()
+    )
+    layers = model.model.layers[0].named_modules()
+    found = {
+        name.rpartition(".")[2]: (layer.out_features, layer.in_features)
+        for name, layer in layers
+        if isinstance(layer, torch.nn.Linear)
+    }
+    assert shape.linear_layers == found
 
 
 def test_qwen_0_5b_has_its_published_size():

@@ -60,7 +60,7 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
         (
             [],
             {"architectures": ["Qwen2ForCausalLM"]},
-            ["/rm is a Qwen2ForCausalLM", "LlamaForSequenceClassification", "reward.function"],
+            ["/rm is a Qwen2ForCausalLM", "ends in ForSequenceClassification", "reward.function"],
         ),
         ([], {"architectures": None}, ["/rm is a model without a class"]),
         ([], {"model_type": "gemma2"}, ["reward_model.model.path is a model of type gemma2"]),

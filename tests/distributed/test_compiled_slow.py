@@ -11,7 +11,7 @@ from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.lora_cases import move_away
 from tests.role_configs import actor_config, fsdp_config, lora_config, reference_config
-from tests.tiny_hf import tiny_folder
+from tests.tiny_hf import MORE, tiny_folder
 from tests.training_batches import scheduled, training_batch
 
 # Every response alone, some together, all together: packed lengths from 6 to 77.
@@ -68,9 +68,11 @@ def reference_log_probs(actor, mine, lora_rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, lora_rank):
-    folder = tiny_folder("qwen2", tmp_path / "qwen2")
+@pytest.mark.parametrize(
+    ("name", "lora_rank"), [("qwen2", 0), ("qwen2", 4), *((name, 0) for name in MORE)]
+)
+def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, name, lora_rank):
+    folder = tiny_folder(name, tmp_path / name)
     results = run_on_ranks(compiled_and_eager, 2, folder, lora_rank, time_limit_s=280)
     for found, num_graphs in results:
         (eager, _, eager_ref), (compiled, metrics, compiled_ref) = found[False], found[True]
@@ -79,5 +81,6 @@ def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, lora_r
             assert float((one - other).norm() / other.norm()) < 1e-5
         assert metrics["actor/first_log_ratio_max"] == 0.0
         assert metrics["actor/log_ratio_max"] > 1e-4
-        # One sequence or several; gradients of an earlier micro-batch there or not; adapters off.
-        assert 1 <= num_graphs <= (8 if lora_rank else 4)
+        # One sequence or several; gradients of an earlier micro-batch there or not; adapters off;
+        # layers of two kinds.
+        assert 1 <= num_graphs <= (8 if lora_rank or name in MORE else 4)

@@ -11,7 +11,7 @@ from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config, reference_config
-from tests.tiny_hf import tiny_folder
+from tests.tiny_hf import MORE, tiny_folder
 from tests.training_batches import RESPONSES, scheduled, training_batch
 
 
@@ -101,4 +101,16 @@ def test_metrics_are_plausible(run):
 def test_what_was_saved_continues_bit_for_bit(run):
     for _, now, saved in run:
         assert len(now.values) == sum(RESPONSES)
+        assert torch.equal(now.values, saved.values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_every_family(name, tmp_path):
+    folder = tiny_folder(name, tmp_path / "model")
+    results = run_on_ranks(two_steps, 2, folder, 1, tmp_path / "final", time_limit_s=280)
+    for history, now, saved in results:
+        for metrics, _, _ in history:
+            assert metrics["actor/first_log_ratio_max"] == 0.0
+            assert metrics["actor/log_ratio_max"] > 1e-4
         assert torch.equal(now.values, saved.values)

@@ -17,7 +17,7 @@ from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
-from tests.tiny_hf import tiny_folder
+from tests.tiny_hf import MORE, tiny_folder
 from tests.training_batches import PROMPTS, RESPONSES, scheduled, training_batch
 
 KL_COEF, CLIP, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP = 0.1, 0.2, 0.01, 0.8, 0.2
@@ -113,11 +113,15 @@ def folder(tmp_path_factory):
     return tiny_folder("qwen2", tmp_path_factory.mktemp("gradients") / "qwen2")
 
 
-@pytest.fixture(scope="module")
-def expected(folder):
+def expected_gradients(folder):
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 33
     weights = {"head.weight": head, "head.bias": torch.zeros(1)}
     return expected_policy_gradients(folder), expected_value_gradients(folder, weights)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return expected_gradients(folder)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +138,22 @@ def expected(folder):
 def test_gradient_is_that_of_one_process_and_one_response_at_a_time(
     folder, expected, ranks, replicas, spec_changes
 ):
-    results = run_on_ranks(actor_and_critic_gradients, ranks, folder, replicas, spec_changes)
+    check(run_on_ranks(actor_and_critic_gradients, ranks, folder, replicas, spec_changes), expected)
+
+
+def check(results, expected):
     counts = {count for count, _, _ in results[0].values()}
     assert len(counts) > 1, "the budgets must lead to different micro-batches"
     for result in results:
         for _, policy, value in result.values():
             assert relative_difference(policy, expected[0]) < 1e-5
             assert relative_difference(value, expected[1]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", MORE)
+def test_gradient_of_every_family(name, ranks, tmp_path):
+    folder = tiny_folder(name, tmp_path / name)
+    results = run_on_ranks(actor_and_critic_gradients, ranks, folder, 1, {}, time_limit_s=280)
+    check(results, expected_gradients(folder))

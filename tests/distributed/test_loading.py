@@ -19,7 +19,7 @@ from hybridrl.distributed.regions import named_shards
 from hybridrl.distributed.storage.export import write_model
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import CONFIGS, tiny_folder
+from tests.tiny_hf import CONFIGS, MORE, tiny_folder
 from tests.training_batches import training_batch
 from tests.whole_weights import InMemory, full_state_dict
 
@@ -49,23 +49,36 @@ def load_and_look(folders, target):
             "full": full,
             "log_probs": log_probs,
         }
-    critic = load_sharded_critic(model_config(folders["qwen2"]), spec, mesh, seed=3)
+    critic = load_sharded_critic(model_config(next(iter(folders.values()))), spec, mesh, seed=3)
     head = {name: p.detach().full_tensor() for name, p in critic.head.named_parameters()}
     backbone = {name: p.detach().full_tensor() for name, p in critic.backbone.named_parameters()}
     return seen, head, backbone
 
 
+NAMES = [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    root = tmp_path_factory.mktemp("loading")
-    folders = {name: tiny_folder(name, root / name) for name in CONFIGS}
-    return folders, root / "saved", run_on_ranks(load_and_look, 2, folders, root / "saved")
+    """What two ranks saw of a model; one start of the processes serves CONFIGS, another MORE."""
+    results = {}
+
+    def of(name):
+        group = name in MORE
+        if group not in results:
+            root = tmp_path_factory.mktemp("loading")
+            folders = {n: tiny_folder(n, root / n) for n in (MORE if group else CONFIGS)}
+            seen = run_on_ranks(load_and_look, 2, folders, root / "saved", time_limit_s=280)
+            results[group] = folders, root / "saved", seen
+        return results[group]
+
+    return of
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_shards_are_the_rows_of_from_pretrained(loaded, name):
     """Names as in the checkpoint, tied duplicates included; rows cut as by torch.chunk."""
-    folders, _, ranks = loaded
+    folders, _, ranks = loaded(name)
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     expected = dict(model.named_parameters(remove_duplicate=False))
     assert ("lm_head.weight" in expected) and ("model.embed_tokens.weight" in expected)
@@ -79,16 +92,16 @@ def test_shards_are_the_rows_of_from_pretrained(loaded, name):
             assert torch.equal(local, mine), (parameter, rank)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_forward_leaves_the_shards_as_they_are(loaded, name):
-    _, _, ranks = loaded
+    _, _, ranks = loaded(name)
     assert all(seen[name]["same"] for seen, *_ in ranks)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_log_probs_are_those_of_from_pretrained(loaded, name):
     """So rotary frequencies and ties survived being built without weights."""
-    folders, _, ranks = loaded
+    folders, _, ranks = loaded(name)
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     batch, expected = training_batch(), []
     for prompt, response in zip(batch.prompts.rows(), batch.responses.rows(), strict=True):
@@ -102,9 +115,9 @@ def test_log_probs_are_those_of_from_pretrained(loaded, name):
         )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_saved_folder_loads_to_the_same_bits(loaded, name):
-    folders, saved, ranks = loaded
+    folders, saved, ranks = loaded(name)
     again = AutoModelForCausalLM.from_pretrained(saved / name, dtype="auto")
     original = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     for (parameter, found), wanted in zip(
@@ -121,8 +134,8 @@ def test_a_saved_folder_loads_to_the_same_bits(loaded, name):
 
 
 def test_the_critic_has_the_backbone_and_one_small_head(loaded):
-    folders, _, ranks = loaded
-    model = AutoModel.from_pretrained(folders["qwen2"], dtype=torch.float32)
+    folders, _, ranks = loaded("llama")
+    model = AutoModel.from_pretrained(folders["llama"], dtype=torch.float32)
     for _, head, backbone in ranks:
         for name, wanted in model.named_parameters():
             assert torch.equal(backbone[name], wanted), name

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType
+from hybridrl.config.planner.families import FUSED
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.forward.packing import pack
 from hybridrl.workers.actor import ActorWorker
@@ -65,7 +66,8 @@ def look_at_all(cases, root):
     for case in cases:
         if workers:
             forget_tensor_parallel_groups()
-        lora = lora_config(RANK, target_modules=TARGETS)
+        targets = list(FUSED) if case.model == "phi3" else TARGETS
+        lora = lora_config(RANK, target_modules=targets)
         workers.append(build_worker(case, root / case.model, "cpu", lora=lora))
         seen.append(look(case, workers[-1], root / case.model))
     return seen

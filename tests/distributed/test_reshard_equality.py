@@ -9,6 +9,7 @@ import torch
 from hybridrl.config.choices import DType, Layout
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, run_cases, write_folders
+from tests.tiny_hf import MORE
 
 FLOAT, BFLOAT = DType.float32, DType.bfloat16
 
@@ -34,6 +35,11 @@ SLOW_CASES = {
         for tp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))
         for layout in (Layout if tp == 2 and dtype is BFLOAT else [Layout.aligned])
     ],
+}
+# The families that came later, whose rollouts must be closer.
+FAMILY_CASES = {
+    1: [Case(model, FLOAT, tp=1) for model in sorted(MORE)],
+    2: [Case(model, dtype, tp=2) for model in sorted(MORE) for dtype in (FLOAT, BFLOAT)],
 }
 ROW_PARALLEL = [
     f"model.layers.{layer}.{name}.weight"
@@ -74,6 +80,16 @@ def test_reshard(ranks, case, seen):
 @pytest.mark.parametrize(("ranks", "case"), each(SLOW_CASES), ids=str)
 def test_reshard_slow(ranks, case, seen):
     check_case(case, seen(SLOW_CASES, ranks, case))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("ranks", "case"), each(FAMILY_CASES), ids=str)
+def test_reshard_of_every_family(ranks, case, seen):
+    by_rank = seen(FAMILY_CASES, ranks, case)
+    check_case(case, by_rank)
+    if case.dtype is FLOAT:
+        assert max(one[f"errors_{which}"].max() for one in by_rank for which in "AB") < 1e-4
 
 
 def check_case(case, by_rank):

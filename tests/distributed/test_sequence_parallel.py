@@ -15,7 +15,7 @@ from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config, reference_config
-from tests.tiny_hf import CONFIGS, tiny_folder
+from tests.tiny_hf import CONFIGS, MORE, tiny_folder
 from tests.training_batches import PROMPTS, RESPONSES, scheduled, training_batch
 
 # Each response alone, down to one of 3 tokens for 4 ranks; several together; all in one.
@@ -159,6 +159,16 @@ def test_first_log_ratio_is_zero(case):
 def test_roles_share_one_group(case):
     for *_, groups in case[0]:
         assert groups == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_every_family(name, tmp_path):
+    folder = tiny_folder(name, tmp_path / name)
+    expected = run_on_ranks(computed, 1, folder, {"dp_shard": 1}, time_limit_s=280)[0]
+    results = run_on_ranks(computed, 2, folder, CASES["qwen2"][1], time_limit_s=280)
+    test_log_probs_and_values_are_those_of_one_rank((results, expected))
+    test_gradients_are_those_of_one_rank((results, expected))
 
 
 def groups_of_two():

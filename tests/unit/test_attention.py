@@ -9,7 +9,7 @@ from hybridrl.distributed.forward.attention import (
     packed_attention,
     register_packed_attention,
 )
-from tests.tiny_hf import CONFIGS, SIZES, tiny_model
+from tests.tiny_hf import ALL, OTHER_HEADS, SIZES, tiny_model
 
 LENGTHS = [7, 1, 12, 3]
 TOKENS = torch.randint(0, 67, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -44,7 +44,9 @@ def registered():
     register_packed_attention()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OTHER_HEADS)) for n in ALL]
+)
 def test_packed_equals_each_sequence_alone(name):
     packed, alone = tiny_model(name, PACKED_ATTENTION), tiny_model(name, "sdpa")
     logits, expected = packed_logits(packed), logits_one_by_one(alone)

@@ -1,5 +1,7 @@
 """FLOPs of Qwen2.5-1.5B, worked by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridrl.config.planner.flops import forward_flops, sequence_cost, training_flops
@@ -18,6 +20,16 @@ def test_a_long_sequence_costs_more_than_its_parts():
     whole, halves = sequence_cost(QWEN_1_5B, 8192), 2 * sequence_cost(QWEN_1_5B, 4096)
     assert whole == pytest.approx(8192 * 15_604_073_472)
     assert whole - halves == pytest.approx(3 * 6 * 28 * 1536 * (8192**2 - 2 * 4096**2))
+
+
+def test_a_window_is_all_that_its_layers_see():
+    """Two of 28 layers see 1024 of 4096 tokens: pairs 1024^2 / 2 + 3072 x 1024, x 2 / 4096."""
+    windowed = replace(QWEN_1_5B, window=1024, windowed=2)
+    seen = 2 * (1024**2 / 2 + 3072 * 1024) / 4096
+    attention = 6 * 1536 * (26 * 4096 + 2 * seen)
+    expected = 4096 * (6 * windowed.parameters + attention)
+    assert training_flops(windowed, 4096, 1) == pytest.approx(expected)
+    assert training_flops(windowed, 1000, 1) == training_flops(QWEN_1_5B, 1000, 1)
 
 
 def test_nothing_costs_nothing():

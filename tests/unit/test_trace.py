@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hybridrl.distributed.regions import Region, TracedCopy, TracedFill
+from hybridrl.reshard.plan import check_coverage
 from hybridrl.rollout.trace import rectangle, trace_loader
 
 
@@ -75,6 +76,24 @@ def test_other_writes_are_refused_by_name(how):
 
     with pytest.raises(RuntimeError, match=f"parameter w .*{reason}"):
         traced(load)
+
+
+def test_a_persistent_buffer_must_be_written_as_vllm_starts_it_with_random_numbers():
+    model = Model()
+    model.register_buffer("factor", torch.ones(2))
+    model.register_buffer("_scale", torch.ones(2))  # of a quantised KV cache
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+
+    def load(weights):
+        for name, tensor in weights:
+            if name == "x":
+                model.w.data.copy_(tensor[:4])
+            elif name == "y":
+                model.b.data.copy_(tensor)
+
+    trace = trace_loader(model, load, SOURCES, torch.float32)
+    with pytest.raises(ValueError, match=r":\n  factor: 0 of 2 elements$"):
+        check_coverage(trace)
 
 
 def test_a_loader_that_combines_tensors_is_refused():

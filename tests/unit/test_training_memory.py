@@ -5,6 +5,7 @@ what it returns and keeps. The kernels of the softmax have none: they allocate n
 results. Weights and their gradients are left out; FSDP2 moves them.
 """
 
+import copy
 import json
 
 import pytest
@@ -22,6 +23,7 @@ from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
 from hybridrl.distributed.fsdp import _checkpoint_activations
 from tests.allocations import Allocations
 from tests.role_configs import fsdp_config
+from tests.tiny_hf import MORE
 
 TOKENS, CHUNK, LAYERS = 4096, 1024, 3
 # Key heads as many as query heads: torch 2.11's kernel wants them repeated, later ones do not.
@@ -153,7 +155,27 @@ def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     assert predicted == pytest.approx(counted.peak, rel=0.1)
 
 
-@pytest.mark.parametrize("config", [QWEN, WIDE, HEAD_NORMS], ids=["qwen", "wide", "head norms"])
+def wide(name):
+    """A family's tiny model with layers wide enough that norms and MLP decide."""
+    config = copy.deepcopy(MORE[name])
+    config.update({"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4})
+    config.update({"num_hidden_layers": LAYERS, "head_dim": 128, "no_rope_layers": [1] * LAYERS})
+    if name == "phi3":
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+        config.rope_parameters["partial_rotary_factor"] = 1.0
+    if name in ("gemma3", "smollm3"):
+        config.layer_types = ["full_attention"] * LAYERS
+    return config
+
+
+FAMILIES = ()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [QWEN, WIDE, HEAD_NORMS, *map(wide, FAMILIES)],
+    ids=["qwen", "wide", "head norms", *FAMILIES],
+)
 def test_what_layers_keep_is_predicted_to_15_percent(config):
     """Over all layers and what surrounds them, the head's states apart."""
     saved = {}

@@ -10,7 +10,6 @@ from typing import Any
 from hybridrl.config.checks.sizes import length_problems, sequence_head_problems
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of
-from hybridrl.config.planner.families import FAMILIES
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.schema import RunConfig
 
@@ -59,10 +58,9 @@ def _head_problem(path: str, config: Mapping[str, Any]) -> str | None:
     """Return the problem of a checkpoint without a head with one output."""
     names = config.get("architectures") or []
     if not any(str(name).endswith(ARCHITECTURE) for name in names):
-        kinds = ", ".join(f"{family.classes}{ARCHITECTURE}" for family in FAMILIES.values())
         return (
             f"{named(path)} is a {' or '.join(map(str, names)) or 'model without a class'}, "
-            f"expected one of {kinds}: its score head gives the reward.\n"
+            f"expected a class that ends in {ARCHITECTURE}: its score head gives the reward.\n"
             f"Set {REWARD_MODEL_PATH}=<such a checkpoint>. {OTHER_WAYS}."
         )
     labels, number = config.get("id2label"), config.get("num_labels", DEFAULT_LABELS)

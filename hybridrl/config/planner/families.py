@@ -4,15 +4,20 @@ A record says how a family's decoder differs from Llama's where its config.json 
 nothing heavy: planner, trainer and rollout read the same records.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.config.errors import ConfigError
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+# Linear layers of the attention block, whatever the family; others are of the MLP.
+IN_ATTENTION = (*ATTENTION, "qkv_proj")
+# What has not been run with most families.
+CPU_ONLY = ("GPUs", "activation memory of compiled layers, counted as Llama's")
 
 
 class HeadNorm(Enum):
@@ -21,6 +26,21 @@ class HeadNorm(Enum):
     none = "none"
     # One weight of a head's size, for all heads.
     each = "each head"
+    # A weight for all heads together, which are one vector.
+    whole = "whole projection"
+
+
+class Window(NamedTuple):
+    """Sliding window of attention, whose size is config.json's sliding_window.
+
+    Attributes:
+        default: size if config.json has none; None: no window.
+        full_every: every such layer attends to all tokens if config.json lists no layer_types;
+            None: no layer does.
+    """
+
+    default: int | None = None
+    full_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -29,53 +49,119 @@ class Family:
 
     Attributes:
         kind: model_type in config.json.
-        classes: prefix of transformers' classes, as in LlamaForCausalLM.
+        untested: what has not been run; shown by the plan.
         head_dim: head size if config.json has none; None: hidden_size / num_attention_heads.
+        tied: default of tie_word_embeddings.
         linear_layers: linear layers of a decoder layer, the default targets of LoRA.
         biased: of these, the ones that always have biases.
         bias_keys: keys of config.json that give biases to linear layers.
+        norms: RMSNorms of hidden states in a decoder layer.
+        norm_weight: weight of a norm that scales by 1.
+        float32_norms: norms multiply by their weight in float32.
         head_norm: norm of queries and keys.
+        window: sliding window, if layers may have one.
+        logits_divisor: key of config.json by which logits are divided.
     """
 
     kind: str
-    classes: str
+    untested: tuple[str, ...] = CPU_ONLY
     head_dim: int | None = None
+    tied: bool = False
     linear_layers: tuple[str, ...] = ATTENTION + MLP
     biased: tuple[str, ...] = ()
     bias_keys: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    norms: int = 2
+    norm_weight: float = 1.0
+    float32_norms: bool = False
     head_norm: HeadNorm = HeadNorm.none
+    window: Window | None = None
+    logits_divisor: str | None = None
 
 
+_ATTENTION_BIAS = ("attention_bias", ATTENTION)
+_MLP_BIAS = ("mlp_bias", MLP)
 _FAMILIES = (
-    Family("llama", "Llama", bias_keys=(("attention_bias", ATTENTION), ("mlp_bias", MLP))),
-    Family("qwen2", "Qwen2", biased=("q_proj", "k_proj", "v_proj")),
+    Family("llama", untested=(), bias_keys=(_ATTENTION_BIAS, _MLP_BIAS)),
+    Family("qwen2", untested=(), biased=("q_proj", "k_proj", "v_proj")),
     Family(
         "qwen3",
-        "Qwen3",
+        untested=(),
         head_dim=128,
-        bias_keys=(("attention_bias", ATTENTION),),
+        bias_keys=(_ATTENTION_BIAS,),
         head_norm=HeadNorm.each,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
+# Families that people try, and why they are refused.
+REFUSED = {
+    "gemma2": "attention scores and logits are capped (tanh), which log-probs here are not",
+    "gemma3": "only its text models (gemma3_text) are trained, not images",
+    "gpt_oss": "its attention has sinks, which packed attention does not compute",
+}
+# Settings of any family that change what is computed, and are not supported: key, and why.
+REFUSED_SETTINGS = {
+    "attn_logit_softcapping": "packed attention does not cap its scores",
+    "final_logit_softcapping": "log-probs are computed without a cap on logits",
+    "use_bidirectional_attention": "attention here is causal",
+}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json's model.
 
     Raises:
-        ConfigError: no supported family, or quantized weights.
+        ConfigError: no supported family, quantized weights, or an unsupported setting.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         brings_code = " Code of a checkpoint (auto_map) is never run."
+        reason = REFUSED.get(str(kind), "the reshard into vLLM supports only these")
         raise ConfigError(
             f"model.path is a model of type {kind}, expected one of {', '.join(FAMILIES)}: "
-            f"the reshard into vLLM supports only these.{brings_code * ('auto_map' in config)}"
+            f"{reason}.{brings_code * ('auto_map' in config)}"
         )
     if config.get("quantization_config"):
         raise ConfigError(
             "model.path is a quantized model, expected plain weights for training.\n"
             "Set model.path to the unquantized model."
         )
+    for key, reason in REFUSED_SETTINGS.items():
+        if config.get(key):
+            raise ConfigError(
+                f"config.json of model.path has {key} = {config[key]}, expected none: {reason}.\n"
+                f"Set model.path to another model."
+            )
+    if "dynamic" in rope_types(config):
+        raise ConfigError(
+            "config.json of model.path has rope_type = dynamic, expected another: frequencies "
+            "would depend on the longest sequence of a micro-batch.\nSet model.path to another "
+            "model."
+        )
     return FAMILIES[kind]
+
+
+def rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Return the kinds of rotary frequencies that a config.json names."""
+    return {
+        str(part[key]) for part in _ropes(config) for key in ("rope_type", "type") if key in part
+    }
+
+
+def largest_position(config: Mapping[str, Any]) -> Any:
+    """Return config.json's longest sequence, or the one up to which frequencies are the same.
+
+    LongRoPE has two sets of frequencies. transformers chooses by the longest sequence of a
+    micro-batch, vLLM by max_model_len.
+    """
+    longest = config.get("max_position_embeddings")
+    if not rope_types(config) & {"longrope", "su"}:
+        return longest
+    key = "original_max_position_embeddings"
+    return next((part[key] for part in (*_ropes(config), config) if part.get(key)), longest)
+
+
+def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if isinstance(rope, Mapping):
+            yield from (part for part in (rope, *rope.values()) if isinstance(part, Mapping))

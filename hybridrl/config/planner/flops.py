@@ -1,7 +1,8 @@
 """Model FLOPs of a decoder and peak FLOPs of GPUs, whose ratio is the MFU.
 
 A token costs 6 N operations in the weights and 6 L h S in causal attention, forward and backward;
-forward alone is a third. Recomputation does not count.
+forward alone is a third. Recomputation does not count. In a layer with a window W < S, S is
+2 W - W^2 / S: what its tokens see.
 
 Symbols: N = parameters   L = layers   h = hidden size   S = mean sequence length
 
@@ -61,7 +62,7 @@ def training_flops(
         return 0.0
     mean_length = num_tokens / num_sequences
     in_weights = (6 if trains_all else 4) * shape.parameters
-    return num_tokens * (in_weights + 6 * shape.layers * shape.hidden * mean_length)
+    return num_tokens * (in_weights + 6 * shape.hidden * shape.attended(mean_length))
 
 
 def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
@@ -74,7 +75,7 @@ def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
 
     In operations in the weights: 6 N + 6 L h S ATTENTION_TIME per token; S = `num_tokens`.
     """
-    attention = 6 * shape.layers * shape.hidden * num_tokens
+    attention = 6 * shape.hidden * shape.attended(num_tokens)
     return num_tokens * (6 * shape.parameters + ATTENTION_TIME * attention)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import Family, HeadNorm, family_of
+from hybridrl.config.planner.families import Family, HeadNorm, family_of, largest_position
 
 # Mandatory keys of config.json.
 REQUIRED = (
@@ -30,6 +30,7 @@ class ModelShape:
         hidden, intermediate, layers, heads, kv_heads, head_dim, vocab: as in config.json.
         tied: true if lm_head is the embedding.
         biased: linear layers with biases.
+        window, windowed: visible tokens in layers with a sliding window; the number of these.
         max_positions: longest sequence in tokens; None if config.json has none.
     """
 
@@ -43,6 +44,8 @@ class ModelShape:
     vocab: int
     tied: bool
     biased: tuple[str, ...]
+    window: int | None
+    windowed: int
     max_positions: int | None
 
     @property
@@ -56,8 +59,9 @@ class ModelShape:
         layers = self.linear_layers
         weights = sum(outputs * inputs for outputs, inputs in layers.values())
         biases = sum(layers[name][0] for name in self.biased)
-        head_norms = 2 * self.head_dim if self.family.head_norm is HeadNorm.each else 0
-        return weights + biases + head_norms + 2 * self.hidden
+        heads = {HeadNorm.none: 0, HeadNorm.each: 2, HeadNorm.whole: self.heads + self.kv_heads}
+        head_norms = heads[self.family.head_norm] * self.head_dim
+        return weights + biases + head_norms + self.family.norms * self.hidden
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
@@ -68,9 +72,11 @@ class ModelShape:
             "q_proj": (q, h),
             "k_proj": (kv, h),
             "v_proj": (kv, h),
+            "qkv_proj": (q + 2 * kv, h),
             "o_proj": (h, q),
             "gate_proj": (inner, h),
             "up_proj": (inner, h),
+            "gate_up_proj": (2 * inner, h),
             "down_proj": (h, inner),
         }
         return {name: sides[name] for name in self.family.linear_layers}
@@ -79,6 +85,13 @@ class ModelShape:
         """Return the elements of one decoder layer's adapters, A and B of each adapted weight."""
         layers = self.linear_layers.items()
         return sum(rank * sum(sides) for name, sides in layers if name in target_modules)
+
+    def attended(self, length: float) -> float:
+        """Return twice the mean number of visible tokens of a sequence, over all layers."""
+        seen = length
+        if self.window is not None and length > self.window:
+            seen = 2 * self.window - self.window**2 / length
+        return (self.layers - self.windowed) * length + self.windowed * seen
 
     @property
     def parameters(self) -> int:
@@ -102,6 +115,10 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     if missing:
         raise ConfigError(f"config.json of model.path lacks {', '.join(missing)}.")
     sizes: dict[str, Any] = {key: config.get(key) for key in SIZES}
+    sizes["max_position_embeddings"] = largest_position(config)
+    window = family.window and config.get("sliding_window", family.window.default)
+    if window is not None:
+        sizes["sliding_window"] = window
     wrong = [
         f"{key} = {shown(repr(size))}, expected an integer above 0"
         for key, size in sizes.items()
@@ -129,10 +146,24 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=int(head_dim),
         vocab=sizes["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
         biased=family.biased
         + tuple(
             name for key, names in family.bias_keys if config.get(key, False) for name in names
         ),
+        window=window,
+        windowed=_windowed(family, config, sizes["num_hidden_layers"]) if window else 0,
         max_positions=sizes["max_position_embeddings"],
     )
+
+
+def _windowed(family: Family, config: Mapping[str, Any], layers: int) -> int:
+    """Return the number of layers with a sliding window."""
+    assert family.window is not None
+    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+    if isinstance(kinds, list):
+        return min(layers, kinds.count("sliding_attention"))
+    if family.window.full_every is None:
+        return layers
+    full_every = pattern if type(pattern) is int and pattern > 0 else family.window.full_every
+    return layers - layers // full_every

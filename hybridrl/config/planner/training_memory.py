@@ -38,16 +38,17 @@ class Workload(NamedTuple):
 def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
     """Return the bytes per token that autograd keeps of one decoder layer.
 
-    Eager:     norms twice (4 + 2s)h, query and output 2sHD, key and value 2sKD, MLP 4sI;
-               norms of queries and keys (4 + s)D per head
+    Eager:     each norm (4 + 2s)h, query and output 2sHD, key and value 2sKD, MLP 4sI;
+               norms of queries and keys (4 + s)D per head; with float32_norms 8 instead of 4 + s
     Compiled:  layer input, norms' outputs, o_proj's output 4sh, attention as above, MLP 3sI
     """
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     if compiled:
         return size * (4 * shape.hidden + 2 * heads + 3 * shape.intermediate)
-    has_head_norms = shape.family.head_norm is not HeadNorm.none
-    head_norms = (MASTER_BYTES + size) * heads if has_head_norms else 0
-    norms = 2 * (MASTER_BYTES + 2 * size) * shape.hidden
+    family = shape.family
+    inside_norm = 2 * MASTER_BYTES if family.float32_norms else MASTER_BYTES + size
+    head_norms = 0 if family.head_norm is HeadNorm.none else inside_norm * heads
+    norms = family.norms * (inside_norm + size) * shape.hidden
     return norms + head_norms + size * (2 * heads + 4 * shape.intermediate)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybridrl.config.planner.families import FAMILIES
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
@@ -29,6 +30,8 @@ class TokenLogProbs(nn.Module):
         super().__init__()
         assert lm.get_output_embeddings().bias is None, "a head with bias is not supported"
         self.lm = lm
+        divisor = FAMILIES[lm.config.model_type].logits_divisor
+        self.logits_divisor = float(lm.config.to_dict()[divisor]) if divisor else 1.0
         self.chunk_tokens = chunk_tokens
         self.keep_logits = keep_logits
 
@@ -42,7 +45,7 @@ class TokenLogProbs(nn.Module):
             hidden,
             packed.response_ids,
             self.lm.get_output_embeddings().weight,
-            temperature=temperature,
+            temperature=temperature * self.logits_divisor,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
             keep_logits=self.keep_logits,
