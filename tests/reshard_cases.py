@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -53,6 +54,14 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False),
     "qwen3_tied": Qwen3Config(
         **SIZES, num_key_value_heads=1, head_dim=64, tie_word_embeddings=True
+    ),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=16),
+    "mistral_tied": MistralConfig(
+        **SIZES,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=None,
+        tie_word_embeddings=True,
     ),
 }
 

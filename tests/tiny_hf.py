@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     GenerationConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -48,7 +49,12 @@ GRANITE = {
 GEMMA3 = {"query_pre_attn_scalar": 12, "pad_token_id": 0}
 FULL_AND_WINDOW = ["sliding_attention", "full_attention"]
 # Families of later times, and their other heads; windows are shorter than the sequences of tests.
-MORE = {}
+MORE = {
+    "mistral": MistralConfig(**SIZES, sliding_window=4),
+    "mistral_tied": MistralConfig(
+        **SIZES, head_dim=16, sliding_window=None, tie_word_embeddings=True
+    ),
+}
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time.
 OTHER_HEADS = {name for name in MORE if "tied" in name}

@@ -56,6 +56,10 @@ CASES = {
     "tp 2": (2, [Case("llama", DType.bfloat16, tp=2)]),
     "one rank": (1, [Case("qwen2", DType.float32, tp=1)]),
     "tp 1, several": (2, [Case("qwen3", DType.float32, tp=1), Case("qwen2", DType.bfloat16, tp=2)]),
+    "families": (
+        2,
+        [],
+    ),
     "replicas": (4, [Case("qwen3", DType.bfloat16, tp=2, dp_replicate=2)]),
 }
 

@@ -168,7 +168,7 @@ def wide(name):
     return config
 
 
-FAMILIES = ()
+FAMILIES = ("mistral",)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ _FAMILIES = (
         bias_keys=(_ATTENTION_BIAS,),
         head_norm=HeadNorm.each,
     ),
+    Family("mistral", window=Window(default=4096)),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
 # Families that people try, and why they are refused.
