@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -33,7 +34,7 @@ from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import spread
+from tests.tiny_hf import LONG_ROPE, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -61,6 +62,16 @@ CONFIGS = {
         num_key_value_heads=1,
         head_dim=32,
         sliding_window=None,
+        tie_word_embeddings=True,
+    ),
+    "phi3": Phi3Config(**SIZES, num_key_value_heads=2, sliding_window=16, pad_token_id=0),
+    "phi3_tied": Phi3Config(
+        **SIZES,
+        num_key_value_heads=1,
+        rope_parameters=LONG_ROPE
+        | {"short_factor": [1.0, 1.3] * 8, "long_factor": [1.5, 4.0] * 8}
+        | {"original_max_position_embeddings": MAX_PROMPT + MAX_RESPONSE},
+        pad_token_id=0,
         tie_word_embeddings=True,
     ),
 }

@@ -11,6 +11,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -53,6 +54,10 @@ MORE = {
     "mistral": MistralConfig(**SIZES, sliding_window=4),
     "mistral_tied": MistralConfig(
         **SIZES, head_dim=16, sliding_window=None, tie_word_embeddings=True
+    ),
+    "phi3": Phi3Config(**SIZES, sliding_window=4, pad_token_id=0),
+    "phi3_tied": Phi3Config(
+        **SIZES, rope_parameters=LONG_ROPE, pad_token_id=0, tie_word_embeddings=True
     ),
 }
 ALL = CONFIGS | MORE

@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.config.command.command_line import parse_argv, precompose
+from hybridrl.config.planner.families import FUSED
 from hybridrl.config.planner.flops import training_flops
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
@@ -26,6 +27,15 @@ def test_the_default_adapts_every_linear_layer_of_actor_and_reference():
     assert result.config.lora.rank == 16
     assert result.config.lora.target_modules == ALL
     assert result.config.actor.lora == result.config.ref.lora == result.config.lora
+
+
+def test_the_default_follows_the_family():
+    result = examined(["hardware=cpu", "lora=default"], model=TINY | {"model_type": "phi3"})
+    assert result.report.problems == []
+    assert result.config.actor.lora.target_modules == list(FUSED)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan(result.config, result.shape, LAPTOP))
+    assert "phi3: GPUs; activation memory of compiled layers" in console.export_text()
 
 
 def test_memory_of_adapters_is_worked_by_hand():

@@ -58,7 +58,9 @@ CASES = {
     "tp 1, several": (2, [Case("qwen3", DType.float32, tp=1), Case("qwen2", DType.bfloat16, tp=2)]),
     "families": (
         2,
-        [],
+        [
+            Case("phi3", DType.float32, tp=2),  # layers that are fused in the checkpoint, too
+        ],
     ),
     "replicas": (4, [Case("qwen3", DType.bfloat16, tp=2, dp_replicate=2)]),
 }

@@ -168,7 +168,7 @@ def wide(name):
     return config
 
 
-FAMILIES = ("mistral",)
+FAMILIES = ("mistral", "phi3")
 
 
 @pytest.mark.parametrize(

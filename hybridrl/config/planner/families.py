@@ -91,6 +91,7 @@ _FAMILIES = (
         head_norm=HeadNorm.each,
     ),
     Family("mistral", window=Window(default=4096)),
+    Family("phi3", linear_layers=FUSED, window=Window()),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
 # Families that people try, and why they are refused.
