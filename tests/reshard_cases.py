@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -74,6 +75,7 @@ CONFIGS = {
         pad_token_id=0,
         tie_word_embeddings=True,
     ),
+    "olmo2": Olmo2Config(**SIZES, num_key_value_heads=2),
 }
 
 

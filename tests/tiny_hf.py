@@ -11,6 +11,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
@@ -59,6 +60,7 @@ MORE = {
     "phi3_tied": Phi3Config(
         **SIZES, rope_parameters=LONG_ROPE, pad_token_id=0, tie_word_embeddings=True
     ),
+    "olmo2": Olmo2Config(**SIZES),
 }
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time.

@@ -60,6 +60,7 @@ CASES = {
         2,
         [
             Case("phi3", DType.float32, tp=2),  # layers that are fused in the checkpoint, too
+            Case("olmo2", DType.float32, tp=2),
         ],
     ),
     "replicas": (4, [Case("qwen3", DType.bfloat16, tp=2, dp_replicate=2)]),

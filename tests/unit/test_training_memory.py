@@ -168,7 +168,7 @@ def wide(name):
     return config
 
 
-FAMILIES = ("mistral", "phi3")
+FAMILIES = ("mistral", "phi3", "olmo2")
 
 
 @pytest.mark.parametrize(

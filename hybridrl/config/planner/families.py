@@ -92,6 +92,12 @@ _FAMILIES = (
     ),
     Family("mistral", window=Window(default=4096)),
     Family("phi3", linear_layers=FUSED, window=Window()),
+    Family(
+        "olmo2",
+        bias_keys=(_ATTENTION_BIAS,),
+        float32_norms=True,
+        head_norm=HeadNorm.whole,
+    ),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
 # Families that people try, and why they are refused.
