@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -35,7 +36,7 @@ from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import LONG_ROPE, spread
+from tests.tiny_hf import GRANITE, LONG_ROPE, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -76,6 +77,10 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
     "olmo2": Olmo2Config(**SIZES, num_key_value_heads=2),
+    "granite": GraniteConfig(**SIZES, **GRANITE, num_key_value_heads=2),
+    "granite_tied": GraniteConfig(
+        **SIZES, **GRANITE, mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -61,6 +62,8 @@ MORE = {
         **SIZES, rope_parameters=LONG_ROPE, pad_token_id=0, tie_word_embeddings=True
     ),
     "olmo2": Olmo2Config(**SIZES),
+    "granite": GraniteConfig(**SIZES, **GRANITE),
+    "granite_tied": GraniteConfig(**SIZES, **GRANITE, mlp_bias=True, tie_word_embeddings=True),
 }
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time.

@@ -168,7 +168,7 @@ def wide(name):
     return config
 
 
-FAMILIES = ("mistral", "phi3", "olmo2")
+FAMILIES = ("mistral", "phi3", "olmo2", "granite")
 
 
 @pytest.mark.parametrize(

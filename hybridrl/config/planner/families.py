@@ -98,6 +98,11 @@ _FAMILIES = (
         float32_norms=True,
         head_norm=HeadNorm.whole,
     ),
+    Family(
+        "granite",
+        bias_keys=(_ATTENTION_BIAS, _MLP_BIAS),
+        logits_divisor="logits_scaling",
+    ),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
 # Families that people try, and why they are refused.
