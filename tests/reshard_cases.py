@@ -21,6 +21,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from hybridrl.config.choices import DType, Layout, Offload, SleepMode
@@ -80,6 +81,20 @@ CONFIGS = {
     "granite": GraniteConfig(**SIZES, **GRANITE, num_key_value_heads=2),
     "granite_tied": GraniteConfig(
         **SIZES, **GRANITE, mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True
+    ),
+    "smollm3": SmolLM3Config(
+        **SIZES,
+        num_key_value_heads=2,
+        no_rope_layers=[1, 0],
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    ),
+    "smollm3_untied": SmolLM3Config(
+        **SIZES,
+        num_key_value_heads=1,
+        no_rope_layers=[0, 1],
+        pad_token_id=0,
+        tie_word_embeddings=False,
     ),
 }
 

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 SIZES = {
@@ -64,6 +65,12 @@ MORE = {
     "olmo2": Olmo2Config(**SIZES),
     "granite": GraniteConfig(**SIZES, **GRANITE),
     "granite_tied": GraniteConfig(**SIZES, **GRANITE, mlp_bias=True, tie_word_embeddings=True),
+    "smollm3": SmolLM3Config(
+        **SIZES, no_rope_layers=[1, 0], pad_token_id=0, tie_word_embeddings=True
+    ),
+    "smollm3_untied": SmolLM3Config(
+        **SIZES, no_rope_layers=[0, 1], pad_token_id=0, tie_word_embeddings=False
+    ),
 }
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time.

@@ -103,6 +103,7 @@ _FAMILIES = (
         bias_keys=(_ATTENTION_BIAS, _MLP_BIAS),
         logits_divisor="logits_scaling",
     ),
+    Family("smollm3", tied=True, bias_keys=(_ATTENTION_BIAS, _MLP_BIAS)),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
 # Families that people try, and why they are refused.
