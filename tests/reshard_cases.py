@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -37,7 +38,7 @@ from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import GRANITE, LONG_ROPE, spread
+from tests.tiny_hf import FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -94,6 +95,23 @@ CONFIGS = {
         num_key_value_heads=1,
         no_rope_layers=[0, 1],
         pad_token_id=0,
+        tie_word_embeddings=False,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        **GEMMA3,
+        head_dim=64,
+        num_key_value_heads=2,
+        sliding_window=16,
+        layer_types=FULL_AND_WINDOW,
+    ),
+    "gemma3_untied": Gemma3TextConfig(
+        **SIZES,
+        **GEMMA3,
+        head_dim=64,
+        num_key_value_heads=1,
+        sliding_window=16,
+        layer_types=FULL_AND_WINDOW,
         tie_word_embeddings=False,
     ),
 }

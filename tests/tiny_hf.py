@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma3TextConfig,
     GenerationConfig,
     GraniteConfig,
     LlamaConfig,
@@ -70,6 +71,17 @@ MORE = {
     ),
     "smollm3_untied": SmolLM3Config(
         **SIZES, no_rope_layers=[0, 1], pad_token_id=0, tie_word_embeddings=False
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, **GEMMA3, head_dim=16, sliding_window=4, layer_types=FULL_AND_WINDOW
+    ),
+    "gemma3_untied": Gemma3TextConfig(
+        **SIZES,
+        **GEMMA3,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=FULL_AND_WINDOW,
+        tie_word_embeddings=False,
     ),
 }
 ALL = CONFIGS | MORE

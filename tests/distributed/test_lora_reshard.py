@@ -60,6 +60,7 @@ CASES = {
         2,
         [
             Case("phi3", DType.float32, tp=2),  # layers that are fused in the checkpoint, too
+            Case("gemma3", DType.float32, tp=2),
             Case("olmo2", DType.float32, tp=2),
             Case("smollm3", DType.float32, tp=1),
             Case("granite", DType.float32, tp=1),

@@ -19,6 +19,7 @@ CASES = {
         Case("llama", BFLOAT, tp=2, layout=Layout.plain),
         Case("qwen3_tied", FLOAT, tp=2),  # 1 KV head on 2 ranks
         Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
+        Case("gemma3", FLOAT, tp=2),
     ],
 }
 SLOW_CASES = {

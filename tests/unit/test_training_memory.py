@@ -168,7 +168,7 @@ def wide(name):
     return config
 
 
-FAMILIES = ("mistral", "phi3", "olmo2", "granite", "smollm3")
+FAMILIES = ("mistral", "phi3", "olmo2", "granite", "smollm3", "gemma3")
 
 
 @pytest.mark.parametrize(

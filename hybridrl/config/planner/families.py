@@ -104,6 +104,17 @@ _FAMILIES = (
         logits_divisor="logits_scaling",
     ),
     Family("smollm3", tied=True, bias_keys=(_ATTENTION_BIAS, _MLP_BIAS)),
+    Family(
+        "gemma3_text",
+        head_dim=256,
+        tied=True,
+        bias_keys=(_ATTENTION_BIAS,),
+        norms=4,
+        norm_weight=0.0,
+        float32_norms=True,
+        head_norm=HeadNorm.each,
+        window=Window(default=4096, full_every=6),
+    ),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
 # Families that people try, and why they are refused.
