@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType
 from hybridrl.config.planner.families import FUSED
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.forward.packing import pack
 from hybridrl.workers.actor import ActorWorker
@@ -76,11 +77,14 @@ def look_at_all(cases, root):
     for case in cases:
         if workers:
             forget_tensor_parallel_groups()
-        targets = list(FUSED) if case.model == "phi3" else TARGETS
-        lora = lora_config(RANK, target_modules=targets)
+        lora = lora_config(RANK, target_modules=targets_of(case))
         workers.append(build_worker(case, root / case.model, "cpu", lora=lora))
         seen.append(look(case, workers[-1], root / case.model))
     return seen
+
+
+def targets_of(case):
+    return list(FUSED) if case.model.startswith("phi3") else TARGETS
 
 
 def look(case, worker, folder):
@@ -169,16 +173,19 @@ def test_shards_of_both_kinds_of_cut_were_moved(looked):
 
 
 def test_only_adapters_are_written_again(looked):
-    """A and B of q, v, o, up and down of two layers, with 4 heads of 64 over 2 or 1 key heads."""
-    hidden, inner = 256, 352
+    """A and B of two layers; a rank has its columns of A or rows of B, at least one key head's."""
     for case, folder, by_rank in looked:
-        config = json.loads((folder / "A" / "config.json").read_text())
-        values = config["num_key_value_heads"] * 64
-        by_rows = 3 * hidden + (hidden + inner) // case.tp + max(values // case.tp, 64)
-        by_columns = (hidden + inner) // case.tp + 2 * hidden
+        shape = model_shape(json.loads((folder / "A" / "config.json").read_text()))
+        elements = 0
+        for name in targets_of(case):
+            outputs, inputs = shape.linear_layers[name]
+            if name in ("o_proj", "down_proj"):
+                elements += RANK * (inputs // case.tp + outputs)
+            else:
+                elements += RANK * (inputs + max(outputs // case.tp, shape.head_dim))
         size = 4 if case.dtype is DType.float32 else 2
         for seen in by_rank:
-            assert seen.adapted["written_bytes"] == 2 * RANK * (by_rows + by_columns) * size
+            assert seen.adapted["written_bytes"] == 2 * elements * size
             assert seen.full["written_bytes"] > 10 * seen.adapted["written_bytes"]
             assert seen.adapted["received_bytes"] <= seen.full["received_bytes"]
 
@@ -217,11 +224,11 @@ def test_peft_loads_the_adapter_and_transformers_the_merged_folder(looked):
 
 def test_the_merged_folder_is_the_base_and_the_adapter(looked):
     """W + alpha / r * B A in float64 out of the files, to the rounding of float32."""
-    for _, folder, _ in looked:
+    for case, folder, _ in looked:
         base = load_file(folder / "A" / "model.safetensors")
         merged = load_file(folder / "final" / "model.safetensors")
         adapter = load_file(folder / "final" / "adapter" / "adapter_model.safetensors")
-        assert len(adapter) == 2 * 2 * len(TARGETS)
+        assert len(adapter) == 2 * 2 * len(targets_of(case))
         assert merged.keys() == base.keys()
         for name, weight in merged.items():
             factors = f"base_model.model.{name.removesuffix('.weight')}.lora_"
