@@ -168,13 +168,16 @@ def wide(name):
     return config
 
 
-FAMILIES = ("mistral", "phi3", "olmo2", "granite", "smollm3", "gemma3")
+FAMILIES = ("mistral", "phi3", "olmo2", "granite", "smollm3")
 
 
 @pytest.mark.parametrize(
     "config",
-    [QWEN, WIDE, HEAD_NORMS, *map(wide, FAMILIES)],
-    ids=["qwen", "wide", "head norms", *FAMILIES],
+    [
+        *(QWEN, WIDE, HEAD_NORMS, wide("gemma3")),
+        *(pytest.param(wide(name), marks=pytest.mark.slow) for name in FAMILIES),
+    ],
+    ids=["qwen", "wide", "head norms", "gemma3", *FAMILIES],
 )
 def test_what_layers_keep_is_predicted_to_15_percent(config):
     """Over all layers and what surrounds them, the head's states apart."""
