@@ -16,8 +16,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 # Linear layers of the attention block, whatever the family; others are of the MLP.
 IN_ATTENTION = (*ATTENTION, "qkv_proj")
-# What has not been run with most families.
-CPU_ONLY = ("GPUs", "activation memory of compiled layers, counted as Llama's")
+CPU_ONLY = ("not run on GPUs", "activation memory of compiled layers unknown, counted as Llama's")
 
 
 class HeadNorm(Enum):
@@ -49,7 +48,7 @@ class Family:
 
     Attributes:
         kind: model_type in config.json.
-        untested: what has not been run; shown by the plan.
+        untested: what was not run or is not known; shown by the plan.
         head_dim: head size if config.json has none; None: hidden_size / num_attention_heads.
         tied: default of tie_word_embeddings.
         linear_layers: linear layers of a decoder layer, the default targets of LoRA.

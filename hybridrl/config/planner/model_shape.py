@@ -49,6 +49,12 @@ class ModelShape:
     max_positions: int | None
 
     @property
+    def untested(self) -> str:
+        """What was not run or is not known of the family; empty if nothing."""
+        parts = "; ".join(self.family.untested)
+        return parts and f"{self.family.kind}: {parts}"
+
+    @property
     def embedding_parameters(self) -> int:
         """Elements of the embedding; an untied lm_head has as many again."""
         return self.vocab * self.hidden

@@ -78,8 +78,8 @@ def _heading(
         f"{shape.kv_heads} KV heads, "
         f"vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
     )
-    if shape.family.untested:
-        yield "untested", f"{shape.family.kind}: {'; '.join(shape.family.untested)}"
+    if shape.untested:
+        yield "untested", shape.untested
     if config.model.init is Init.random:
         yield "weights", f"random, from model.seed = {config.model.seed}"
     if reward_shape is not None:

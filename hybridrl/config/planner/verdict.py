@@ -80,6 +80,8 @@ def _summary(case: MemoryCase) -> Iterator[str]:
         f"a step, at most {config.rollout.max_prompt_tokens} + "
         f"{config.rollout.max_response_tokens} tokens\n"
     )
+    if case.shape.untested:
+        yield f"Untested: {case.shape.untested}.\n"
 
 
 def _reason(case: MemoryCase) -> str:
