@@ -7,7 +7,7 @@ from typing import Any
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.resources import gpu_counts
 from hybridrl.config.checks.sizes import divisors, fitting_mini_batches, listed, step_responses
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, Schedule
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import is_supervised
@@ -47,6 +47,7 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
     for key, rule in (
         ("cluster.gpus_per_node", _gpus),
         ("fsdp.dp_shard", _shards),
+        ("rollout.max_in_flight", _in_flight),
         ("rollout.max_num_seqs", _num_seqs),
         ("reward.num_processes", _processes),
     ):
@@ -113,9 +114,18 @@ def _shards(config: RunConfig, machine: Machine) -> int:
     )
 
 
+def _in_flight(config: RunConfig, machine: Machine) -> int:
+    """Return the prompts of a step, or of two if sampling goes on over steps."""
+    is_partial = config.rollout.schedule is Schedule.partial
+    return config.data.prompts_per_step * (2 if is_partial else 1)
+
+
 def _num_seqs(config: RunConfig, machine: Machine) -> int:
-    """Return the responses per engine and step, or evaluation, at most MAX_NUM_SEQS."""
+    """Return the responses in flight per engine, or in an evaluation, at most MAX_NUM_SEQS."""
     rollout, prompts = config.rollout, config.data.prompts_per_step
+    if rollout.schedule is Schedule.partial:
+        assert rollout.max_in_flight is not None, "derived before"
+        prompts = rollout.max_in_flight
     engines = max(1, world_size(config) // rollout.tensor_parallel_size)
     if is_supervised(config):  # samples only for evaluation
         prompts = config.data.num_eval_problems or MAX_NUM_SEQS
