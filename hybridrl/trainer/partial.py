@@ -9,7 +9,7 @@ The budget is what prompts_per_step prompts need in the mean, so that as much is
 Which responses are cut follows from seeds and lengths alone. No token is dropped or sampled again;
 each is trained at most rollout.max_versions updates after it was sampled.
 
-Source: Kimi Team 2025, section 3.3 "partial rollouts", https://arxiv.org/abs/2501.12599
+Source: Kimi Team 2025, "partial rollouts", https://arxiv.org/abs/2501.12599
 """
 
 from collections.abc import Callable, Sequence
