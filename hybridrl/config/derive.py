@@ -121,11 +121,8 @@ def _in_flight(config: RunConfig, machine: Machine) -> int:
 
 
 def _num_seqs(config: RunConfig, machine: Machine) -> int:
-    """Return the responses in flight per engine, or in an evaluation, at most MAX_NUM_SEQS."""
+    """Return the responses per engine and step, or evaluation, at most MAX_NUM_SEQS."""
     rollout, prompts = config.rollout, config.data.prompts_per_step
-    if rollout.schedule is Schedule.partial:
-        assert rollout.max_in_flight is not None, "derived before"
-        prompts = rollout.max_in_flight
     engines = max(1, world_size(config) // rollout.tensor_parallel_size)
     if is_supervised(config):  # samples only for evaluation
         prompts = config.data.num_eval_problems or MAX_NUM_SEQS

@@ -26,6 +26,8 @@ from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.sampling import Sampled, Sampling, total_stats
 from hybridrl.trainer.state import TrainState
 
+# Least tokens of a further round, as a share of the mean length: few rounds, little too much.
+MIN_SHARE = 0.25
 # A response in flight: index of its group, and of it in the group.
 Place = tuple[int, int]
 
@@ -62,9 +64,9 @@ class PartialSampling(Sampling):
         needed = due(groups, version, rollout.max_versions, wanted)
         parts: list[RolloutBatch] = []
         while not parts or sum(group.is_finished for group in groups) < wanted:
-            missing = wanted - sum(group.is_finished for group in groups)
-            share = 1.0 if not parts else 0.5  # of what they need; the rest may end meanwhile
-            groups, part = self._continued(groups, needed, share * max(missing, 0), version)
+            missing = max(0, wanted - sum(group.is_finished for group in groups))
+            least = MIN_SHARE if parts else 0.0
+            groups, part = self._continued(groups, needed, missing, least, version)
             parts.append(part)
         finished = [index for index, group in enumerate(groups) if group.is_finished]
         trained = set(finished[:wanted])
@@ -93,9 +95,12 @@ class PartialSampling(Sampling):
         return admitted
 
     def _continued(
-        self, groups: Sequence[Group], needed: int, missing: float, version: int
+        self, groups: Sequence[Group], needed: int, missing: int, least: float, version: int
     ) -> tuple[list[Group], RolloutBatch]:
-        """Sample once, with the tokens that `missing` more prompts need as budget."""
+        """Sample once, with the tokens that `missing` more prompts need as budget.
+
+        The budget is at least the share `least` of the mean length for each response.
+        """
         places = [
             (g, k)
             for g, group in enumerate(groups)
@@ -103,7 +108,7 @@ class PartialSampling(Sampling):
             if not draft.finished
         ]
         mean = self._state.lengths.mean or self._config.rollout.max_response_tokens / 2
-        budget = missing * self._each * mean / len(places)
+        budget = max(missing * self._each / len(places), least) * mean
         part = self._continue(self._request(groups, places, needed, budget))
         assert part.unfinished is not None
         assert (part.weight_version == version).all(), "stale weights"
