@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import result
-from hybridrl.config.choices import DType, Init, SleepMode
+from hybridrl.config.choices import DType, Init, Schedule, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
@@ -146,6 +146,9 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
         seed=1,
         tensor_parallel_size=args.tp,
         responses_per_prompt=args.responses,
+        schedule=Schedule.sync,
+        max_in_flight=args.prompts,
+        max_versions=0,
         temperature=1.0,
         top_p=1.0,
         max_prompt_tokens=args.prompt_tokens,

@@ -25,7 +25,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from hybridrl.config.choices import DType, Layout, Offload, SleepMode
+from hybridrl.config.choices import DType, Layout, Offload, Schedule, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
@@ -186,6 +186,9 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "seed": 5,
         "tensor_parallel_size": case.tp,
         "responses_per_prompt": 2,
+        "schedule": Schedule.sync,
+        "max_in_flight": 3,
+        "max_versions": 0,
         "temperature": 1.0,
         "top_p": 1.0,
         "max_prompt_tokens": MAX_PROMPT,

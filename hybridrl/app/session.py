@@ -78,7 +78,7 @@ def read_inputs(
     verify: Verify = verification.verify,
 ) -> RunInputs:
     """Read the inputs of a run; writes nothing. ConfigError for a model or the checkpoint."""
-    source = prompt_source(prompts, config.data, config.seed)
+    source = prompt_source(prompts, config.data, config.seed, config.rollout.max_in_flight)
     models = base_models(config)
     # Takes seconds for hundreds of thousands of prompts: not during the first checkpoint.
     known = source.fingerprint

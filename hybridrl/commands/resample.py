@@ -18,7 +18,7 @@ from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import Subject
 from hybridrl.commands.running import UsageError, checkpoint_at
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, Schedule
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.report import shown
 from hybridrl.models.resolve import absolute_path, model_folder
@@ -65,6 +65,12 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
         raise UsageError(
             "algorithm.max_sampling_rounds > 1: responses of a round that were replaced are not "
             "recorded, and seeds count them.\nResponses of such a run cannot be replayed."
+        )
+    # A run of an earlier version has no schedule.
+    if run["rollout"].get("schedule", Schedule.sync.value) != Schedule.sync.value:
+        raise UsageError(
+            f"rollout.schedule = {run['rollout']['schedule']}: a response has tokens of several "
+            "steps, whose weights differ.\nResponses of such a run cannot be replayed."
         )
     on_cpu = run["hardware"]["accelerator"] == Accelerator.cpu.value
     # As many threads for each rank: their number changes the rounding.

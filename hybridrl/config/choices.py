@@ -37,6 +37,8 @@ DoctorChecks = StrEnum("DoctorChecks", ["quick", "full", "none"])
 Init = StrEnum("Init", ["pretrained", "random"])
 # Memory that vLLM frees between rollouts.
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
+# Whether a response may take several steps (trainer/partial.py).
+Schedule = StrEnum("Schedule", ["sync", "partial"])
 # Treatment of prompts longer than rollout.max_prompt_tokens.
 TooLongPrompts = StrEnum("TooLongPrompts", ["error", "drop"])
 # Treatment of training problems with a repeated question.

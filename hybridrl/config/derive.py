@@ -7,7 +7,7 @@ from typing import Any
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.resources import gpu_counts
 from hybridrl.config.checks.sizes import divisors, fitting_mini_batches, listed, step_responses
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, Schedule
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import is_supervised
@@ -49,6 +49,7 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
     for key, rule in (
         ("cluster.gpus_per_node", _gpus),
         ("fsdp.dp_shard", _shards),
+        ("rollout.max_in_flight", _in_flight),
         ("rollout.max_num_seqs", _num_seqs),
         ("reward.num_processes", _processes),
     ):
@@ -121,6 +122,12 @@ def _shards(config: RunConfig, machine: Machine) -> int:
         f"the same number of ranks.\n"
         f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
     )
+
+
+def _in_flight(config: RunConfig, machine: Machine) -> int:
+    """Return the prompts of a step, or of two if sampling goes on over steps."""
+    is_partial = config.rollout.schedule is Schedule.partial
+    return config.data.prompts_per_step * (2 if is_partial else 1)
 
 
 def _num_seqs(config: RunConfig, machine: Machine) -> int:

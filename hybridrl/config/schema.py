@@ -35,6 +35,7 @@ from hybridrl.config.choices import (
     NVLinkMulticast,
     Offload,
     RewardSignature,
+    Schedule,
     SleepMode,
 )
 from hybridrl.config.sections.algorithm import AlgorithmConfig, FunctionConfig
@@ -219,13 +220,16 @@ class RewardModelConfig(RoleConfig):
 
 @dataclass(kw_only=True)
 class RolloutConfig(RoleConfig):
-    """conf/rollout. max_num_seqs may be null before `derive`."""
+    """conf/rollout. max_num_seqs and max_in_flight may be null before `derive`."""
 
     model: ModelConfig
     lora: LoRAConfig | None
     seed: Annotated[int, SEED]
     tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
     responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
+    schedule: Schedule
+    max_in_flight: Annotated[int | None, at_least_one("a step trains on some prompts")]
+    max_versions: Annotated[int, at_least_zero("0 means only tokens of the present weights")]
     temperature: Annotated[float, above_zero("eval.greedy=true evaluates greedily")]
     top_p: Annotated[float, share("it is a share of probability; 1 means all", low_open=True)]
     max_prompt_tokens: Annotated[int, at_least_one("a prompt has tokens")]

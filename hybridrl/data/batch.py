@@ -46,6 +46,11 @@ class PromptBatch(Shardable):
             of the response.
         engine: [P] int64, index of the engine of each prompt, so that a conversation stays where
             its prefix is cached; None: prompts are partitioned by cost.
+        seeds: [P] int64, one per response in place of the derived ones; needs one response per
+            prompt.
+        token_budget: an engine stops once it has sampled this many tokens per prompt in the mean;
+            responses without an end are `unfinished` then. None: every response is finished.
+        must_finish: [P] bool, responses that are finished whatever the budget; None: none.
     """
 
     prompts: Ragged
@@ -60,6 +65,9 @@ class PromptBatch(Shardable):
     max_tokens: Tensor | None = None
     stop_token_ids: tuple[int, ...] = ()
     engine: Tensor | None = None
+    seeds: Tensor | None = None
+    token_budget: float | None = None
+    must_finish: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -127,6 +135,9 @@ class RolloutBatch:
         weight_version: [B] int64, number of the reshard whose weights sampled the response.
         truncated: [B] bool, true if max_response_tokens cut off the response, or
             environment.max_turns the conversation.
+        unfinished: [B] bool, true where the token budget ended the response; None without one.
+        token_versions: ragged int32, as weight_version of each token, where responses are continued
+            over several steps; weight_version is then that of the last token.
         engine: [B] int64, index of the engine that sampled the response; None within an engine.
         turns: [B] int64, turns of the policy in each conversation.
         environment_rewards: [B] float64, sum of the rewards of each conversation's turns.
@@ -154,6 +165,8 @@ class RolloutBatch:
     group_id: Tensor
     weight_version: Tensor
     truncated: Tensor
+    unfinished: Tensor | None = None
+    token_versions: Ragged | None = None
     engine: Tensor | None = None
     turns: Tensor | None = None
     environment_rewards: Tensor | None = None

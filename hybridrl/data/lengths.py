@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import PromptBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,13 @@ class ResponseLengths:
         )
         return replace(prompts, expected_tokens=expected)
 
-    def learn(self, batch: RolloutBatch) -> None:
-        """Add the lengths of responses."""
-        lengths = batch.responses.lengths.tolist()
-        for prompt_id, length in zip(batch.group_id.tolist(), lengths, strict=True):
+    @property
+    def mean(self) -> float:
+        """Mean of all lengths so far, tokens; 0 if there are none."""
+        return self._overall.value
+
+    def learn(self, prompt_ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Add the lengths of responses to these prompts."""
+        for prompt_id, length in zip(prompt_ids, lengths, strict=True):
             self._known[prompt_id] = self._known.get(prompt_id, NONE).plus(length)
             self._overall = self._overall.plus(length)

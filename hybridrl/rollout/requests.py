@@ -4,8 +4,10 @@
 needed here. Tokens are read from the engine core, log-probs one step earlier from its model runner.
 """
 
+import math
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ class Generated:
         responses: ragged int32, the end token included.
         log_probs: ragged float32, log pi of each token under the sampled distribution, nats.
         truncated: [B] bool, true where the length limit ended the response.
+        unfinished: [B] bool, true where the token budget ended it; None without a budget.
         first_token_s: seconds from the call to the first sampled token; 0 where there was none.
         seconds: seconds of the whole call.
     """
@@ -36,6 +39,7 @@ class Generated:
     responses: Ragged
     log_probs: Ragged
     truncated: Tensor
+    unfinished: Tensor | None
     first_token_s: float
     seconds: float
 
@@ -44,12 +48,13 @@ class _Responses:
     """Tokens and log-probs in the order of arrival."""
 
     def __init__(self, request_ids: Sequence[str]) -> None:
+        self._ids = request_ids
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
         self._owners: list[int] = []
         self._tokens: list[int] = []
         self._log_probs: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
         self.truncated = [False] * len(request_ids)
-        self.unfinished = len(request_ids)
+        self.open = set(range(len(request_ids)))
 
     def add(self, outputs: Sequence[Any], log_probs: StepLogProbs) -> None:
         """Add the outputs of one step, a token each."""
@@ -60,11 +65,19 @@ class _Responses:
                 if reason not in ("STOP", "LENGTH"):
                     raise RuntimeError(f"vLLM ended response {index} of this call with {reason}")
                 self.truncated[index] = reason == "LENGTH"
-                self.unfinished -= 1
+                self.open.remove(index)
             (token,) = output.new_token_ids
             self._tokens.append(token)
             self._owners.append(index)
         self._log_probs.append(log_probs.of([output.request_id for output in outputs]))
+
+    def is_over(self, budget: float, needed: AbstractSet[int]) -> bool:
+        """Return true if `budget` tokens are sampled and no response of `needed` is open."""
+        return not self.open or (len(self._tokens) >= budget and self.open.isdisjoint(needed))
+
+    def open_ids(self) -> list[str]:
+        """Return the ids of requests that have not ended."""
+        return [self._ids[index] for index in sorted(self.open)]
 
     def ragged(self) -> tuple[Ragged, Ragged]:
         """Return tokens and log-probs by response."""
@@ -85,7 +98,7 @@ def generate(
     *,
     call: int,
 ) -> Generated:
-    """Sample `responses_per_prompt` responses of each prompt.
+    """Sample `responses_per_prompt` responses of each prompt, or as many tokens as their budget.
 
     Args:
         core: client of an engine core in this process, which is awake.
@@ -105,18 +118,26 @@ def generate(
         core.add_request(request)
     first_token_s, step = 0.0, 0
     step_log_probs = StepLogProbs()
+    per_prompt, must = prompts.token_budget, prompts.must_finish
+    budget = math.inf if per_prompt is None else len(prompts) * per_prompt
+    needed = set() if must is None else set(must.nonzero().flatten().tolist())
     with step_log_probs.recorded(core):
-        while responses.unfinished:
+        while not responses.is_over(budget, needed):
             step += 1
             position.at("decoding step", step)
             if outputs := core.get_output().outputs:
                 first_token_s = first_token_s or time.perf_counter() - start
                 responses.add(outputs, step_log_probs)
+    if responses.open:
+        core.abort_requests(responses.open_ids())
     tokens, log_probs = responses.ragged()
+    is_open = torch.zeros(len(requests), dtype=torch.bool)
+    is_open[list(responses.open)] = True
     return Generated(
         responses=tokens,
         log_probs=log_probs,
         truncated=torch.tensor(responses.truncated, dtype=torch.bool),
+        unfinished=None if per_prompt is None else is_open,
         first_token_s=first_token_s,
         seconds=time.perf_counter() - start,
     )

@@ -7,9 +7,12 @@ from hybridrl.data.seeds import derive_seed
 def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
     """Return one seed per response, those of one prompt together.
 
-    A pure function of (run seed, step, prompt id, sample index, turn). Seeds do not depend on the
-    engine or on other prompts, and ranks of one engine agree without communication.
+    A pure function of (run seed, step, prompt id, sample index, turn), unless the prompts have
+    seeds. Seeds do not depend on the engine or on other prompts, and ranks of one engine agree
+    without communication.
     """
+    if prompts.seeds is not None:
+        return prompts.seeds.tolist()
     first = [0] * len(prompts) if prompts.first_sample is None else prompts.first_sample.tolist()
     turn = ("turn", prompts.turn) if prompts.turn else ()
     return [

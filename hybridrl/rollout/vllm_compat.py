@@ -50,6 +50,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.engine", "EngineCoreOutput.finish_reason"),
     ("vllm.v1.engine", "EngineCoreOutput.new_token_ids"),
     ("vllm.v1.engine", "EngineCoreOutputs.outputs"),
+    ("vllm.v1.engine.core_client", "InprocClient.abort_requests"),
     ("vllm.v1.engine.core_client", "InprocClient.add_request"),
     ("vllm.v1.engine.core_client", "InprocClient.get_output"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),

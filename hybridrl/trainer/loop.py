@@ -171,7 +171,7 @@ class TrainingLoop:
         """Generate responses, partitioned over engines by the lengths that earlier ones had."""
         batch = self.generator(self.state.lengths.expect(prompts))
         assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
-        self.state.lengths.learn(batch)
+        self.state.lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
         return batch
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:

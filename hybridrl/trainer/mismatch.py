@@ -11,31 +11,41 @@ from hybridrl.algorithms.masked import masked_mean, on_mask
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import in_chunks
 
+METRICS = (
+    "rollout/log_prob_diff_mean",
+    "rollout/log_prob_diff_engine_max",
+    "rollout/log_prob_diff_worst_engine",
+    "rollout/log_prob_diff_max",
+)
+
 
 class RolloutMismatch(RuntimeError):
     """Log-probs of vLLM and of the trainer differ on the sampled tokens: stale weights."""
 
 
 def check_rollout_log_probs(
-    batch: RolloutBatch, *, top_p: float, limit: float, where: Callable[[int], str]
+    batch: RolloutBatch, version: int, *, top_p: float, limit: float, where: Callable[[int], str]
 ) -> dict[str, float | None]:
     """Compare rollout_log_probs with old_log_probs on the sampled tokens of each engine.
 
-    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks.
+    Tokens of other weights than `version` (`RolloutBatch.token_versions`) do not count. `limit` is
+    the largest mean of an engine, nats per token; `where` names an engine's ranks.
 
     Returns:
         rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and
         rollout/log_prob_diff_engine_max, the largest mean of an engine; nats. Also that engine's
-        index, rollout/log_prob_diff_worst_engine.
+        index, rollout/log_prob_diff_worst_engine. All are null if no token counts.
 
     Raises:
         RolloutMismatch: the mean of an engine is above the limit, or NaN.
     """
     assert batch.old_log_probs is not None
-    mask = batch.response_mask.values
+    mask = _current(batch, version)
+    if not mask.any():
+        return dict.fromkeys(METRICS)
     compared = (batch.rollout_log_probs.values, batch.old_log_probs.values)
     difference = in_chunks(partial(log_prob_difference, top_p=top_p), *compared)
-    means = _mean_by_engine(batch, difference)
+    means = _mean_by_engine(batch, difference, mask)
     wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
     if wrong:
         versions = ", ".join(map(str, batch.weight_version.unique().tolist()))
@@ -49,37 +59,44 @@ def check_rollout_log_probs(
             f"vLLM (weight version {versions}) does not sample from the actor's weights: the run "
             "would train on noise. (Between bfloat16 kernels 0.02 to 0.05 is usual.)"
         )
-    return {
-        "rollout/log_prob_diff_mean": float(masked_mean(difference, mask)),
-        "rollout/log_prob_diff_engine_max": max(means.values()),
-        "rollout/log_prob_diff_worst_engine": float(max(means, key=lambda k: means[k])),
-        "rollout/log_prob_diff_max": float(on_mask(difference, mask).max()),
-    }
+    values = (
+        float(masked_mean(difference, mask)),
+        max(means.values()),
+        float(max(means, key=lambda k: means[k])),
+        float(on_mask(difference, mask).max()),
+    )
+    return dict(zip(METRICS, values, strict=True))
 
 
-def _mean_by_engine(batch: RolloutBatch, difference: Tensor) -> dict[int, float]:
-    """Compute the mean over the sampled tokens of each engine, by its index."""
+def _current(batch: RolloutBatch, version: int) -> Tensor:
+    """Return a mask of the tokens that weights `version` have sampled, [N] bool."""
+    mask, versions = batch.response_mask.values, batch.token_versions
+    return mask if versions is None else mask & (versions.values == version)
+
+
+def _mean_by_engine(batch: RolloutBatch, difference: Tensor, mask: Tensor) -> dict[int, float]:
+    """Compute the mean over the masked tokens of each engine, by its index."""
     assert batch.engine is not None
-    mask = batch.response_mask.values
     sampled = difference if bool(mask.all()) else difference.masked_fill(~mask, 0.0)
     of_rows = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths)
     totals = torch.bincount(batch.engine, weights=of_rows.double())
-    counts = torch.bincount(batch.engine, weights=batch.response_mask.counts().double())
+    of_mask = batch.responses.like(mask).counts()
+    counts = torch.bincount(batch.engine, weights=of_mask.double())
     return {k: float(totals[k] / counts[k]) for k in counts.nonzero().flatten().tolist()}
 
 
-def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | None]:
+def adapter_share(batch: RolloutBatch, version: int, *, top_p: float) -> dict[str, float | None]:
     """Compute the share of the adapters' effect that appears in the log-probs of vLLM.
 
-    sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the sampled tokens; ref is the model
-    without adapters. The share is 1 if vLLM samples with the trainer's adapters, 0 if it samples
-    without. While the policy has moved less than the kernels' rounding, it is 0.5 to 1.
+    sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the tokens of weights `version`; ref is
+    the model without adapters. The share is 1 if vLLM samples with the trainer's adapters, 0 if it
+    samples without. While the policy has moved less than the kernels' rounding, it is 0.5 to 1.
     rollout/adapter_share is null without a reference, and before the first update.
     """
     if batch.ref_log_probs is None:
         return {"rollout/adapter_share": None}
     assert batch.old_log_probs is not None
-    mask, trained = batch.response_mask.values, batch.old_log_probs.values
+    mask, trained = _current(batch, version), batch.old_log_probs.values
     moved = trained - batch.ref_log_probs.values
     shown = moved + _outside_nucleus(batch.rollout_log_probs.values, trained, top_p)
     squares = masked_mean(moved.square(), mask)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.choices import Schedule
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
 from hybridrl.data.batch import RolloutBatch
@@ -28,6 +29,7 @@ from hybridrl.trainer.callbacks import call_each
 from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
+from hybridrl.trainer.partial import PartialSampling
 from hybridrl.trainer.rewarding import (
     Rewarded,
     add_model_scores,
@@ -57,9 +59,19 @@ class PPOTrainer(TrainingLoop):
         super().__init__(config, workers, *parts, **more)
         self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_inputs = LossInputs(config.algorithm, config.seed)
-        self.sampling = Sampling(config, self.prompts.take, self.generate, self.rewards)
+        self.sampling = self._sampling()
         self.engine_place = partial(engine_place, workers.rollout)
         self.reporter.health.place = self.engine_place
+
+    def _sampling(self) -> Sampling:
+        parts = self.config, self.prompts.take
+        if self.config.rollout.schedule is Schedule.sync:
+            return Sampling(*parts, self.generate, self.rewards)
+        engines, state = self.workers.rollout.num_shards, self.state
+        version = lambda: self.engine.weight_version  # noqa: E731
+        return PartialSampling(
+            *parts, self.generate, self.rewards, self.generator, state, engines, version
+        )
 
     def train(self, step: int) -> None:
         """Sample and train."""
@@ -154,12 +166,13 @@ class PPOTrainer(TrainingLoop):
         top_p = self.config.rollout.top_p
         self.metrics |= check_rollout_log_probs(
             scheduled.batch,
+            self.engine.weight_version,
             top_p=top_p,
             limit=self.config.trainer.max_log_prob_diff,
             where=self.engine_place,
         )
         if self.config.lora is not None:
-            self.metrics |= adapter_share(scheduled.batch, top_p=top_p)
+            self.metrics |= adapter_share(scheduled.batch, self.engine.weight_version, top_p=top_p)
         return scheduled
 
     def advantage(self, scheduled: ScheduledBatch, step: int) -> ScheduledBatch:

@@ -103,10 +103,7 @@ class Sampling:
     def sample(self, step: int) -> Sampled:
         """Sample responses to data.prompts_per_step prompts, while vLLM is awake."""
         algorithm = self._config.algorithm
-        if algorithm.max_sampling_rounds > 1:
-            sampled = self._sample_mixed(step)
-        else:
-            sampled = self._round(self._take(self._config.data.prompts_per_step), step)
+        sampled = self._sample_step(step)
         if not algorithm.overlong.train_on_truncated:
             # Overlong filtering: Yu et al. 2025 (DAPO), section 3.4.
             sampled = counting(sampled, ~sampled.batch.truncated)
@@ -115,6 +112,12 @@ class Sampling:
             greedy = self._generate(request_of(asked, step, temperature=0.0, top_p=1.0))
             sampled = replace(sampled, greedy=greedy)
         return sampled
+
+    def _sample_step(self, step: int) -> Sampled:
+        """Sample the responses to train on."""
+        if self._config.algorithm.max_sampling_rounds > 1:
+            return self._sample_mixed(step)
+        return self._round(self._take(self._config.data.prompts_per_step), step)
 
     def _sample_mixed(self, step: int) -> Sampled:
         """Dynamic sampling: replace prompts whose responses have equal rewards by the next.

@@ -12,6 +12,7 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.advantage import KLControl
+from hybridrl.trainer.in_flight import Group, decode, encode
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
 from hybridrl.trainer.sampling import HybridEngine
 from hybridrl.trainer.tracking.tracker import Row
@@ -49,6 +50,7 @@ class LoopState:
         rollout_is_current: vLLM holds these weights, so that no reshard follows.
         lengths: of responses so far, to balance engines (`ResponseLengths`).
         skipped: optimizer steps skipped in a row (`SkippedSteps`).
+        in_flight: responses that later steps continue or train (`in_flight.encode`).
     """
 
     step: int
@@ -59,6 +61,7 @@ class LoopState:
     rollout_is_current: bool
     lengths: dict[str, Any]
     skipped: dict[str, Any]
+    in_flight: list[dict[str, Any]] = field(default_factory=list)
 
     def encode(self) -> bytes:
         """Encode as JSON; floats keep their bits."""
@@ -73,6 +76,7 @@ class TrainState:
 
     Attributes:
         lengths: of the responses so far.
+        in_flight: groups whose responses later steps continue or train, oldest first.
         step: the last finished training step.
     """
 
@@ -82,16 +86,19 @@ class TrainState:
         self, prompts: PromptSource, kl: KLControl, engine: HybridEngine, guard: NonFiniteGuard
     ) -> None:
         self.lengths = ResponseLengths()
+        self.in_flight: tuple[Group, ...] = ()
         self._prompts = prompts
         self._kl = kl
         self._engine = engine
         self._guard = guard
         self._finished: Callable[..., LoopState]
+        self._in_flight: tuple[Group, ...] = ()
 
     def commit(self, step: int) -> None:
         """Take the snapshot after `step`."""
         self.step = step
         self.lengths.commit()
+        self._in_flight = self.in_flight
         self._finished = partial(
             LoopState,
             step=step,
@@ -104,13 +111,18 @@ class TrainState:
 
     def finished(self) -> LoopState:
         """Return the snapshot after the last finished step."""
-        return self._finished(prompts=self._prompts.fingerprint, lengths=self.lengths.state())
+        return self._finished(
+            prompts=self._prompts.fingerprint,
+            lengths=self.lengths.state(),
+            in_flight=encode(self._in_flight),
+        )
 
     def restore(self, state: LoopState) -> None:
         """Restore a snapshot; the actor already has its weights."""
         self._prompts.seek(state.prompts_taken)
         self._kl.restore(state.kl_coef)
         self.lengths = ResponseLengths.restored(state.lengths)
+        self.in_flight = decode(state.in_flight, self._prompts.by_id)
         self._guard.skipped = SkippedSteps(**state.skipped)
         self._engine.restore(state.weight_version, is_current=state.rollout_is_current)
         self.commit(state.step)

@@ -172,5 +172,6 @@ class RolloutWorker(Worker):
             group_id=prompts.prompt_id[each],
             weight_version=torch.full((len(each),), self.weight_version),
             truncated=generated.truncated,
+            unfinished=generated.unfinished,
             engines=(EngineStats(tokens, generated.seconds, generated.first_token_s),),
         )

@@ -66,6 +66,7 @@ def look(folder: Path) -> dict[str, Any]:
     none = replace(prompts(), prompts=Ragged.from_rows([], torch.int64), prompt_id=torch.empty(0))
     seen["nothing"] = engine.generate(none)
     seen["turns"] = in_turns(engine)
+    seen["budget"] = with_budget(engine)
     seen["long"] = error_of(lambda: engine.generate(replace(longest(), max_tokens=None)))
     seen["plain"] = plain_generate(engine, config.seed, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
@@ -113,6 +114,17 @@ def in_turns(engine: VLLMEngine) -> dict[str, Any]:
         "stopped": stopped,
         "to_the_end": engine.generate(longest()),
     }
+
+
+def with_budget(engine: VLLMEngine) -> dict[str, Any]:
+    """Responses at once, and cut by a budget of which the second takes no notice; then at once."""
+    request = replace(prompts(), responses_per_prompt=1)
+    whole = engine.generate(request)
+    must = torch.tensor([False, True, False])
+    cut = engine.generate(replace(request, token_budget=2.5, must_finish=must))
+    early = engine.generate(replace(request, token_budget=2.5))
+    engine.reset_prefix_cache()
+    return {"whole": whole, "cut": cut, "early": early, "again": engine.generate(request)}
 
 
 def plain_generate(engine: VLLMEngine, seed: int, folder: Path) -> list[Any]:
@@ -192,6 +204,20 @@ def test_a_response_ends_at_a_further_stop_token_and_keeps_it(seen):
         end = tokens.index(turns["stop"]) + 1 if turns["stop"] in tokens else len(tokens)
         assert stopped.tolist() == tokens[:end] and len(log_probs) == end
         assert not (cut and turns["stop"] in tokens)
+
+
+def test_a_budget_ends_responses_but_those_that_must_finish(seen):
+    whole, cut, early, again = (seen["budget"][name] for name in ("whole", "cut", "early", "again"))
+    assert whole.unfinished is None
+    assert not cut.unfinished[1] and early.unfinished.all() and not early.truncated.any()
+    assert cut.responses.lengths[1] == whole.responses.lengths[1]
+    assert early.responses.lengths.tolist() == [3, 3, 3]  # decoded together, 7.5 tokens in all
+    for part in (cut, early, again):
+        for field in ("responses", "log_probs"):
+            rows = zip(vars(part)[field].rows(), vars(whole)[field].rows(), strict=True)
+            for row, other in rows:
+                torch.testing.assert_close(row, other[: len(row)], rtol=0, atol=1e-5)
+    assert torch.equal(again.responses.lengths, whole.responses.lengths)
 
 
 def test_a_conversation_may_fill_the_context_but_not_exceed_it(seen):

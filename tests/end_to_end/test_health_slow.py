@@ -109,6 +109,7 @@ FAULTS = {
         "gsm8k_reinforce_pp",
         "gsm8k_dapo",
         "gsm8k_gspo",
+        "gsm8k_partial",
         "gsm8k_lora",
         "gsm8k_sft",
         "calculator_tool",

@@ -32,6 +32,7 @@ STRICT_RULE = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args:
         ("gsm8k_ppo", 2),
         ("gsm8k_ppo", 3),
         ("gsm8k_grpo", 1),
+        ("gsm8k_partial", 1),
         ("gsm8k_rloo", 1),
         ("gsm8k_reinforce_pp", 1),
         ("gsm8k_dapo", 1),

@@ -80,6 +80,17 @@ def test_without_a_critic_nothing_is_known_of_one(sweep, recipe):
     assert not any("critic" in name or name == "time/values_s" for row in rows for name in row)
 
 
+def test_a_partial_step_trains_whole_groups_and_leaves_others_in_flight(sweep):
+    first, second = sweep[1]["gsm8k_partial"][1:]
+    for row in (first, second):
+        assert row["partial/in_flight"] + row["partial/waiting"] == 8 * 4
+    assert first["partial/version_lag_max"] == first["partial/continued_responses"] == 0
+    assert second["partial/continued_responses"] == first["partial/in_flight"] > 0
+    assert second["partial/version_lag_max"] == 1
+    # Tokens of the first step's weights do not count as a mismatch.
+    assert second["rollout/log_prob_diff_mean"] < 1e-5 < second["rollout/mismatch_kl_k3"]
+
+
 def test_dapo_samples_until_groups_are_mixed_and_has_no_reference(sweep):
     for row in sweep[1]["gsm8k_dapo"][1:]:
         assert 1 <= row["sampling/rounds"] <= 4

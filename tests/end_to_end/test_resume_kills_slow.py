@@ -17,6 +17,10 @@ from tests.end_to_end.kill_and_resume import (
 pytestmark = pytest.mark.slow
 
 SEEDS = range(30)
+SCHEDULES = {
+    "sync": EVERYTHING,
+    "partial": [*EVERYTHING, "rollout.schedule=partial", "rollout.max_versions=3"],
+}
 OTHERWISE = {
     "dynamic sampling and lora": [
         *(key for key in EVERYTHING if "critic" not in key),
@@ -28,18 +32,19 @@ OTHERWISE = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> tuple[Path, Timeline]:
-    """The undisturbed run to which the others are compared."""
+@pytest.fixture(scope="module", params=SCHEDULES)
+def reference(tmp_path_factory, request) -> tuple[list[str], Path, Timeline]:
+    """The undisturbed run to which the others are compared, after its overrides."""
+    overrides = SCHEDULES[request.param]
     run_dir = tmp_path_factory.mktemp("reference") / "run"
-    return run_dir, undisturbed(run_dir, *EVERYTHING)
+    return overrides, run_dir, undisturbed(run_dir, *overrides)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_killed_run_ends_like_the_undisturbed_one(reference, tmp_path, seed):
-    run_dir, timeline = reference
-    killed(tmp_path, draw_kill(timeline, seed), *EVERYTHING)
-    resumed(tmp_path, *EVERYTHING)
+    overrides, run_dir, timeline = reference
+    killed(tmp_path, draw_kill(timeline, seed), *overrides)
+    resumed(tmp_path, *overrides)
     assert_same_end(tmp_path, run_dir)
 
 

@@ -5,7 +5,6 @@ import torch
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.lengths import Mean, ResponseLengths, expected_tokens
 from hybridrl.data.ragged import Ragged
-from tests.batches import batch_of
 
 
 def test_hand_worked():
@@ -21,8 +20,8 @@ def test_before_the_first_response_prompts_count_alone():
 def test_lengths_are_learned_by_prompt():
     """batch_of gives response b to prompt b; two batches, the second without prompt 2."""
     lengths = ResponseLengths()
-    lengths.learn(batch_of([4, 1, 7]))
-    lengths.learn(batch_of([8, 1]))
+    lengths.learn(range(3), [4, 1, 7])
+    lengths.learn(range(2), [8, 1])
     lengths.commit()
     assert lengths.seen == {0: Mean(2, 12), 1: Mean(2, 2), 2: Mean(1, 7)}
     assert lengths.overall == Mean(5, 21)
@@ -31,7 +30,7 @@ def test_lengths_are_learned_by_prompt():
 def test_long_answers_are_spread_over_engines():
     """Prompts 0 and 1 are known to be answered at length, 2 and 3 in few words."""
     lengths = ResponseLengths()
-    lengths.learn(batch_of([90, 80, 2, 3]))
+    lengths.learn(range(4), [90, 80, 2, 3])
     prompts = PromptBatch(
         prompts=Ragged.from_rows([[0], [0], [0] * 5, [0] * 6], torch.int64),
         prompt_id=torch.arange(4),

@@ -27,7 +27,9 @@ def batch_with(rollout: list[float], old: list[float], engine: tuple[int, int] =
 
 
 def check(batch: RolloutBatch, limit: float) -> dict[str, float | None]:
-    return check_rollout_log_probs(batch, top_p=1.0, limit=limit, where=lambda k: f"rank {2 * k}")
+    return check_rollout_log_probs(
+        batch, 0, top_p=1.0, limit=limit, where=lambda k: f"rank {2 * k}"
+    )
 
 
 def test_mean_and_maximum_hand_worked():
@@ -80,12 +82,12 @@ def test_share_of_what_adapters_learned_by_hand(rollout, share):
     batch = batch_with(rollout, [-0.5, -2.5, -3.0])
     lengths = batch.responses
     batch = replace(batch, response_mask=lengths.like(torch.tensor([True, True, False])))
-    assert adapter_share(batch, top_p=1.0) == {"rollout/adapter_share": None}
+    assert adapter_share(batch, 0, top_p=1.0) == {"rollout/adapter_share": None}
     batch = batch.adding(ref_log_probs=lengths.like(torch.tensor([-1.0, -2.0, -3.0])))
-    assert adapter_share(batch, top_p=1.0) == {"rollout/adapter_share": share}
+    assert adapter_share(batch, 0, top_p=1.0) == {"rollout/adapter_share": share}
 
 
 def test_adapters_that_have_not_moved_have_no_share():
     batch = batch_with([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0])
     batch = batch.adding(ref_log_probs=batch.old_log_probs)
-    assert adapter_share(batch, top_p=1.0) == {"rollout/adapter_share": None}
+    assert adapter_share(batch, 0, top_p=1.0) == {"rollout/adapter_share": None}

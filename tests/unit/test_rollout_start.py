@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from hybridrl.config.choices import DType, Init, SleepMode
+from hybridrl.config.choices import DType, Init, Schedule, SleepMode
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes
 
@@ -18,6 +18,9 @@ def config(**changes):
         "seed": 1,
         "tensor_parallel_size": 1,
         "responses_per_prompt": 2,
+        "schedule": Schedule.sync,
+        "max_in_flight": 3,
+        "max_versions": 0,
         "temperature": 1.0,
         "top_p": 1.0,
         "max_prompt_tokens": 100,

@@ -5,16 +5,17 @@ import tracemalloc
 from datetime import date
 
 import pytest
+import torch
 from test_kl_control import control, scored
 
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.in_flight import Draft, Group
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.sampling import HybridEngine
 from hybridrl.trainer.state import TrainState, read_state
-from tests.batches import batch_of
 
 
 def test_an_adaptive_coefficient_goes_on_as_if_nothing_had_happened():
@@ -94,9 +95,20 @@ class Run:
 
     def steps(self) -> None:
         """Change everything that steps change."""
-        self.state.lengths.learn(batch_of([4, 1, 7]))
-        self.state.lengths.learn(batch_of([8, 1]))
-        self.prompts.take(3)
+        self.state.lengths.learn(range(3), [4, 1, 7])
+        self.state.lengths.learn(range(2), [8, 1])
+        drafts = (
+            Draft.empty().continued(
+                torch.tensor([7, 8]),
+                torch.tensor([-0.1, -2e-30]),
+                3,
+                finished=False,
+                truncated=False,
+            ),
+            Draft.empty(),
+        )
+        prompt = self.prompts.take(3)[1]
+        self.state.in_flight += (Group(prompt, step=4, version=2, engine=1, drafts=drafts),)
         self.kl.adapt(scored())
         self.engine.weight_version += 1
         self.guard.skipped.note(5, {"actor/skipped_last": 2.0}, num_steps=2)
@@ -139,9 +151,9 @@ def test_what_is_finished_does_not_move_with_the_step_that_runs():
 
 def test_a_commit_keeps_nothing_for_prompts_that_the_step_has_not_drawn():
     run = Run()
-    run.state.lengths.learn(batch_of([1] * 20_000))
+    run.state.lengths.learn(range(20000), [1] * 20_000)
     run.state.commit(1)
-    run.state.lengths.learn(batch_of([4, 1, 7]))
+    run.state.lengths.learn(range(3), [4, 1, 7])
     tracemalloc.start()
     run.state.commit(2)
     peak = tracemalloc.get_traced_memory()[1]

@@ -115,7 +115,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
             )
             batch = generate(lengths.expect(request))
             seconds = time.perf_counter() - start
-            lengths.learn(batch)
+            lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
             each = [prompt for prompt in evaluation.asked for _ in range(count)]
             rewarded, results = score_by_rules(rewards, rules, each, batch)
             correct_at = options.correct_at

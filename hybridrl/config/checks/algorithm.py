@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 from operator import attrgetter
 
-from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
+from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement, Schedule
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
@@ -73,6 +73,38 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.max_sampling_rounds = {rounds}, but rollout.responses_per_prompt = {each}: "
             f"dynamic sampling keeps prompts whose responses differ in reward.\n"
             f"Set rollout.responses_per_prompt=2 or more, or algorithm.max_sampling_rounds=1."
+        )
+
+
+def schedule_problems(config: RunConfig) -> Iterator[str]:
+    """Check what responses that take several steps need."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.schedule is not Schedule.partial or is_supervised(config):
+        return
+    key, per_step = "rollout.schedule = partial", config.data.prompts_per_step
+    if config.environment is not None:
+        yield f"{key} does not continue conversations yet.\nSet rollout.schedule=sync."
+    if algorithm.max_sampling_rounds > 1:
+        yield (
+            f"{key} does not sample in rounds yet, but algorithm.max_sampling_rounds = "
+            f"{algorithm.max_sampling_rounds}.\n"
+            f"Set algorithm.max_sampling_rounds=1 or rollout.schedule=sync."
+        )
+    is_against_rollout = policy_loss_of(algorithm.loss.function).is_against_rollout
+    if algorithm.rollout_correction.method is CorrectionMethod.none and not is_against_rollout:
+        yield (
+            f"{key} trains on tokens of earlier weights, but algorithm.rollout_correction.method = "
+            f"none takes them for tokens of the present ones.\n"
+            f"Set algorithm.rollout_correction.method=truncate."
+        )
+    assert rollout.max_in_flight is not None, "derived before"
+    most = (rollout.max_versions + 1) * per_step
+    if not per_step <= rollout.max_in_flight <= most:
+        yield (
+            f"rollout.max_in_flight = {rollout.max_in_flight}, expected {per_step} "
+            f"(data.prompts_per_step) to {most}: more could not be trained within "
+            f"rollout.max_versions = {rollout.max_versions} updates.\n"
+            f"Set rollout.max_in_flight={min(2 * per_step, most)}, or more rollout.max_versions."
         )
 
 

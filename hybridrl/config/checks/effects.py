@@ -57,7 +57,7 @@ RULES = (
     Idle(
         "algorithm.whiten_advantages algorithm.rollout_correction algorithm.overlong "
         "algorithm.max_sampling_rounds trainer.max_log_prob_diff tracking.token_samples "
-        "reward_model",
+        "rollout.schedule reward_model",
         _ADVANTAGE,
         is_supervised,
         ": supervised fine-tuning samples no responses to train on",
@@ -103,6 +103,12 @@ RULES = (
         remedy=f"set {_CORRECTION}.method=mask",
     ),
     Idle("algorithm.overlong.penalty", "algorithm.overlong.buffer_tokens", 0),
+    Idle(
+        "rollout.max_in_flight rollout.max_versions",
+        "rollout.schedule",
+        "sync",
+        remedy="set rollout.schedule=partial",
+    ),
     Idle(
         "ref.log_prob_chunk_tokens",
         "lora.rank",

@@ -85,6 +85,14 @@ class PromptSource:
         self._position += number
         return [next(self._drawn) for _ in range(number)]
 
+    def by_id(self, prompt_id: int) -> Prompt:
+        """Return a prompt; KeyError if there is none."""
+        return self._by_id[prompt_id]
+
+    @cached_property
+    def _by_id(self) -> dict[int, Prompt]:
+        return {p.prompt_id: p for members in self._members.values() for p in members}
+
     def seek(self, position: int) -> None:
         """Move to `position`, counted from the start of the stream; draws all prompts before it."""
         if position < 0:
@@ -119,8 +127,14 @@ class PromptSource:
         return order
 
 
-def prompt_source(prompts: PromptSets, config: DataConfig, seed: int) -> PromptSource:
-    """Return the training prompts in sampling order; the prompts of a step are distinct."""
-    distinct = config.prompts_per_step
-    curriculum = config.curriculum_steps * distinct if config.curriculum is not None else 0
-    return PromptSource(prompts.train, distinct, seed, weights_of(config), curriculum)
+def prompt_source(
+    prompts: PromptSets, config: DataConfig, seed: int, most: int | None = None
+) -> PromptSource:
+    """Return the training prompts in sampling order.
+
+    The prompts of a step are distinct; `most` of them may be taken in one, by default
+    data.prompts_per_step.
+    """
+    per_step = config.prompts_per_step
+    curriculum = config.curriculum_steps * per_step if config.curriculum is not None else 0
+    return PromptSource(prompts.train, most or per_step, seed, weights_of(config), curriculum)

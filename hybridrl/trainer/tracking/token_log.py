@@ -110,9 +110,15 @@ def token_table(
         | {
             "clipped": array(cut, pa.bool_()),
             "trained": array(batch.counted, pa.bool_()),
-            "version": array(batch.responses.spread(batch.weight_version), pa.int32()),
+            "version": array(_versions(batch), pa.int32()),
         }
     )
+
+
+def _versions(batch: RolloutBatch) -> Ragged:
+    if batch.token_versions is not None:
+        return batch.token_versions
+    return batch.responses.like(batch.responses.spread(batch.weight_version))
 
 
 def write_tokens(run_dir: Path, step: int, table: "pyarrow.Table") -> Path:

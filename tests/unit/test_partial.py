@@ -1,0 +1,198 @@
+"""Partial rollouts on simulated engines: no token is lost or too old, lengths have no bias."""
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.ragged import Ragged
+from hybridrl.trainer.in_flight import Draft, Group, due
+from hybridrl.trainer.partial import PartialSampling
+from tests.unit.sampling_fakes import prompt
+
+EACH = 2
+
+
+@dataclass
+class Engines:
+    """Engines whose responses have drawn lengths; a response's first token is its number.
+
+    Attributes:
+        lengths: of all responses, by number.
+        numbers: of responses without tokens so far, by seed.
+        version: of the weights.
+    """
+
+    num_engines: int
+    longest: int
+    lengths: list[int] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    version: int = 0
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
+
+    def draw(self) -> int:
+        """A log-normal length whose maximum is many times its mean."""
+        drawn = math.exp(2 + float(torch.randn((), generator=self.generator)))
+        return min(self.longest, max(1, int(drawn)))
+
+    def generate(self, request: PromptBatch) -> RolloutBatch:
+        """Decode each engine's rows together until its budget is spent."""
+        sampled: list[list[int]] = [[] for _ in range(len(request))]
+        ends = []
+        prefixes = request.prompts.rows()
+        for row, seed in zip(prefixes, request.seeds.tolist(), strict=True):
+            if len(row) == 2 and seed not in self.numbers:
+                self.numbers[seed] = len(self.lengths)
+                self.lengths.append(self.draw())
+            number = int(row[2]) if len(row) > 2 else self.numbers[seed]
+            ends.append((number, self.lengths[number] - (len(row) - 2)))
+        for engine in range(self.num_engines):
+            rows = (request.engine == engine).nonzero().flatten().tolist()
+            budget = len(rows) * request.token_budget
+            while any(len(sampled[r]) < ends[r][1] for r in rows):
+                needed = any(request.must_finish[r] and len(sampled[r]) < ends[r][1] for r in rows)
+                if sum(len(sampled[r]) for r in rows) >= budget and not needed:
+                    break
+                for row in rows:
+                    if len(sampled[row]) < ends[row][1]:
+                        at = len(prefixes[row]) - 2 + len(sampled[row])
+                        sampled[row].append(at if at else ends[row][0])
+        responses = Ragged.from_rows(sampled, torch.int32)
+        open_rows = [len(tokens) < end for tokens, (_, end) in zip(sampled, ends, strict=True)]
+        return RolloutBatch(
+            prompts=request.prompts,
+            responses=responses,
+            response_mask=responses.like(torch.ones_like(responses.values).bool()),
+            rollout_log_probs=responses.like(-responses.values.float()),
+            group_id=request.prompt_id,
+            weight_version=torch.full((len(request),), self.version),
+            truncated=torch.tensor(ends)[:, 1] == self.longest,
+            unfinished=torch.tensor(open_rows),
+            engines=(EngineStats(len(responses.values), 1.0, 0.1),) * self.num_engines,
+        )
+
+
+def run(num_steps, *, per_step=8, in_flight=16, max_versions=3, num_engines=2, longest=200):
+    """Steps of training on simulated engines: their batches, what is left, and the engines."""
+    engines = Engines(num_engines, longest)
+    state = SimpleNamespace(lengths=ResponseLengths(), in_flight=())
+    config = SimpleNamespace(
+        algorithm=SimpleNamespace(),
+        data=SimpleNamespace(prompts_per_step=per_step),
+        rollout=SimpleNamespace(
+            max_in_flight=in_flight,
+            max_versions=max_versions,
+            max_response_tokens=longest,
+            responses_per_prompt=EACH,
+            temperature=1.0,
+            top_p=1.0,
+            seed=1,
+        ),
+    )
+    numbers = iter(range(10**6))
+    take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
+    sampling = PartialSampling(
+        config, take, None, None, engines.generate, state, num_engines, lambda: engines.version
+    )
+    batches = []
+    for step in range(1, num_steps + 1):
+        batches.append(sampling._sample_step(step))
+        engines.version += 1
+    return batches, state.in_flight, engines
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(num_engines):
+    sampled, left, engines = run(30, num_engines=num_engines)
+    seen = []
+    for step, one in enumerate(sampled):
+        batch = one.batch
+        assert len(batch) == len(one.prompts) == 8 * EACH
+        rows = zip(
+            one.prompts,
+            batch.prompts.rows(),
+            batch.responses.rows(),
+            batch.rollout_log_probs.rows(),
+            batch.token_versions.rows(),
+            strict=True,
+        )
+        for asked, prompt_ids, tokens, log_probs, versions in rows:
+            assert prompt_ids.tolist() == asked.token_ids
+            assert tokens[1:].tolist() == list(range(1, len(tokens)))
+            assert torch.equal(log_probs, -tokens.float())
+            assert (versions.diff() >= 0).all() and 0 <= step - int(versions[0]) <= 3
+            seen.append((int(tokens[0]), len(tokens)))
+        assert (batch.group_id.bincount() == EACH).all()
+        last = [int(versions[-1]) for versions in batch.token_versions.rows()]
+        assert batch.weight_version.tolist() == last
+    begun = [(int(d.tokens[0]), len(d)) for group in left for d in group.drafts if len(d)]
+    assert all(length <= engines.lengths[number] for number, length in begun)
+    assert all(length == engines.lengths[number] for number, length in seen)
+    unbegun = sum(len(draft) == 0 for group in left for draft in group.drafts)
+    numbers = {number for number, _ in seen + begun}
+    assert len(numbers) == len(seen + begun) == len(engines.lengths) - unbegun
+    assert any(one.metrics["partial/version_lag_max"] > 1 for one in sampled)
+
+
+def test_no_step_waits_for_its_longest_response():
+    sampled, _, engines = run(60, num_engines=1)
+    mean = sum(engines.lengths) / len(engines.lengths)
+    tokens = [one.batch.engines[0].tokens for one in sampled[10:]]
+    wanted = 8 * EACH * mean
+    assert wanted * 0.8 < sum(tokens) / len(tokens) < wanted * 1.2
+
+
+@pytest.mark.parametrize("num_steps", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_trained_lengths_are_distributed_as_sampled_ones(num_steps):
+    """Kolmogorov-Smirnov, up to 10^5 responses: only the last ones are not trained."""
+    sampled, _, engines = run(num_steps, per_step=125, in_flight=250, num_engines=1)
+    trained = torch.cat([one.batch.responses.lengths for one in sampled])
+    drawn = torch.tensor(engines.lengths)
+    assert len(trained) == 250 * num_steps
+    at = torch.arange(1, 201)
+    shares = [
+        torch.searchsorted(x.sort().values, at, right=True) / len(x) for x in (trained, drawn)
+    ]
+    assert (shares[0] - shares[1]).abs().max() < 1.36 * math.sqrt(2 / len(trained))
+
+
+def groups(versions):
+    return [Group(prompt(0), 1, version, 0, (Draft.empty(),)) for version in versions]
+
+
+@pytest.mark.parametrize(
+    ("versions", "now", "count"),
+    [
+        ([], 0, 0),
+        ([0] * 4, 0, 0),  # two a step, within two more steps
+        ([0] * 6, 0, 2),  # two now, two in each of two more steps
+        ([0, 0, 1, 1], 1, 0),
+        ([0, 0, 1, 1], 2, 2),  # the first two have no later step
+        ([1, 1, 1, 1], 2, 2),  # four, of which the next step can take two
+        ([1, 2, 2, 2], 2, 0),
+    ],
+)
+def test_groups_that_must_be_trained_by_hand(versions, now, count):
+    assert due(groups(versions), now, max_versions=2, per_step=2) == count
+
+
+@given(st.data())
+def test_no_more_groups_are_due_than_a_step_trains(data):
+    per_step, max_versions = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 4))
+    most = data.draw(st.integers(per_step, per_step * (max_versions + 1)))
+    versions: list[int] = []
+    for now in range(12):
+        versions += [now] * (most - len(versions))
+        assert all(now - version <= max_versions for version in versions)
+        count = due(groups(versions), now, max_versions, per_step)
+        assert count <= per_step
+        # Of the others, any may be finished early.
+        others = range(count, len(versions))
+        chosen = data.draw(st.permutations(list(others)))[: per_step - count]
+        versions = [v for i, v in enumerate(versions) if i >= count and i not in chosen]
