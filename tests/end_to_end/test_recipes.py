@@ -26,7 +26,9 @@ RECIPES = sorted(
 
 def swept(folder, recipes):
     """The output of a sweep over recipes, and each one's rows of metrics."""
-    overrides = [*SMALL[1:], "eval.greedy=false", f"hydra.sweep.dir={folder / 'sweep'}"]
+    # No more places than a step has responses, as by default on GPUs.
+    more = ["rollout.max_num_seqs=32", "eval.greedy=false"]
+    overrides = [*SMALL[1:], *more, f"hydra.sweep.dir={folder / 'sweep'}"]
     with started(folder / "run", f"+recipe={','.join(recipes)}", *overrides, "-m") as run:
         output = run.output(timeout=280)
         assert run.process.returncode == 0, output
