@@ -19,7 +19,12 @@ pytestmark = pytest.mark.slow
 SEEDS = range(30)
 SCHEDULES = {
     "sync": EVERYTHING,
-    "partial": [*EVERYTHING, "rollout.schedule=partial", "rollout.max_versions=3"],
+    "partial": [
+        *EVERYTHING,
+        "rollout.schedule=partial",
+        "rollout.max_versions=3",
+        "rollout.max_num_seqs=32",  # a step's responses, so that others are in flight after it
+    ],
 }
 OTHERWISE = {
     "dynamic sampling and lora": [
