@@ -93,6 +93,7 @@ class WorkerHost:
         self._rank = -1
         self._store: TCPStore | FileStore | None = None
         self._mesh: DeviceMesh | None = None
+        self._ahead: list[str] = []
         self._importing: Future[None] | None = None
         self._roles: dict[str, Worker] = {}
         self._secrets: set[str] = set()
@@ -105,16 +106,14 @@ class WorkerHost:
 
     @_step("preload")
     def preload(self, modules: Sequence[str], ahead: Sequence[Any]) -> None:
-        """Import torch and roles' modules; begin to import those that building `ahead` needs."""
+        """Import torch and roles' modules; note those that building `ahead` needs."""
         import_all(["torch.distributed", "hybridrl.distributed.mesh", *modules])
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
         device_type = "cuda" if self._on_gpu else "cpu"
-        needed: list[str] = []
         for config in ahead:
-            needed += locate("worker", config.worker).modules_ahead(config, device_type)
-        self._importing = import_in_background(needed)
+            self._ahead += locate("worker", config.worker).modules_ahead(config, device_type)
 
     @_step("open_rendezvous")
     def open_rendezvous(
@@ -154,7 +153,11 @@ class WorkerHost:
 
     @_step("init_process_group")
     def init_process_group(self, fsdp: FSDPConfig) -> None:
-        """Create the process group of all ranks and the training mesh; a collective."""
+        """Create the process group of all ranks and the training mesh; a collective.
+
+        Then begin the imports noted by `preload`. vLLM's set environment variables, which must not
+        happen while gloo reads them in another thread: a segmentation fault in rare starts.
+        """
         import torch
         from torch import distributed as dist
 
@@ -177,6 +180,7 @@ class WorkerHost:
         )
         self._mesh = build_mesh(fsdp, "cuda" if self._on_gpu else "cpu")
         set_timeouts(NO_LIMIT)
+        self._importing = import_in_background(self._ahead)
 
     @_step("read_ahead")
     def read_ahead(self, model: ModelConfig) -> None:

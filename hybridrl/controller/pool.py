@@ -61,7 +61,7 @@ class PoolConfig:
     Attributes:
         slots_on_nodes: number of processes on each node.
         modules: modules that every process imports first.
-        ahead: configs of roles; their slow modules are imported during the rendezvous.
+        ahead: configs of roles; their slow modules are imported once the process group exists.
         log_folder: folder of the logs, one file per process.
     """
 
