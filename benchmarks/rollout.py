@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
-from benchmarks.timing import result
+from benchmarks.timing import min_median_max, result
 from hybridrl.config.choices import DType, Init, Schedule, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ModelConfig, RolloutConfig
@@ -233,10 +233,7 @@ def _result(
     settings = {"model": args.model or args.shape} | {name: vars(args)[name] for name in sizes}
     measured = {
         "tokens_per_second": {name: round(value) for name, value in medians.items()},
-        "seconds_min_median_max": {
-            name: [round(f(taken), 3) for f in (min, statistics.median, max)]
-            for name, taken in seconds.items()
-        },
+        "seconds_min_median_max": {n: min_median_max(taken) for n, taken in seconds.items()},
         "worker_to_plain": round(medians["worker"] / medians["plain"], 3),
         "worker_to_equal": round(medians["worker"] / medians["equal"], 3),
         "first_token_s": round(batch.engines[0].first_token_s, 4),

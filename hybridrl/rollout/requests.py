@@ -48,7 +48,6 @@ class _Responses:
     """Tokens and log-probs in the order of arrival."""
 
     def __init__(self, request_ids: Sequence[str]) -> None:
-        self._ids = request_ids
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
         self._owners: list[int] = []
         self._tokens: list[int] = []
@@ -77,7 +76,7 @@ class _Responses:
 
     def open_ids(self) -> list[str]:
         """Return the ids of requests that have not ended."""
-        return [self._ids[index] for index in sorted(self.open)]
+        return [request_id for request_id, index in self._index.items() if index in self.open]
 
     def ragged(self) -> tuple[Ragged, Ragged]:
         """Return tokens and log-probs by response."""

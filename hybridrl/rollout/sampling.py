@@ -1,7 +1,7 @@
 """Seeds of sampled responses."""
 
 from hybridrl.data.batch import PromptBatch
-from hybridrl.data.seeds import derive_seed
+from hybridrl.data.seeds import sample_seed
 
 
 def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
@@ -16,7 +16,7 @@ def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
     first = [0] * len(prompts) if prompts.first_sample is None else prompts.first_sample.tolist()
     turn = ("turn", prompts.turn) if prompts.turn else ()
     return [
-        derive_seed(run_seed, "sample", prompts.step, prompt_id, start + index, *turn)
+        sample_seed(run_seed, prompts.step, prompt_id, start + index, *turn)
         for prompt_id, start in zip(prompts.prompt_id.tolist(), first, strict=True)
         for index in range(prompts.responses_per_prompt)
     ]

@@ -12,18 +12,16 @@ each is trained at most rollout.max_versions updates after it was sampled.
 Source: Kimi Team 2025, "partial rollouts", https://arxiv.org/abs/2501.12599
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.seeds import derive_seed
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.seeds import sample_seed
 from hybridrl.trainer.in_flight import Draft, Group, due
-from hybridrl.trainer.rewarding import RewardSource
-from hybridrl.trainer.sampling import Sampled, Sampling, total_stats
+from hybridrl.trainer.sampling import HybridEngine, Sampled, Sampling, total_stats
 from hybridrl.trainer.state import TrainState
 
 # Least tokens of a further round, as a share of the mean length: few rounds, little too much.
@@ -35,39 +33,37 @@ Place = tuple[int, int]
 class PartialSampling(Sampling):
     """Sampling whose responses may take several steps. `state` has those in flight.
 
-    `continue_` generates with a token budget, on given engines; `num_engines` is the number of
-    engines, and `version` returns that of vLLM's weights.
+    `engine` is vLLM on all GPUs, `num_engines` its engines; `continue_` generates with a token
+    budget, on given ones. `parts` are those of `Sampling`.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        take: Callable[[int], list[Prompt]],
-        generate: Generate,
-        rewards: RewardSource,
-        continue_: Generate,
         state: TrainState,
+        engine: HybridEngine,
         num_engines: int,
-        version: Callable[[], int],
+        continue_: Generate,
+        *parts: Any,
     ) -> None:
-        super().__init__(config, take, generate, rewards)
-        self._continue = continue_
+        super().__init__(*parts)
         self._state = state
+        self._engine = engine
         self._num_engines = num_engines
-        self._version = version
+        self._continue = continue_
 
     def _sample_step(self, step: int) -> Sampled:
         data, rollout = self._config.data, self._config.rollout
-        wanted, version = data.prompts_per_step, self._version()
+        wanted, version = data.prompts_per_step, self._engine.weight_version
         continued = sum(not draft.finished for g in self._state.in_flight for draft in g.drafts)
         groups = [*self._state.in_flight, *self._admitted(step, version)]
         needed = due(groups, version, rollout.max_versions, wanted)
         parts: list[RolloutBatch] = []
-        while not parts or sum(group.is_finished for group in groups) < wanted:
-            missing = max(0, wanted - sum(group.is_finished for group in groups))
+        missing = _missing(groups, wanted)
+        while missing or not parts:
             least = MIN_SHARE if parts else 0.0
             groups, part = self._continued(groups, needed, missing, least, version)
             parts.append(part)
+            missing = _missing(groups, wanted)
         finished = [index for index, group in enumerate(groups) if group.is_finished]
         trained = set(finished[:wanted])
         assert trained.issuperset(range(needed)), "an old response was not finished"
@@ -159,18 +155,15 @@ class PartialSampling(Sampling):
 
     def _seed(self, group: Group, sample: int) -> int:
         """Return the seed of a response's next tokens, a function of how many it has."""
-        of_sample = ("sample", group.step, group.prompt.prompt_id, sample)
-        sampled = len(group.drafts[sample])
+        sampled, prompt_id = len(group.drafts[sample]), group.prompt.prompt_id
         after = ("after", sampled) if sampled else ()
-        return derive_seed(self._config.rollout.seed, *of_sample, *after)
+        return sample_seed(self._config.rollout.seed, group.step, prompt_id, sample, *after)
 
 
 def joined(groups: Sequence[Group], parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return the responses of finished groups as a batch, with the speeds of a step's `parts`."""
     rows = [(number, group, draft) for number, group in enumerate(groups) for draft in group.drafts]
-    tokens = [draft.tokens for _, _, draft in rows]
-    responses = Ragged.from_rows(tokens, torch.int32)
-    versions = Ragged.from_rows([draft.versions for _, _, draft in rows], torch.int32)
+    responses = Ragged.from_rows([draft.tokens for _, _, draft in rows], torch.int32)
     return RolloutBatch(
         prompts=Ragged.from_rows([group.prompt.token_ids for _, group, _ in rows], torch.int32),
         responses=responses,
@@ -180,10 +173,15 @@ def joined(groups: Sequence[Group], parts: Sequence[RolloutBatch]) -> RolloutBat
         group_id=torch.tensor([number for number, _, _ in rows]),
         weight_version=torch.tensor([int(draft.versions[-1]) for _, _, draft in rows]),
         truncated=torch.tensor([draft.truncated for _, _, draft in rows]),
-        token_versions=versions,
+        token_versions=Ragged.from_rows([d.versions for _, _, d in rows], torch.int32),
         engine=torch.tensor([group.engine for _, group, _ in rows]),
         engines=total_stats(parts, first_token=lambda times: times[0]),
     )
+
+
+def _missing(groups: Sequence[Group], wanted: int) -> int:
+    """Return how many finished groups are missing."""
+    return max(0, wanted - sum(group.is_finished for group in groups))
 
 
 def _metrics(

@@ -64,14 +64,11 @@ class PPOTrainer(TrainingLoop):
         self.reporter.health.place = self.engine_place
 
     def _sampling(self) -> Sampling:
-        parts = self.config, self.prompts.take
+        parts = self.config, self.prompts.take, self.generate, self.rewards
         if self.config.rollout.schedule is Schedule.sync:
-            return Sampling(*parts, self.generate, self.rewards)
-        engines, state = self.workers.rollout.num_shards, self.state
-        version = lambda: self.engine.weight_version  # noqa: E731
-        return PartialSampling(
-            *parts, self.generate, self.rewards, self.generator, state, engines, version
-        )
+            return Sampling(*parts)
+        engines = self.workers.rollout.num_shards
+        return PartialSampling(self.state, self.engine, engines, self.generator, *parts)
 
     def train(self, step: int) -> None:
         """Sample and train."""

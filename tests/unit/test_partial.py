@@ -26,14 +26,14 @@ class Engines:
     Attributes:
         lengths: of all responses, by number.
         numbers: of responses without tokens so far, by seed.
-        version: of the weights.
+        weight_version: as that of a HybridEngine.
     """
 
     num_engines: int
     longest: int
     lengths: list[int] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
-    version: int = 0
+    weight_version: int = 0
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def draw(self) -> int:
@@ -71,7 +71,7 @@ class Engines:
             response_mask=responses.like(torch.ones_like(responses.values).bool()),
             rollout_log_probs=responses.like(-responses.values.float()),
             group_id=request.prompt_id,
-            weight_version=torch.full((len(request),), self.version),
+            weight_version=torch.full((len(request),), self.weight_version),
             truncated=torch.tensor(ends)[:, 1] == self.longest,
             unfinished=torch.tensor(open_rows),
             engines=(EngineStats(len(responses.values), 1.0, 0.1),) * self.num_engines,
@@ -98,12 +98,12 @@ def run(num_steps, *, per_step=8, in_flight=16, max_versions=3, num_engines=2, l
     numbers = iter(range(10**6))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
     sampling = PartialSampling(
-        config, take, None, None, engines.generate, state, num_engines, lambda: engines.version
+        state, engines, num_engines, engines.generate, config, take, None, None
     )
     batches = []
     for step in range(1, num_steps + 1):
         batches.append(sampling._sample_step(step))
-        engines.version += 1
+        engines.weight_version += 1
     return batches, state.in_flight, engines
 
 

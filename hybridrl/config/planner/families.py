@@ -44,7 +44,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Decoders of one model_type; the defaults are Llama's.
+    """Decoders of one model_type; the defaults are Llama's, but for `untested`.
 
     Attributes:
         kind: model_type in config.json.

@@ -50,7 +50,7 @@ class ModelShape:
 
     @property
     def untested(self) -> str:
-        """What was not run or is not known of the family; empty if nothing."""
+        """Parts that were not run, or are not known, of the family; empty if there are none."""
         parts = "; ".join(self.family.untested)
         return parts and f"{self.family.kind}: {parts}"
 
