@@ -37,7 +37,7 @@ DoctorChecks = StrEnum("DoctorChecks", ["quick", "full", "none"])
 Init = StrEnum("Init", ["pretrained", "random"])
 # Memory that vLLM frees between rollouts.
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
-# Whether a response may take several steps (trainer/partial.py).
+# Whether a response may take several steps (trainer/sampling/partial.py).
 Schedule = StrEnum("Schedule", ["sync", "partial"])
 # Treatment of prompts longer than rollout.max_prompt_tokens.
 TooLongPrompts = StrEnum("TooLongPrompts", ["error", "drop"])

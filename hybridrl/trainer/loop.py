@@ -27,7 +27,7 @@ from hybridrl.trainer.rewarding import (
     Rewarded,
     RewardSource,
 )
-from hybridrl.trainer.sampling import HybridEngine
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.state import RunResult, TrainState
 from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
 from hybridrl.trainer.tracking.report import Reporter, is_due

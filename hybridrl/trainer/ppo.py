@@ -29,7 +29,6 @@ from hybridrl.trainer.callbacks import call_each
 from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
-from hybridrl.trainer.partial import PartialSampling
 from hybridrl.trainer.rewarding import (
     Rewarded,
     add_model_scores,
@@ -39,7 +38,8 @@ from hybridrl.trainer.rewarding import (
     outcome_on_last_token,
     overlong_shaping,
 )
-from hybridrl.trainer.sampling import Sampled, Sampling
+from hybridrl.trainer.sampling.base import Sampled, Sampling
+from hybridrl.trainer.sampling.partial import PartialSampling
 from hybridrl.trainer.timing.engines import engine_place, rollout_metrics, straddling
 from hybridrl.trainer.tracking.token_log import pick_rows
 

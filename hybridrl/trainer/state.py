@@ -12,9 +12,9 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.advantage import KLControl
-from hybridrl.trainer.in_flight import Group, decode, encode
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
-from hybridrl.trainer.sampling import HybridEngine
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+from hybridrl.trainer.sampling.in_flight import Group, decode, encode
 from hybridrl.trainer.tracking.tracker import Row
 
 

@@ -12,7 +12,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer import advantage
 from hybridrl.trainer.advantage import AdvantageEstimator
-from hybridrl.trainer.sampling import Sampled, counting
+from hybridrl.trainer.sampling.base import Sampled, counting
 from tests.batches import batch_of
 from tests.run_configs import run_config
 

@@ -16,7 +16,7 @@ from hybridrl.trainer.rewarding import (
     baseline_rewards,
     overlong_shaping,
 )
-from hybridrl.trainer.sampling import Sampling
+from hybridrl.trainer.sampling.base import Sampling
 from tests.run_configs import run_config
 from tests.unit.sampling_fakes import decode, generate, prompt
 

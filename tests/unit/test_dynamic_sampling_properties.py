@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.rewarding import FunctionRewards
-from hybridrl.trainer.sampling import Sampling
+from hybridrl.trainer.sampling.base import Sampling
 from tests.run_configs import run_config
 from tests.unit.sampling_fakes import decode, generate, prompt
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.in_flight import Draft, Group, due
-from hybridrl.trainer.partial import PartialSampling
+from hybridrl.trainer.sampling.in_flight import Draft, Group, due
+from hybridrl.trainer.sampling.partial import PartialSampling
 from tests.unit.sampling_fakes import prompt
 
 EACH = 2

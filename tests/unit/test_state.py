@@ -12,9 +12,9 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.in_flight import Draft, Group
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
-from hybridrl.trainer.sampling import HybridEngine
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+from hybridrl.trainer.sampling.in_flight import Draft, Group
 from hybridrl.trainer.state import TrainState, read_state
 
 

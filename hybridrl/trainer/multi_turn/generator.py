@@ -24,7 +24,7 @@ from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import FailureReasons
-from hybridrl.trainer.sampling import total_stats
+from hybridrl.trainer.sampling.base import total_stats
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ import torch
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import sample_seed
-from hybridrl.trainer.in_flight import Draft, Group, due
-from hybridrl.trainer.sampling import HybridEngine, Sampled, Sampling, total_stats
+from hybridrl.trainer.sampling.base import Sampled, Sampling, total_stats
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+from hybridrl.trainer.sampling.in_flight import Draft, Group, due
 from hybridrl.trainer.state import TrainState
 
 # Least tokens of a further round, as a share of the mean length: few rounds, little too much.

@@ -1,0 +1,6 @@
+"""Sampling of the responses that a step trains on.
+
+base.py: `Sampling`, which samples each response to its end; start reading there.
+partial.py: partial rollouts, whose unfinished responses (in_flight.py) later steps continue.
+hybrid_engine.py: the weights that vLLM holds.
+"""
