@@ -6,6 +6,7 @@ Plain functions; the pool runs them here or, for other nodes, as Ray tasks.
 import logging
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ STORE_BYTES = {Accelerator.gpu: 2048 * 2**20, Accelerator.cpu: 256 * 2**20}
 STACK_SIGNAL = signal.SIGUSR1
 # A killed process that still exists after these seconds hangs in the kernel.
 KILL_TIMEOUT_S = 2.0
+POLL_S = 0.02
 
 
 class Footprint(NamedTuple):
@@ -88,13 +90,33 @@ def end(left: Footprint, shared_memory: list[str], grace_s: float) -> int:
 
 def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> int:
     """Wait `grace_s` seconds for processes, kill the rest; return their number."""
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    alive = _wait(processes, grace_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    if left := psutil.wait_procs(alive, timeout=KILL_TIMEOUT_S)[1]:
+    if left := _wait(alive, KILL_TIMEOUT_S):
         logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
     return len(alive)
+
+
+def _wait(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait for processes, reap children of this one, and return those that still run.
+
+    A zombie has ended. In a container whose first process reaps none, it stays.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        processes = [p for p in psutil.wait_procs(processes, timeout=0)[1] if not _is_zombie(p)]
+        if not processes or time.monotonic() > deadline:
+            return processes
+        time.sleep(POLL_S)
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def ray_processes(variable: str, folder: Path) -> list[psutil.Process]:
