@@ -14,13 +14,18 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
 # Caches of compiled kernels inside hybridrl's cache; workers inherit the variables. torch's default
 # is a temporary folder. vLLM's default for Triton is a folder per model, so that kernels without a
 # model, those of sampling, would be compiled again for the next model.
-KERNEL_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+KERNEL_FOLDERS = {
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
+}
 
 
 def set_up_process() -> None:
     """Set up kernel caches, memory and imports."""
     for variable, folder in KERNEL_FOLDERS.items():
         os.environ.setdefault(variable, str(cache_folder() / folder))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     # Large CPU tensors in 2 MiB pages: with 4 KiB pages, allocating a batch takes longer than
     # computing it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -3,6 +3,7 @@
 NAMES lists those that are not imported here, which tests/unit/test_compat.py looks up.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,8 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention import activate_flash_attention_impl
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,6 +90,14 @@ def set_timeouts(timeout: timedelta) -> None:
 def group_named(name: str) -> ProcessGroup:
     """Return the process group of a name, by which custom operators find it."""
     return distributed_c10d._resolve_process_group(name)
+
+
+def activate_flash_attention_4() -> None:
+    """Replace torch's FlashAttention 2 in this process; torch before 2.14 keeps it."""
+    if TorchVersion(torch.__version__) >= (2, 14):
+        # Of its compiler, about an argument that is constant here.
+        warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+        activate_flash_attention_impl("FA4")
 
 
 @contextmanager

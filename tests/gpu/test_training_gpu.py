@@ -38,11 +38,14 @@ def attention_case(heads, kv_heads, head_size):
 
 
 @pytest.mark.parametrize("window", [None, 32])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (14, 2)])
-def test_kernel_agrees_with_the_padded_path(heads, kv_heads, window):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"), [(8, 8, 64), (14, 2, 64), (12, 2, 128), (4, 1, 256)]
+)
+def test_kernel_agrees_with_the_padded_path(heads, kv_heads, head_size, window):
     """Output and all three gradients; the padded path runs in float32."""
-    (query, key, value), ends = attention_case(heads, kv_heads, 64)
-    assert attention.has_kernel(query.device, query.dtype, 64)
+    attention.choose_kernel()
+    (query, key, value), ends = attention_case(heads, kv_heads, head_size)
+    assert attention.has_kernel(query.device, query.dtype, head_size)
     weights, bounds = torch.randn_like(query), (ends, max(LENGTHS))
     fast = attention._varlen((query, key, value), bounds, None, window)
     fast_grads = torch.autograd.grad((fast * weights).float().sum(), (query, key, value))
