@@ -44,7 +44,7 @@ def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = Fa
     assert cfg is not None and hydra is not None
     if not cfg.run.dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
-        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
+        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu, cfg.rollout.sleep)
     machine, runtime = find_machine(), hydra.runtime
     overrides = [o for o in found.overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
     recipes = recipe_files(runtime.choices, runtime.config_sources)

@@ -2,8 +2,7 @@
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which
-tests/unit/test_compat.py looks up. The sleep backend is in kv_cache_sleep.py: vLLM imports it by
-module name.
+tests/unit/test_compat.py looks up.
 """
 
 import os
@@ -69,18 +68,6 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.device_allocator.cumem", "AllocationData.handle"),
     ("vllm.device_allocator.cumem", "AllocationData.tag"),
     *((module, f"{name}.{part}") for module, name in _WORKERS.values() for part in WORKER_PARTS),
-)
-# Those of kv_cache_sleep.py, on GPUs.
-SLEEP_NAMES: tuple[tuple[str, str], ...] = (
-    ("vllm.device_allocator.cumem", "unmap_and_release"),
-    ("vllm.device_allocator.cumem", "AllocationData.is_asleep"),
-    ("vllm.device_allocator.cumem", "CuMemAllocator.wake_up"),
-    ("vllm.device_allocator.sleep_mode_backend", "CuMemBackend.suspend"),
-    ("vllm.device_allocator.sleep_mode_backend", "CuMemBackend.resume"),
-    ("vllm.device_allocator.sleep_mode_backend", "SleepModeBackendFactory._registry"),
-    ("vllm.device_allocator.sleep_mode_backend", "SleepModeBackendFactory.register_backend"),
-    ("vllm.config", "ModelConfig.sleep_mode_backend"),
-    ("vllm.v1.worker.gpu_worker", "Worker._get_sleep_mode_backend"),
 )
 
 

@@ -134,10 +134,6 @@ class VLLMEngine:
             self._warm_up()
         compiling = vllm_compat.compile_seconds(self._llm)
         logger.info("vLLM started in %s; torch.compile took %.1f s of it", times, compiling)
-        if self._on_gpu and config.sleep is SleepMode.kv_cache:
-            from hybridrl.rollout import kv_cache_sleep  # imports vllm
-
-            kv_cache_sleep.install(self._llm)
         self.sleep()
 
     @property
@@ -201,9 +197,8 @@ class VLLMEngine:
         if EnginePart.WEIGHTS in sleepers:
             self._llm.sleep(level=2)
         else:
-            self._llm.sleep(level=1)
-            # Only for vLLM's state, which does not distinguish parts.
-            self._llm.wake_up(tags=[EnginePart.WEIGHTS.value])
+            self._llm.sleep(level=0)  # pauses the scheduler, as the release requires
+            self._llm.release_kv_cache_memory()
 
     def generate(self, prompts: PromptBatch) -> Generated:
         """Sample `responses_per_prompt` responses of each prompt.

@@ -3,6 +3,7 @@
 import configparser
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_another_generation_is_refused(installed, version):
     installed("vllm", version)
     with pytest.raises(ConfigError, match=rf"vllm {version}(.|\n)*pinned in requirements/"):
         check_installation(Accelerator.cpu)
+
+
+@pytest.mark.parametrize(
+    ("version", "sleep", "refused"),
+    [("0.32.0", "kv_cache", True), ("0.33.0", "kv_cache", False), ("0.32.0", "all", False)],
+)
+def test_sleep_of_the_kv_cache_alone_needs_a_release_that_has_it(
+    installed, version, sleep, refused
+):
+    installed("vllm", version)
+    expected = pytest.raises(ConfigError, match=r"rollout\.sleep=kv_cache needs vllm 0\.33")
+    with expected if refused else nullcontext():
+        check_installation(Accelerator.gpu, sleep)
 
 
 def test_a_neighbouring_version_is_called_untested(installed, caplog):

@@ -4,15 +4,17 @@ import importlib.metadata
 import logging
 import re
 
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 # Versions that passed the test suite, and the supported range.
-TESTED_ON_GPU = ("0.25.1",)
+TESTED_ON_GPU = ("0.25.1", "0.33.0")
 TESTED_ON_CPU = ("0.30.0", "0.31.0", "0.32.0")
 OLDEST, TOO_NEW = (0, 25), (0, 34)
+# The first with `LLM.release_kv_cache_memory`, for rollout.sleep=kv_cache on GPUs.
+OLDEST_FOR_KV_CACHE_SLEEP = (0, 33)
 # As in setup.cfg; a checkout on PYTHONPATH has no metadata.
 OLDEST_RAY = (2, 60)
 # Remedy for a `ray_problem`.
@@ -22,8 +24,8 @@ RAY_ADVICE = "pip install 'ray>={}.{}'".format(*OLDEST_RAY)
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
-def check_installation(accelerator: Accelerator) -> str:
-    """Return the version of the installed vLLM.
+def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> str:
+    """Return the version of the installed vLLM; `sleep` is rollout.sleep.
 
     Raises:
         ConfigError: Ray or vLLM is missing or has an unsupported version, or a CUDA build of a
@@ -48,6 +50,16 @@ def check_installation(accelerator: Accelerator) -> str:
             f"vllm {version}, expected a version from {_dotted(OLDEST)} to below "
             f"{_dotted(TOO_NEW)}: "
             f"others have a different interface.\nInstall the version pinned in requirements/"
+        )
+    elif (
+        accelerator is Accelerator.gpu
+        and sleep == SleepMode.kv_cache
+        and _generation(version) < OLDEST_FOR_KV_CACHE_SLEEP
+    ):
+        problems.append(
+            f"rollout.sleep=kv_cache needs vllm {_dotted(OLDEST_FOR_KV_CACHE_SLEEP)}, found "
+            f"{version}: older ones free weights and KV cache together.\n"
+            "Set rollout.sleep=all or none, or install the version pinned in requirements/"
         )
     if problems or version is None:
         raise ConfigError(*problems)
