@@ -22,13 +22,13 @@ class NamedShard:
 
     Shard s belongs to rank s of the dp_shard group. Along dim 0 the cut is `torch.chunk`'s
     (FSDP2's Shard(0)): shard s of n holds rows [s * ceil(rows / n), (s + 1) * ceil(rows / n)),
-    clipped to the tensor, perhaps none. Dim 1 is cut only where n divides it.
+    clipped to the tensor, perhaps none. Other dims are cut only where n divides them.
 
     Attributes:
-        name: the tensor's name in a Hugging Face checkpoint. Tied tensors appear under each name.
+        name: the parameter's name. Tied parameters appear under each name.
         shape: shape of the whole tensor.
         local: returns this rank's current shard: a contiguous float32 view without FSDP2's padding.
-        dim: the dim that is cut, 0 or 1.
+        dim: the dim that is cut.
         frozen: its content never changes.
     """
 
@@ -46,7 +46,7 @@ def named_shards(root: nn.Module) -> list[NamedShard]:
 
 
 def shards_of(lm: nn.Module) -> list[NamedShard]:
-    """Return this rank's shards of a causal LM by checkpoint name, tied duplicates included.
+    """Return this rank's shards of a causal LM by parameter, tied duplicates included.
 
     With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
     lora_B.weight. The getters stay valid over optimizer steps and, between forwards, while no
@@ -83,7 +83,10 @@ class Region(NamedTuple):
 
 
 class TracedCopy(NamedTuple):
-    """Copy of a region of a checkpoint tensor into a parameter, at `offset`."""
+    """Copy of a region of a trainer's parameter into a parameter of the engine, at `offset`.
+
+    The region has as many dims as the engine's parameter.
+    """
 
     source: str
     region: Region

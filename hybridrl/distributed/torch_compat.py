@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 try:
     from torch.distributed import all_gather_single
@@ -28,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
     "tree_leaves",
+    "tree_map",
 ]
 
 # (module, attribute); the dumps of flight recorders are not in every build and thus not listed.

@@ -17,6 +17,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 # Linear layers of the attention block, whatever the family; others are of the MLP.
 IN_ATTENTION = (*ATTENTION, "qkv_proj")
 CPU_ONLY = ("not run on GPUs", "activation memory of compiled layers unknown, counted as Llama's")
+MOE_ON_CPU_ONLY = ("not run on GPUs", "activation memory of compiled layers unknown, a bound")
 
 
 class HeadNorm(Enum):
@@ -42,6 +43,31 @@ class Window(NamedTuple):
     full_every: int | None = None
 
 
+class Experts(NamedTuple):
+    """Experts in the MLP of every decoder layer; fields ending in _key are keys of config.json.
+
+    Attributes:
+        number_key, size_key: number of experts; intermediate size of one.
+        norm_key: true if the weights of a token's experts add up to 1; None: they always do.
+        shared_key: intermediate size of the expert that sees every token; None: there is none.
+        block: name of the MLP in checkpoints; in transformers it is mlp.
+        parts: gate, up and down projection of an expert in checkpoints.
+    """
+
+    number_key: str = "num_experts"
+    size_key: str = "moe_intermediate_size"
+    norm_key: str | None = "norm_topk_prob"
+    shared_key: str | None = None
+    block: str = "mlp"
+    parts: tuple[str, str, str] = MLP
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Mandatory keys of config.json."""
+        shared = () if self.shared_key is None else (self.shared_key,)
+        return (self.number_key, self.size_key, "num_experts_per_tok", *shared)
+
+
 @dataclass(frozen=True)
 class Family:
     """Decoders of one model_type; the defaults are Llama's, but for `untested`.
@@ -60,6 +86,7 @@ class Family:
         head_norm: norm of queries and keys.
         window: sliding window, if layers may have one.
         logits_divisor: key of config.json by which logits are divided.
+        experts: mixture of experts in place of the MLP; its layers are no `linear_layers`.
     """
 
     kind: str
@@ -75,6 +102,7 @@ class Family:
     head_norm: HeadNorm = HeadNorm.none
     window: Window | None = None
     logits_divisor: str | None = None
+    experts: Experts | None = None
 
 
 _ATTENTION_BIAS = ("attention_bias", ATTENTION)
@@ -114,6 +142,40 @@ _FAMILIES = (
         head_norm=HeadNorm.each,
         window=Window(default=4096, full_every=6),
     ),
+    Family(
+        "qwen3_moe",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        head_norm=HeadNorm.each,
+        experts=Experts(),
+    ),
+    Family(
+        "qwen2_moe",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        biased=("q_proj", "k_proj", "v_proj"),
+        experts=Experts(shared_key="shared_expert_intermediate_size"),
+    ),
+    Family(
+        "olmoe",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        head_norm=HeadNorm.whole,
+        experts=Experts(size_key="intermediate_size"),
+    ),
+    Family(
+        "mixtral",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        window=Window(),
+        experts=Experts(
+            number_key="num_local_experts",
+            size_key="intermediate_size",
+            norm_key=None,
+            block="block_sparse_moe",
+            parts=("w1", "w3", "w2"),
+        ),
+    ),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
 # Families that people try, and why they are refused.
@@ -127,6 +189,14 @@ REFUSED_SETTINGS = {
     "attn_logit_softcapping": "packed attention does not cap its scores",
     "final_logit_softcapping": "log-probs are computed without a cap on logits",
     "use_bidirectional_attention": "attention here is causal",
+    "clip_qkv": "vLLM does not clip queries, keys and values",
+}
+# Those of families with experts.
+REFUSED_WITH_EXPERTS = {
+    "mlp_only_layers": "all layers need experts",
+    "attention_bias": "vLLM leaves some of the biases out",
+    "use_sliding_window": "vLLM attends to all tokens",
+    "router_jitter_noise": "log-probs of equal tokens must be equal",
 }
 
 
@@ -149,12 +219,18 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "model.path is a quantized model, expected plain weights for training.\n"
             "Set model.path to the unquantized model."
         )
-    for key, reason in REFUSED_SETTINGS.items():
+    has_experts = FAMILIES[kind].experts is not None
+    for key, reason in (REFUSED_SETTINGS | (REFUSED_WITH_EXPERTS if has_experts else {})).items():
         if config.get(key):
             raise ConfigError(
                 f"config.json of model.path has {key} = {config[key]}, expected none: {reason}.\n"
                 f"Set model.path to another model."
             )
+    if has_experts and config.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            f"config.json of model.path has decoder_sparse_step = {config['decoder_sparse_step']}, "
+            "expected 1: all layers need experts.\nSet model.path to another model."
+        )
     if "dynamic" in rope_types(config):
         raise ConfigError(
             "config.json of model.path has rope_type = dynamic, expected another: frequencies "

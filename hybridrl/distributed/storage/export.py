@@ -24,6 +24,7 @@ from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.distributed import position
+from hybridrl.distributed.experts import expert_names, parts_of
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.lora import (
     adapter_parameters,
@@ -66,8 +67,12 @@ class StoredPolicy:
         self._lm = empty_model(AutoModelForCausalLM, plain_folder(model.path))
         if lora is not None:
             add_adapters(self._lm, lora)
-        self.shapes = {name: param.shape for name, param in checkpoint_parameters(self._lm)}
+        parameters = dict(checkpoint_parameters(self._lm))
+        self._shapes = {name: param.shape for name, param in parameters.items()}
+        self._parts = parts_of(parameters, expert_names(self._lm))
+        self.shapes = {name: torch.Size(part.shape) for name, part in self._parts.items()}
         self._found = StoredState(state)
+        self._last = ("", torch.empty(0))
         trained = {
             f"{PREFIX}{name}": param
             for name, param in self._lm.named_parameters()
@@ -83,9 +88,18 @@ class StoredPolicy:
 
     def read(self, name: str) -> Tensor:
         """Read one of the weights, merged; float32 on CPU."""
+        parameter, index = self._parts[name][2:]
+        if self._last[0] != parameter:  # all experts of a layer, one after the other
+            self._last = ("", torch.empty(0))
+            self._last = (parameter, self._merged(parameter))
+        return self._last[1][index]
+
+    def _merged(self, name: str) -> Tensor:
+        """Read a parameter."""
         if self._lora is None:
             return self._stored(name)
-        base = self._base[name][:].to("cpu", torch.float32)
+        whole = (slice(None),) * len(self._shapes[name])
+        base = self._base[name][whole].to("cpu", torch.float32)
         layers, layer = adapters(self._lm), name.removesuffix(".weight")
         if layer not in layers:
             return base
@@ -110,7 +124,7 @@ class StoredPolicy:
                 "numbers a CPU does not draw.\nExport on a machine with a GPU."
             )
         device = torch.device("cuda" if on_gpu else "cpu")
-        return first_weights(self._model, self._lm.config, self.shapes, device)
+        return first_weights(self._model, self._lm.config, self._shapes, device)
 
 
 class GatheredWeights:
@@ -124,14 +138,24 @@ class GatheredWeights:
         free_gathered_weights(root)
         self._adapted = {f"{name}.weight": layer for name, layer in adapters(root.lm).items()}
         self._parameters = dict(checkpoint_parameters(root.lm))
-        self._rest = list(self._parameters)
-        self.shapes = {name: param.shape for name, param in self._parameters.items()}
+        self._parts = parts_of(self._parameters, expert_names(root.lm))
+        self._rest = list(self._parts)
+        self.shapes = {name: torch.Size(part.shape) for name, part in self._parts.items()}
+        self._last = ("", torch.empty(0))
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
         """Gather the next weight: float32 on the device, perhaps a view of a larger storage."""
         assert name == self._rest.pop(0), name
         position.at("gathered weight", len(self.shapes) - len(self._rest), len(self.shapes))
+        parameter, index = self._parts[name][2:]
+        if self._last[0] != parameter:  # all experts of a layer, one after the other
+            self._last = ("", torch.empty(0))
+            self._last = (parameter, self._gathered(parameter))
+        return self._last[1][index]
+
+    def _gathered(self, name: str) -> Tensor:
+        """Gather a parameter."""
         base = self._parameters[name].full_tensor()
         if name not in self._adapted:
             return base
