@@ -98,9 +98,7 @@ MORE = {
         **SIZES, **EXPERTS, moe_intermediate_size=24, shared_expert_intermediate_size=40
     ),
     "olmoe": OlmoeConfig(**SIZES, **EXPERTS),
-    "mixtral": MixtralConfig(
-        **SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=4
-    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
 }
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time.

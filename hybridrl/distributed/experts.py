@@ -31,13 +31,13 @@ class CheckpointTensor(NamedTuple):
     Attributes:
         name, shape: in the checkpoint.
         parameter: the parameter that holds it.
-        index: its index in the first dims of the parameter; () if it is the whole.
+        at: its index in the first dims of the parameter; () if it is the whole.
     """
 
     name: str
     shape: tuple[int, ...]
     parameter: str
-    index: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
 
 
 def checkpoint_tensors(
@@ -73,7 +73,7 @@ def parameter_shapes(tensors: Iterable[CheckpointTensor]) -> dict[str, tuple[int
     """Return the shape of each parameter that holds tensors of a checkpoint, all of them given."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:  # the last part of a parameter has the highest index
-        shapes[tensor.parameter] = (*(index + 1 for index in tensor.index), *tensor.shape)
+        shapes[tensor.parameter] = (*(index + 1 for index in tensor.at), *tensor.shape)
     return shapes
 
 

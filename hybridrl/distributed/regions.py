@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hybridrl.distributed.experts import GATE_UP, Experts
 from hybridrl.distributed.lora import adapter_parameters, checkpoint_parameters
 from hybridrl.distributed.torch_compat import local_tensor
 
@@ -55,12 +56,23 @@ def shards_of(lm: nn.Module) -> list[NamedShard]:
     factors = adapter_parameters(lm)
     named = [(*item, bool(factors)) for item in checkpoint_parameters(lm, tied_twice=True)]
     named += [(*item, False) for item in factors.items()]
-    return [
-        NamedShard(
-            name, tuple(param.shape), partial(local_tensor, param), param.placements[-1].dim, frozen
-        )
-        for name, param, frozen in named
-    ]
+    return [_shard(lm, *item) for item in named]
+
+
+def _shard(lm: nn.Module, name: str, param: nn.Parameter, frozen: bool) -> NamedShard:
+    """Return a parameter's shard; of transformers' own fused experts as of `Experts`."""
+    dim, local = param.placements[-1].dim, partial(local_tensor, param)
+    is_fused = name.endswith(GATE_UP) and not isinstance(
+        lm.get_submodule(name.rpartition(".")[0]), Experts
+    )
+    if not is_fused:
+        return NamedShard(name, tuple(param.shape), local, dim, frozen)
+    if dim:
+        raise ValueError(f"{name} is sharded along dim {dim}: expected dim 0, its experts")
+    number, height, hidden = param.shape
+    size = (-1, height // 2, hidden)
+    shape = (2 * number, *size[1:])
+    return NamedShard(name, shape, lambda: local().view(size), 0, frozen)
 
 
 def free_gathered_weights(root: nn.Module) -> None:

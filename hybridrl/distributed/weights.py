@@ -86,8 +86,7 @@ def stored_weights(
     found: dict[str, Any] = {}
     for parameter, shape in shapes.items():
         parts = [
-            _stored(stored, part, tied=tied)
-            for part in checkpoint_tensors(parameter, shape, names)
+            _stored(stored, part, tied=tied) for part in checkpoint_tensors(parameter, shape, names)
         ]
         if all(part is not None for part in parts):
             found[parameter] = parts[0] if len(parts) == 1 and len(shape) < 3 else Stack(parts)
@@ -103,7 +102,8 @@ def stored_weights(
 def _stored(stored: Mapping[str, Any], part: CheckpointTensor, *, tied: bool) -> Any:
     """Return a tensor of a folder under one of its names; None if it has none of this shape."""
     name = part.name
-    for other in (name, name.removeprefix(PREFIX), TIED.get(name) if tied else None):
+    names = [name, name.removeprefix(PREFIX), *([TIED[name]] if tied and name in TIED else [])]
+    for other in names:
         if other in stored and _shape(stored[other]) == part.shape:
             return stored[other]
     return None

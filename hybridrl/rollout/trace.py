@@ -128,8 +128,8 @@ class _Tracer(TorchDispatchMode):
         source, whole = self._sources[_storage(value)]
         region = rectangle(value, whole)
         if region is not None:
-            place = source.index
-            region = Region(place + region.offset, (1,) * len(place) + region.shape)
+            at = source.at
+            region = Region(at + region.offset, (1,) * len(at) + region.shape)
         if region is None or region.shape != written.shape:
             _refuse(name, f"gets a part of {source.name} that is broadcast or no rectangle")
         return TracedCopy(source.parameter, region, name, written.offset)

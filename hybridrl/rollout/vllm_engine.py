@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, SleepMode
+from hybridrl.config.planner.families import family_of
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.rollout import requests, vllm_compat
+from hybridrl.models.resolve import read_model_config
+from hybridrl.rollout import requests, vllm_compat, vllm_experts
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import sample_seeds
@@ -69,9 +71,20 @@ def in_process(device_type: str, *, enforce_eager: bool = True) -> Iterator[None
         yield
 
 
-def loader_trace(
-    llm: Any, sources: Sequence[CheckpointTensor]
-) -> tuple[Trace, dict[str, Tensor]]:
+@contextmanager
+def experts_as_loaded(folder: Path, device_type: str) -> Iterator[dict[str, Any]]:
+    """Within this context, an `LLM` of the model keeps experts as it loads them.
+
+    Yields arguments of `LLM`. Without experts there are none.
+    """
+    if family_of(read_model_config(str(folder))).experts is None:
+        yield {}
+        return
+    with vllm_experts.weights_as_loaded(device_type):
+        yield vllm_experts.ON_GPU if device_type == "cuda" else {}
+
+
+def loader_trace(llm: Any, sources: Sequence[CheckpointTensor]) -> tuple[Trace, dict[str, Tensor]]:
     """Return the trace of the weight loader of an `LLM`, and the tensors that it writes, by name.
 
     The tensors do not change.
@@ -126,8 +139,10 @@ class VLLMEngine:
                 times.part("rest"),
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),
                 vllm_compat.own_class(folder),
+                experts_as_loaded(folder, device_type) as more,
             ):
-                self._llm = LLM(model=str(folder), **engine_options(config, device_type))
+                options = engine_options(config, device_type) | more
+                self._llm = LLM(model=str(folder), **options)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
         self._written = {name for name, _ in self._model.named_parameters()}
@@ -237,7 +252,12 @@ class VLLMEngine:
         return trace_loader(model, model.load_weights, sources, dtype)  # type: ignore[arg-type]
 
     def _adapt(self, model: nn.Module) -> None:
-        """Add the adapters of the config, if any, to a loaded model, before it is compiled."""
+        """Check a loaded model and add the adapters of the config, if any, before it is compiled.
+
+        Raises:
+            ConfigError: its experts are not as they were loaded.
+        """
+        vllm_experts.check_experts(model, "cuda" if self._on_gpu else "cpu")
         if self._config.lora is not None:
             sources = checkpoint_sources(self._config.model)
             add_adapters(model, self._trace(model, sources), self._config.lora)

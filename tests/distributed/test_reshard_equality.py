@@ -20,6 +20,7 @@ CASES = {
         Case("qwen3_tied", FLOAT, tp=2),  # 1 KV head on 2 ranks
         Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
         Case("gemma3", FLOAT, tp=2),
+        Case("qwen3_moe", FLOAT, tp=2),
     ],
 }
 SLOW_CASES = {
@@ -42,11 +43,12 @@ FAMILY_CASES = {
     1: [Case(model, FLOAT, tp=1) for model in sorted(MORE)],
     2: [Case(model, dtype, tp=2) for model in sorted(MORE) for dtype in (FLOAT, BFLOAT)],
 }
-ROW_PARALLEL = [
-    f"model.layers.{layer}.{name}.weight"
-    for layer in range(2)
-    for name in ("self_attn.o_proj", "mlp.down_proj")
-]
+# Names of weights that are cut by columns: without experts, and with.
+ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
+BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
+BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
 
 
 def each(cases):
@@ -107,7 +109,9 @@ def check_case(case, by_rank):
 
 def check_weights(case, one, ranks):
     nested = case.layout is Layout.aligned and 1 < case.tp <= ranks // case.dp_replicate
-    assert one["columns"] == (ROW_PARALLEL if nested else [])
+    names = BY_COLUMNS.get(case.model, ROW_PARALLEL)
+    expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in names]
+    assert one["columns"] == (expected if nested else [])
     assert one["differs_A"] == one["differs_B"] == []
 
 

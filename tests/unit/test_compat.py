@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
-from hybridrl.rollout import vllm_compat
+from hybridrl.rollout import vllm_compat, vllm_experts
 
 
 def missing(names):
@@ -53,7 +53,11 @@ def test_all_names_of_vllm_exist():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
-    names = vllm_compat.NAMES + (vllm_compat.SLEEP_NAMES if has_gpu_build() else ())
+    names = (
+        vllm_compat.NAMES
+        + vllm_experts.NAMES
+        + (vllm_compat.SLEEP_NAMES if has_gpu_build() else ())
+    )
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"

@@ -142,6 +142,22 @@ def supervised_problems(config: RunConfig) -> Iterator[str]:
             yield f"{problem}\nSet {key}={needed}."
 
 
+def balance_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Check that a load-balancing loss has experts, and whole sequences on each rank."""
+    coef = config.actor.router_balance_coef
+    if coef and shape.experts is None:
+        yield (
+            f"actor.router_balance_coef = {coef:g}, expected 0: model.path has no experts to "
+            "balance.\nSet actor.router_balance_coef=0."
+        )
+    if coef and config.fsdp.ulysses_size > 1:
+        yield (
+            f"actor.router_balance_coef = {coef:g} with fsdp.ulysses_size = "
+            f"{config.fsdp.ulysses_size}: the loss is of whole sequences, which ranks share.\n"
+            "Set actor.router_balance_coef=0 or fsdp.ulysses_size=1."
+        )
+
+
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """Find unknown layers and ranks above the size of a weight."""
     lora, layers = config.lora, shape.linear_layers

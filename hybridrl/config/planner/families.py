@@ -87,6 +87,7 @@ class Family:
         window: sliding window, if layers may have one.
         logits_divisor: key of config.json by which logits are divided.
         experts: mixture of experts in place of the MLP; its layers are no `linear_layers`.
+        refused: settings in config.json that are not supported: key, and why.
     """
 
     kind: str
@@ -103,10 +104,15 @@ class Family:
     window: Window | None = None
     logits_divisor: str | None = None
     experts: Experts | None = None
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 _ATTENTION_BIAS = ("attention_bias", ATTENTION)
 _MLP_BIAS = ("mlp_bias", MLP)
+# vLLM's models with experts ignore these.
+_NO_WINDOW = "vLLM's model attends to all tokens"
+_DENSE_LAYERS = ("mlp_only_layers", "every layer needs experts")
+_BIASES = ("attention_bias", "vLLM's model leaves biases out")
 _FAMILIES = (
     Family("llama", untested=(), bias_keys=(_ATTENTION_BIAS, _MLP_BIAS)),
     Family("qwen2", untested=(), biased=("q_proj", "k_proj", "v_proj")),
@@ -148,6 +154,7 @@ _FAMILIES = (
         linear_layers=ATTENTION,
         head_norm=HeadNorm.each,
         experts=Experts(),
+        refused=(_DENSE_LAYERS, _BIASES, ("use_sliding_window", _NO_WINDOW)),
     ),
     Family(
         "qwen2_moe",
@@ -155,6 +162,7 @@ _FAMILIES = (
         linear_layers=ATTENTION,
         biased=("q_proj", "k_proj", "v_proj"),
         experts=Experts(shared_key="shared_expert_intermediate_size"),
+        refused=(_DENSE_LAYERS, ("use_sliding_window", _NO_WINDOW)),
     ),
     Family(
         "olmoe",
@@ -162,18 +170,26 @@ _FAMILIES = (
         linear_layers=ATTENTION,
         head_norm=HeadNorm.whole,
         experts=Experts(size_key="intermediate_size"),
+        refused=(
+            _BIASES,
+            ("norm_topk_prob", "vLLM's model does not normalise the weights of experts"),
+            ("clip_qkv", "vLLM's model does not clip queries, keys and values"),
+        ),
     ),
     Family(
         "mixtral",
         untested=MOE_ON_CPU_ONLY,
         linear_layers=ATTENTION,
-        window=Window(),
         experts=Experts(
             number_key="num_local_experts",
             size_key="intermediate_size",
             norm_key=None,
             block="block_sparse_moe",
             parts=("w1", "w3", "w2"),
+        ),
+        refused=(
+            ("sliding_window", _NO_WINDOW),
+            ("router_jitter_noise", "equal tokens must have equal log-probs"),
         ),
     ),
 )
@@ -189,14 +205,6 @@ REFUSED_SETTINGS = {
     "attn_logit_softcapping": "packed attention does not cap its scores",
     "final_logit_softcapping": "log-probs are computed without a cap on logits",
     "use_bidirectional_attention": "attention here is causal",
-    "clip_qkv": "vLLM does not clip queries, keys and values",
-}
-# Those of families with experts.
-REFUSED_WITH_EXPERTS = {
-    "mlp_only_layers": "all layers need experts",
-    "attention_bias": "vLLM leaves some of the biases out",
-    "use_sliding_window": "vLLM attends to all tokens",
-    "router_jitter_noise": "log-probs of equal tokens must be equal",
 }
 
 
@@ -219,14 +227,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "model.path is a quantized model, expected plain weights for training.\n"
             "Set model.path to the unquantized model."
         )
-    has_experts = FAMILIES[kind].experts is not None
-    for key, reason in (REFUSED_SETTINGS | (REFUSED_WITH_EXPERTS if has_experts else {})).items():
+    family = FAMILIES[kind]
+    for key, reason in (REFUSED_SETTINGS | dict(family.refused)).items():
         if config.get(key):
             raise ConfigError(
                 f"config.json of model.path has {key} = {config[key]}, expected none: {reason}.\n"
                 f"Set model.path to another model."
             )
-    if has_experts and config.get("decoder_sparse_step", 1) != 1:
+    if family.experts and config.get("decoder_sparse_step", 1) != 1:
         raise ConfigError(
             f"config.json of model.path has decoder_sparse_step = {config['decoder_sparse_step']}, "
             "expected 1: all layers need experts.\nSet model.path to another model."
@@ -237,7 +245,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "would depend on the longest sequence of a micro-batch.\nSet model.path to another "
             "model."
         )
-    return FAMILIES[kind]
+    return family
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

@@ -4,7 +4,8 @@ A token costs 6 N operations in the weights and 6 L h S in causal attention, for
 forward alone is a third. Recomputation does not count. In a layer with a window W < S, S is
 2 W - W^2 / S: what its tokens see.
 
-Symbols: N = active parameters, those that a token passes   L = layers   h = hidden size   S = mean sequence length
+Symbols: N = parameters that a token passes   L = layers   h = hidden size
+         S = mean sequence length
 
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311, with attention halved,
 because half of a causal score matrix is never computed

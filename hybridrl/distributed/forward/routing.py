@@ -10,9 +10,10 @@ probabilities and n_e the choices of expert e; 1 if all experts are chosen equal
 
     E * sum_e (n_e / (T K)) * (sum_t P_te / T)
 
-It is of a sequence, not of a micro-batch, so gradients do not depend on packing. Source: DeepSeek-AI
-2024, equation 17, https://arxiv.org/abs/2412.19437, after Fedus et al. 2021, equation 4,
-https://arxiv.org/abs/2101.03961
+It is of a sequence, not of a micro-batch, so gradients do not depend on packing.
+
+Source: DeepSeek-AI 2024, equations 17 to 20, https://arxiv.org/abs/2412.19437, after Fedus et al.
+2021, equation 4, https://arxiv.org/abs/2101.03961
 """
 
 from collections.abc import Iterable

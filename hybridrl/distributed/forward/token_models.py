@@ -52,8 +52,8 @@ class TokenLogProbs(nn.Module):
             entropy=entropy,
             keep_logits=self.keep_logits,
         )
-        gathered = (x if x is None else gather_sequence(x, packed) for x in own[:2])
-        return ResponseLogProbs(*gathered, routing)
+        entropies = None if own.entropy is None else gather_sequence(own.entropy, packed)
+        return ResponseLogProbs(gather_sequence(own.log_probs, packed), entropies, routing)
 
 
 class ScalarModel(nn.Module):
@@ -113,8 +113,8 @@ def compile_layer(layer: nn.Module) -> None:
     """Compile a layer's forward (fsdp.compile): one graph for all layers and packed lengths.
 
     Call before FSDP2 wraps the layer; its hooks stay outside. The layer maps hidden states, its
-    first argument, to hidden states, or is one with experts. The tokens of its tensor arguments are in dim 1, or in their
-    only dim.
+    first argument, to hidden states; one with experts returns `LayerRouting` beside them. The
+    tokens of its tensor arguments are in dim 1, or in their only dim.
 
     torch.compile generates different code for forwards with and without gradients, and the two
     round differently. Old log-probs must equal those of the update's first forward bit for bit.
