@@ -14,7 +14,6 @@ projection of each expert is a tensor of its own.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -89,13 +88,18 @@ def column_dim(parameter: str) -> int:
 
 
 class Experts(nn.Module):
-    """Experts of a layer: transformers' computation with grouped matrix products."""
+    """Experts of a layer: transformers' computation with grouped matrix products.
 
-    def __init__(self, number: int, inner: int, hidden: int, act_fn: nn.Module) -> None:
+    Args:
+        fused: transformers' experts, with [E, 2 I, H] and [E, H, I], whose weights they share.
+    """
+
+    def __init__(self, fused: Any) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(2 * number, inner, hidden))
-        self.down_proj = nn.Parameter(torch.empty(number, hidden, inner))
-        self.act_fn = act_fn
+        _, hidden, inner = fused.down_proj.shape
+        self.gate_up_proj = nn.Parameter(fused.gate_up_proj.detach().view(-1, inner, hidden))
+        self.down_proj = fused.down_proj
+        self.act_fn = fused.act_fn
 
     def forward(self, states: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [N, H].
@@ -124,18 +128,13 @@ class _Fused:
 
 
 def replace_experts(model: nn.Module) -> None:
-    """Replace the experts and routers of a transformers model, if it has some, by those here.
-
-    Their parameters are new, on the current default device.
-    """
+    """Replace the experts and routers of a transformers model, if it has some, by those here."""
     names = expert_names(model)
     if names is None:
         return
     config: dict[str, Any] = model.config.to_dict()
     normalises = names.norm_key is None or bool(config[names.norm_key])
     for layer in model.base_model.layers:
-        experts = layer.mlp.experts
-        number, hidden, inner = experts.down_proj.shape
-        layer.mlp.experts = Experts(number, inner, hidden, experts.act_fn)
+        layer.mlp.experts = Experts(layer.mlp.experts)
         top_k = config["num_experts_per_tok"]
         layer.mlp.gate = Router(layer.mlp.gate.weight, top_k, normalises=normalises)

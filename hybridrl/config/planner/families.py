@@ -47,25 +47,24 @@ class Experts(NamedTuple):
     """Experts in the MLP of every decoder layer; fields ending in _key are keys of config.json.
 
     Attributes:
-        number_key, size_key: number of experts; intermediate size of one.
+        size_key: intermediate size of an expert.
         norm_key: true if the weights of a token's experts add up to 1; None: they always do.
         shared_key: intermediate size of the expert that sees every token; None: there is none.
         block: name of the MLP in checkpoints; in transformers it is mlp.
         parts: gate, up and down projection of an expert in checkpoints.
     """
 
-    number_key: str = "num_experts"
     size_key: str = "moe_intermediate_size"
     norm_key: str | None = "norm_topk_prob"
     shared_key: str | None = None
     block: str = "mlp"
     parts: tuple[str, str, str] = MLP
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Mandatory keys of config.json."""
+    def keys(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the mandatory keys of config.json; the first is the number of experts."""
+        number = "num_local_experts" if "num_local_experts" in config else "num_experts"
         shared = () if self.shared_key is None else (self.shared_key,)
-        return (self.number_key, self.size_key, "num_experts_per_tok", *shared)
+        return (number, self.size_key, "num_experts_per_tok", *shared)
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,6 @@ _FAMILIES = (
         untested=MOE_ON_CPU_ONLY,
         linear_layers=ATTENTION,
         experts=Experts(
-            number_key="num_local_experts",
             size_key="intermediate_size",
             norm_key=None,
             block="block_sparse_moe",

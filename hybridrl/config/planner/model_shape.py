@@ -165,7 +165,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         ConfigError: unsupported architecture, quantized weights, or missing or wrong keys.
     """
     family = family_of(config)
-    expert_keys = family.experts.keys if family.experts else ()
+    expert_keys = family.experts.keys(config) if family.experts else ()
     missing = [key for key in (*REQUIRED, *expert_keys) if config.get(key) is None]
     if missing:
         raise ConfigError(f"config.json of model.path lacks {', '.join(missing)}.")

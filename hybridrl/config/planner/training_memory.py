@@ -104,9 +104,9 @@ class TrainingMemory:
     def score(self) -> dict[str, int]:
         """Return the peak of a forward without gradients: inside a layer, or at the logits."""
         tokens, h, s = self.work.tokens, self.shape.hidden, self.size
-        # At the product of gate and up, or in a norm.
+        # At the product of gate and up, at the sum of the experts, or in a norm.
         inner, copies = mlp_widths(self.shape)
-        in_mlp = s * (max(3 * inner + copies * h, 3 * copies * h) + 4 * h)
+        in_mlp = s * (max(3 * inner + copies * h, 4 * copies * h) + 4 * h)
         inside = tokens * max(in_mlp, (8 + 6 * s) * h)
         points = [{"activations": inside}]
         if self.has_head:
