@@ -151,6 +151,12 @@ CONFIGS = {
         num_key_value_heads=2,
     ),
 }
+# Names of weights that are cut by columns: without experts, and with.
+ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
+BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
+BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from hybridrl.config.choices import DType, Layout
 from tests.distributed.launch import run_on_ranks
-from tests.reshard_cases import Case, run_cases, write_folders
+from tests.reshard_cases import BY_COLUMNS, ROW_PARALLEL, Case, run_cases, write_folders
 from tests.tiny_hf import MORE
 
 FLOAT, BFLOAT = DType.float32, DType.bfloat16
@@ -43,12 +43,6 @@ FAMILY_CASES = {
     1: [Case(model, FLOAT, tp=1) for model in sorted(MORE)],
     2: [Case(model, dtype, tp=2) for model in sorted(MORE) for dtype in (FLOAT, BFLOAT)],
 }
-# Names of weights that are cut by columns: without experts, and with.
-ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
-BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
-BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
 
 
 def each(cases):
