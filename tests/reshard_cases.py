@@ -40,7 +40,7 @@ from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
-from hybridrl.rollout.vllm_engine import experts_as_loaded
+from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
 from tests.tiny_hf import EXPERTS, FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, spread

@@ -11,9 +11,10 @@ same part of every projection, which is what tensor parallelism needs. In a chec
 projection of each expert is a tensor of its own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -66,6 +67,33 @@ def parts_of(
         for name, param in parameters.items()
         for part in checkpoint_tensors(name, param.shape, names)
     }
+
+
+class PartReader:
+    """Tensors of a checkpoint, cut out of parameters that are read whole.
+
+    The last parameter stays until another is read: all tensors of one follow each other in
+    `shapes`, which has them by name.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        names: ExpertNames | None,
+        read: Callable[[str], Tensor],
+    ) -> None:
+        self._parts = parts_of(parameters, names)
+        self._read = read
+        self._last: tuple[str, Tensor] | None = None
+        self.shapes = {name: torch.Size(part.shape) for name, part in self._parts.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return the named tensor, a view of its parameter."""
+        _, _, parameter, at = self._parts[name]
+        if self._last is None or self._last[0] != parameter:
+            self._last = None  # its memory is free before the next is read
+            self._last = (parameter, self._read(parameter))
+        return self._last[1][at]
 
 
 def parameter_shapes(tensors: Iterable[CheckpointTensor]) -> dict[str, tuple[int, ...]]:

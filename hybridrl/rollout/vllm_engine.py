@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, SleepMode
-from hybridrl.config.planner.families import family_of
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.models.resolve import read_model_config
 from hybridrl.rollout import requests, vllm_compat, vllm_experts
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.requests import Generated
@@ -69,19 +67,6 @@ def in_process(device_type: str, *, enforce_eager: bool = True) -> Iterator[None
     prepare(device_type, enforce_eager=enforce_eager)
     with nullcontext() if device_type == "cuda" else vllm_compat.cpu_start():
         yield
-
-
-@contextmanager
-def experts_as_loaded(folder: Path, device_type: str) -> Iterator[dict[str, Any]]:
-    """Within this context, an `LLM` of the model keeps experts as it loads them.
-
-    Yields arguments of `LLM`. Without experts there are none.
-    """
-    if family_of(read_model_config(str(folder))).experts is None:
-        yield {}
-        return
-    with vllm_experts.weights_as_loaded(device_type):
-        yield vllm_experts.ON_GPU if device_type == "cuda" else {}
 
 
 def loader_trace(llm: Any, sources: Sequence[CheckpointTensor]) -> tuple[Trace, dict[str, Tensor]]:
@@ -139,7 +124,7 @@ class VLLMEngine:
                 times.part("rest"),
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),
                 vllm_compat.own_class(folder),
-                experts_as_loaded(folder, device_type) as more,
+                vllm_experts.experts_as_loaded(folder, device_type) as more,
             ):
                 options = engine_options(config, device_type) | more
                 self._llm = LLM(model=str(folder), **options)

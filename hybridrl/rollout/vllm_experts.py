@@ -8,6 +8,7 @@ stay as they were loaded, and plain torch computes. NAMES are the private names 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.families import family_of
+from hybridrl.models.resolve import read_model_config
 
 NAMES: tuple[tuple[str, str], ...] = (
     (
@@ -23,20 +26,24 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),
 )
-# Names of vLLM's backends whose layout is the loader's, by device type; and the option on GPUs.
+# Names of vLLM's backends whose layout is the loader's, by device type.
 BACKENDS = {"cuda": "TRITON", "cpu": "CPU"}
-ON_GPU = {"moe_backend": "triton"}
 
 
 @contextmanager
-def weights_as_loaded(device_type: str) -> Iterator[None]:
-    """Within this context, vLLM loads experts on CPUs without packing their weights.
+def experts_as_loaded(folder: Path, device_type: str) -> Iterator[dict[str, Any]]:
+    """Within this context, an `LLM` of the model keeps its experts' weights as it loads them.
+
+    Yields further arguments of `LLM`; without experts there are none.
 
     Raises:
-        ConfigError: this vLLM has other kernels.
+        ConfigError: this vLLM has other kernels for CPUs.
     """
-    if device_type != "cpu":
-        yield
+    if family_of(read_model_config(str(folder))).experts is None:
+        yield {}
+        return
+    if device_type == "cuda":
+        yield {"moe_backend": "triton"}
         return
     try:
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -48,7 +55,7 @@ def weights_as_loaded(device_type: str) -> Iterator[None]:
             "Install the version of vLLM pinned in requirements/."
         ) from error
     with patch.object(kernel, "process_weights_after_loading", _keep_weights):
-        yield
+        yield {}
 
 
 def check_experts(model: nn.Module, device_type: str) -> None:

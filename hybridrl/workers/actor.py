@@ -20,12 +20,8 @@ from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
 from hybridrl.distributed.forward.routing import Routing, RoutingTotals
 from hybridrl.distributed.fsdp import load_sharded_policy
-from hybridrl.distributed.storage.export import (
-    AdapterFiles,
-    GatheredWeights,
-    adapter_state_dict,
-    write_model,
-)
+from hybridrl.distributed.storage.export import AdapterFiles, write_model
+from hybridrl.distributed.storage.policy_weights import GatheredWeights, adapter_state_dict
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
