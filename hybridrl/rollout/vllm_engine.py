@@ -73,8 +73,12 @@ def loader_trace(llm: Any, sources: Sequence[CheckpointTensor]) -> tuple[Trace, 
     """Return the trace of the weight loader of an `LLM`, and the tensors that it writes, by name.
 
     The tensors do not change.
+
+    Raises:
+        ConfigError: experts are not as they were loaded.
     """
     model = llm.apply_model(lambda model: model)[0]
+    vllm_experts.check_experts(model)
     live = live_tensors(model)
     dtype = llm.llm_engine.model_config.dtype
     trace = trace_loader(model, model.load_weights, sources, dtype)
@@ -242,7 +246,7 @@ class VLLMEngine:
         Raises:
             ConfigError: its experts are not as they were loaded.
         """
-        vllm_experts.check_experts(model, "cuda" if self._on_gpu else "cpu")
+        vllm_experts.check_experts(model)
         if self._config.lora is not None:
             sources = checkpoint_sources(self._config.model)
             add_adapters(model, self._trace(model, sources), self._config.lora)

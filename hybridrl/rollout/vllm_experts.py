@@ -26,8 +26,10 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),
 )
-# Names of vLLM's backends whose layout is the loader's, by device type.
-BACKENDS = {"cuda": "TRITON", "cpu": "CPU"}
+# Name of vLLM's backend whose layout is the loader's.
+BACKEND = "TRITON"
+# Attribute of vLLM's layers on CPUs whose weights were kept.
+KEPT = "hybridrl_kept"
 
 
 @contextmanager
@@ -58,7 +60,7 @@ def experts_as_loaded(folder: Path, device_type: str) -> Iterator[dict[str, Any]
         yield {}
 
 
-def check_experts(model: nn.Module, device_type: str) -> None:
+def check_experts(model: nn.Module) -> None:
     """Check that experts of a loaded model are as vLLM's loader wrote them.
 
     Raises:
@@ -70,18 +72,19 @@ def check_experts(model: nn.Module, device_type: str) -> None:
         method: Any = module.quant_method
         known = "unquantized_backend" in vars(method)
         found = method.unquantized_backend.name if known else type(method).__name__
-        if found != BACKENDS[device_type]:
+        if found != BACKEND and KEPT not in vars(module):
             raise ConfigError(
-                f"vLLM computes {name} with {found}, expected {BACKENDS[device_type]}: other "
-                "backends permute or pack weights, which a weight sync would overwrite.\n"
-                "Unset the environment variables that choose a backend (VLLM_USE_FLASHINFER_MOE_*, "
-                "VLLM_ROCM_USE_AITER*)."
+                f"vLLM computes {name} with {found}, expected {BACKEND}: other backends permute or "
+                "pack weights, which a weight sync would overwrite.\n"
+                "Give your own `LLM` moe_backend=triton; in a run, unset environment variables "
+                "that choose a backend (VLLM_USE_FLASHINFER_MOE_*, VLLM_ROCM_USE_AITER*)."
             )
 
 
 def _keep_weights(kernel: Any, layer: nn.Module) -> None:
     """Replace the packing of vLLM's kernel for CPUs, and the kernel."""
     kernel.apply = partial(_weighted_sum, kernel)
+    setattr(layer, KEPT, True)
 
 
 def _weighted_sum(

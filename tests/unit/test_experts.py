@@ -67,6 +67,6 @@ def test_a_backend_that_changes_the_layout_is_refused_by_name(method, named):
     model.experts.w13_weight = nn.Parameter(torch.zeros(1))
     model.experts.quant_method = SimpleNamespace(**method)
     with pytest.raises(ConfigError, match=f"computes experts with {named}, expected TRITON"):
-        check_experts(model, "cuda")
+        check_experts(model)
     model.experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="TRITON"))
-    check_experts(model, "cuda")
+    check_experts(model)

@@ -16,7 +16,6 @@ Source: DeepSeek-AI 2024, equations 17 to 20, https://arxiv.org/abs/2412.19437, 
 2021, equation 4, https://arxiv.org/abs/2101.03961
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -118,16 +117,16 @@ def keep_routing(layer: Any, inputs: Any, outputs: tuple[Tensor, LayerRouting]) 
     return output
 
 
-def take_routing(layers: Iterable[Any], packed: Packed) -> Routing | None:
+def take_routing(layers: nn.ModuleList, packed: Packed) -> Routing | None:
     """Remove the statistics of a forward from all layers; None without experts.
 
     The loss is that of whole sequences: it means nothing if ranks share them.
     """
     if not all(has_experts(layer) for layer in layers):
         return None
-    seen: list[LayerRouting] = [layer.routing for layer in layers]
+    seen: list[LayerRouting] = [layer.routing for layer in layers]  # type: ignore[misc]
     for layer in layers:
-        layer.routing = None
+        layer.routing = None  # type: ignore[assignment]
     probs, load = (torch.stack(x) for x in list(zip(*seen, strict=True))[:2])
     lengths = packed.cu_seq_lens.diff()[:, None]
     shares = load / load.sum(-1, keepdim=True).clamp(min=1)
