@@ -66,7 +66,7 @@ COMMON_MODEL_CHECKS = (sizes.length_problems, sizes.tensor_parallel_problems)
 TRAINING_MODEL_CHECKS = (
     sizes.sequence_head_problems,
     algorithm.lora_problems,
-    algorithm.balance_problems,
+    algorithm.expert_problems,
 )
 
 

@@ -72,6 +72,7 @@ def test_absent_and_impossible_sizes_are_named():
             MOE,
             "the loss is of whole sequences",
         ),
+        (["fsdp.compile=true", "fsdp.param_dtype=float32"], MOE, "in bfloat16 only"),
         (["lora=default", "lora.target_modules=[gate_proj]"], MOE, "contains gate_proj"),
         (["rollout.tensor_parallel_size=16"], MOE, "intermediate size of an expert 24"),
     ],
