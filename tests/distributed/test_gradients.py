@@ -205,6 +205,6 @@ def test_balance_loss_is_that_of_each_sequence(ranks, changes, tmp_path):
             expected = wanted[name].expand_as(found) if wanted[name].ndim == 0 else wanted[name]
             expected = expected.reshape(found.shape)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-        assert report["balance_loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+        assert report["balance_loss"] == pytest.approx(float(losses.mean().detach()), rel=1e-5)
         assert 0 <= report["load_min"] < 1 / 6 < report["load_max"] <= 1
         assert 0 < report["entropy"] < 1.80  # log 6
