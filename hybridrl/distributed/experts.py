@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from hybridrl.config.planner.families import FAMILIES
-from hybridrl.config.planner.families import Experts as ExpertNames
+from hybridrl.config.planner.families import FAMILIES, Mixture
 from hybridrl.distributed.forward.routing import Router
 
 GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
@@ -41,31 +40,31 @@ class CheckpointTensor(NamedTuple):
 
 
 def checkpoint_tensors(
-    parameter: str, shape: tuple[int, ...], names: ExpertNames | None
+    parameter: str, shape: tuple[int, ...], mixture: Mixture | None
 ) -> Iterator[CheckpointTensor]:
     """Yield the tensors of a checkpoint that a parameter holds, in order."""
     shape = tuple(shape)
-    if names is None or not parameter.endswith((GATE_UP, DOWN)):
-        name = parameter.replace(".mlp.", f".{names.block}.") if names else parameter
+    if mixture is None or not parameter.endswith((GATE_UP, DOWN)):
+        name = parameter.replace(".mlp.", f".{mixture.block}.") if mixture else parameter
         yield CheckpointTensor(name, shape, parameter)
         return
-    *pair, down = names.parts
+    *pair, down = mixture.parts
     parts = pair if parameter.endswith(GATE_UP) else [down]
     layer = parameter.partition(".mlp.")[0]
     for index in range(shape[0]):
         expert, part = divmod(index, len(parts))
-        name = f"{layer}.{names.block}.experts.{expert}.{parts[part]}.weight"
+        name = f"{layer}.{mixture.block}.experts.{expert}.{parts[part]}.weight"
         yield CheckpointTensor(name, shape[1:], parameter, (index,))
 
 
 def parts_of(
-    parameters: Mapping[str, Tensor], names: ExpertNames | None
+    parameters: Mapping[str, Tensor], mixture: Mixture | None
 ) -> dict[str, CheckpointTensor]:
     """Return the tensors of a checkpoint that parameters hold, by their names in the checkpoint."""
     return {
         part.name: part
         for name, param in parameters.items()
-        for part in checkpoint_tensors(name, param.shape, names)
+        for part in checkpoint_tensors(name, param.shape, mixture)
     }
 
 
@@ -79,10 +78,10 @@ class PartReader:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        names: ExpertNames | None,
+        mixture: Mixture | None,
         read: Callable[[str], Tensor],
     ) -> None:
-        self._parts = parts_of(parameters, names)
+        self._parts = parts_of(parameters, mixture)
         self._read = read
         self._last: tuple[str, Tensor] | None = None
         self.shapes = {name: torch.Size(part.shape) for name, part in self._parts.items()}
@@ -104,8 +103,8 @@ def parameter_shapes(tensors: Iterable[CheckpointTensor]) -> dict[str, tuple[int
     return shapes
 
 
-def expert_names(model: nn.Module) -> ExpertNames | None:
-    """Return the names of a transformers model's experts; None if it has none, or is unknown."""
+def mixture_of(model: nn.Module) -> Mixture | None:
+    """Return the record of a transformers model's experts; None if it has none, or is unknown."""
     family = FAMILIES.get(model.config.model_type)
     return family.experts if family else None
 
@@ -157,11 +156,11 @@ class _Fused:
 
 def replace_experts(model: nn.Module) -> None:
     """Replace the experts and routers of a transformers model, if it has some, by those here."""
-    names = expert_names(model)
-    if names is None:
+    mixture = mixture_of(model)
+    if mixture is None:
         return
     config: dict[str, Any] = model.config.to_dict()
-    normalises = names.norm_key is None or bool(config[names.norm_key])
+    normalises = mixture.norm_key is None or bool(config[mixture.norm_key])
     for layer in model.base_model.layers:
         layer.mlp.experts = Experts(layer.mlp.experts)
         top_k = config["num_experts_per_tok"]

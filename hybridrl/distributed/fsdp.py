@@ -30,7 +30,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
-from hybridrl.distributed.experts import column_dim, expert_names
+from hybridrl.distributed.experts import column_dim, mixture_of
 from hybridrl.distributed.forward.attention import warn_of_padding
 from hybridrl.distributed.forward.routing import has_experts, keep_routing, layer_forward
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
@@ -101,8 +101,10 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     folder = resolve_model(path)
     root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
     # A head that shares the embedding's storage is no score head.
-    names = expert_names(root.backbone)
-    first = stored_weights(folder, _shapes(root), names, tied=False, key="reward_model.model.path")
+    mixture = mixture_of(root.backbone)
+    first = stored_weights(
+        folder, _shapes(root), mixture, tied=False, key="reward_model.model.path"
+    )
     _fill(root, first, device_of(mesh))
     return root.eval()
 

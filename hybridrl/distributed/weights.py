@@ -20,14 +20,13 @@ from transformers import (
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import FAMILIES, family_of
-from hybridrl.config.planner.families import Experts as ExpertNames
+from hybridrl.config.planner.families import FAMILIES, Mixture, family_of
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.experts import (
     CheckpointTensor,
     checkpoint_tensors,
-    expert_names,
+    mixture_of,
     parts_of,
     replace_experts,
 )
@@ -61,7 +60,7 @@ class Stack:
 def stored_weights(
     folder: Path,
     shapes: Shapes,
-    names: ExpertNames | None = None,
+    mixture: Mixture | None = None,
     *,
     tied: bool,
     key: str = "model.path",
@@ -70,7 +69,7 @@ def stored_weights(
 
     The kernel reads pages on first use and evicts them when memory is short. *.bin files are read
     without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped. If `tied`,
-    embedding and head are one tensor, which may have either name. `names` are those of experts.
+    embedding and head are one tensor, which may have either name. `mixture` is the family's.
 
     Raises:
         ConfigError: the folder lacks weights, or they have other shapes.
@@ -86,7 +85,8 @@ def stored_weights(
     found: dict[str, Any] = {}
     for parameter, shape in shapes.items():
         parts = [
-            _stored(stored, part, tied=tied) for part in checkpoint_tensors(parameter, shape, names)
+            _stored(stored, part, tied=tied)
+            for part in checkpoint_tensors(parameter, shape, mixture)
         ]
         if all(part is not None for part in parts):
             found[parameter] = parts[0] if len(parts) == 1 and len(shape) < 3 else Stack(parts)
@@ -154,8 +154,8 @@ def first_weights(
     if model.init is Init.random:
         norm = FAMILIES[lm.model_type].norm_weight
         return RandomWeights(shapes, lm.initializer_range, model.seed, device, norm)
-    names = FAMILIES[lm.model_type].experts
-    return stored_weights(model_folder(model), shapes, names, tied=lm.tie_word_embeddings)
+    mixture = FAMILIES[lm.model_type].experts
+    return stored_weights(model_folder(model), shapes, mixture, tied=lm.tie_word_embeddings)
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
@@ -187,4 +187,4 @@ def checkpoint_sources(model: ModelConfig) -> list[CheckpointTensor]:
 def sources_of(lm: nn.Module) -> list[CheckpointTensor]:
     """Return the tensors of the checkpoint of a causal LM without adapters, tied ones twice."""
     parameters = dict(lm.named_parameters(remove_duplicate=False))
-    return list(parts_of(parameters, expert_names(lm)).values())
+    return list(parts_of(parameters, mixture_of(lm)).values())

@@ -131,11 +131,11 @@ def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _expert(shape: ModelShape, layer: int, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the matrices of an expert."""
-    names, experts, hidden = shape.family.experts, shape.experts, shape.hidden
-    assert names is not None and experts is not None
-    for part in names.parts:
-        sides = (hidden, experts.inner) if part == names.parts[-1] else (experts.inner, hidden)
-        yield f"model.layers.{layer}.{names.block}.experts.{number}.{part}.weight", sides
+    mixture, experts, hidden = shape.family.experts, shape.experts, shape.hidden
+    assert mixture is not None and experts is not None
+    for part in mixture.parts:
+        sides = (hidden, experts.inner) if part == mixture.parts[-1] else (experts.inner, hidden)
+        yield f"model.layers.{layer}.{mixture.block}.experts.{number}.{part}.weight", sides
 
 
 def _reason(error: Exception) -> str:

@@ -29,6 +29,9 @@ SLOW_CASES = {
     4: [
         Case("qwen3", FLOAT, tp=2, dp_replicate=2, layout=Layout.plain),
         Case("qwen2_untied", BFLOAT, tp=4, dp_replicate=4),
+        Case("qwen3_moe", FLOAT, tp=2),
+        Case("qwen3_moe", BFLOAT, tp=2, layout=Layout.plain),
+        Case("qwen2_moe", FLOAT, tp=1, dp_replicate=2),
     ]
     + [
         Case(model, dtype, tp=tp, dp_replicate=replicas, layout=layout)

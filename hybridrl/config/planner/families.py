@@ -43,7 +43,7 @@ class Window(NamedTuple):
     full_every: int | None = None
 
 
-class Experts(NamedTuple):
+class Mixture(NamedTuple):
     """Experts in the MLP of every decoder layer; fields ending in _key are keys of config.json.
 
     Attributes:
@@ -102,7 +102,7 @@ class Family:
     head_norm: HeadNorm = HeadNorm.none
     window: Window | None = None
     logits_divisor: str | None = None
-    experts: Experts | None = None
+    experts: Mixture | None = None
     refused: tuple[tuple[str, str], ...] = ()
 
 
@@ -152,7 +152,7 @@ _FAMILIES = (
         untested=MOE_ON_CPU_ONLY,
         linear_layers=ATTENTION,
         head_norm=HeadNorm.each,
-        experts=Experts(),
+        experts=Mixture(),
         refused=(_DENSE_LAYERS, _BIASES, ("use_sliding_window", _NO_WINDOW)),
     ),
     Family(
@@ -160,7 +160,7 @@ _FAMILIES = (
         untested=MOE_ON_CPU_ONLY,
         linear_layers=ATTENTION,
         biased=("q_proj", "k_proj", "v_proj"),
-        experts=Experts(shared_key="shared_expert_intermediate_size"),
+        experts=Mixture(shared_key="shared_expert_intermediate_size"),
         refused=(_DENSE_LAYERS, ("use_sliding_window", _NO_WINDOW)),
     ),
     Family(
@@ -168,7 +168,7 @@ _FAMILIES = (
         untested=MOE_ON_CPU_ONLY,
         linear_layers=ATTENTION,
         head_norm=HeadNorm.whole,
-        experts=Experts(size_key="intermediate_size"),
+        experts=Mixture(size_key="intermediate_size"),
         refused=(
             _BIASES,
             ("norm_topk_prob", "vLLM's model does not normalise the weights of experts"),
@@ -179,7 +179,7 @@ _FAMILIES = (
         "mixtral",
         untested=MOE_ON_CPU_ONLY,
         linear_layers=ATTENTION,
-        experts=Experts(
+        experts=Mixture(
             size_key="intermediate_size",
             norm_key=None,
             block="block_sparse_moe",

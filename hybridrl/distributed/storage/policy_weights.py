@@ -12,7 +12,7 @@ from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.distributed import position
-from hybridrl.distributed.experts import PartReader, expert_names
+from hybridrl.distributed.experts import PartReader, mixture_of
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.lora import (
     adapter_parameters,
@@ -49,7 +49,7 @@ class StoredPolicy:
             add_adapters(self._lm, lora)
         parameters = dict(checkpoint_parameters(self._lm))
         self._shapes = {name: param.shape for name, param in parameters.items()}
-        self._tensors = PartReader(parameters, expert_names(self._lm), self._merged)
+        self._tensors = PartReader(parameters, mixture_of(self._lm), self._merged)
         self.shapes = self._tensors.shapes
         self._found = StoredState(state)
         trained = {
@@ -113,7 +113,7 @@ class GatheredWeights:
         free_gathered_weights(root)
         self._adapted = {f"{name}.weight": layer for name, layer in adapters(root.lm).items()}
         self._parameters = dict(checkpoint_parameters(root.lm))
-        self._tensors = PartReader(self._parameters, expert_names(root.lm), self._gathered)
+        self._tensors = PartReader(self._parameters, mixture_of(root.lm), self._gathered)
         self.shapes = self._tensors.shapes
         self._rest = list(self.shapes)
 
