@@ -10,6 +10,7 @@ Workload   The real command, in a process of its own, on GSM8K problems. Qwen2's
              field        2 GPUs, tp 2, 128 prompts, else the same
              whole_step   4 GPUs, tp 2, 256 prompts x 4 responses, 256 + 512 tokens, vocabulary
                           151,936 (7b: 152,064)
+             experts      2 GPUs, tp 2, field with optimizer offload, for --shape olmoe
 Measures   Medians over the steps after the first, without the last, which evaluates: seconds of
            the step, of sampling, forwards and updates; milliseconds of the weight sync (prepare,
            move, verify, their sum; apart from it the wait for the slowest rank; the whole switch;
@@ -21,6 +22,7 @@ Measures   Medians over the steps after the first, without the last, which evalu
 Run        python benchmarks/grpo_step.py --data gsm8k/train.jsonl                 (2 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset whole_step   (4 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --recipe gsm8k_ppo    (2 H200s)
+           python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset experts --shape olmoe
            python benchmarks/grpo_step.py --small                                  (CPU, a minute)
            What follows is passed on: python benchmarks/grpo_step.py --small rollout.sleep=none
 
@@ -38,7 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.shapes import QWEN2_5, make_model
+from benchmarks.shapes import SHAPES, make_model
 from benchmarks.timing import result
 from hybridrl.models.cache import cache_folder
 
@@ -92,6 +94,15 @@ PRESETS = {
         "actor.mini_batch_size=1024",
         "rollout.max_response_tokens=512",
     ],
+    "experts": [
+        *ON_GPU,
+        "cluster.gpus_per_node=2",
+        "rollout.tensor_parallel_size=2",
+        "data.prompts_per_step=128",
+        "actor.mini_batch_size=512",
+        "rollout.max_response_tokens=256",
+        "fsdp.offload=idle_optimizer",
+    ],
     "small": [
         "hardware=cpu",
         "cluster.gpus_per_node=1",
@@ -118,7 +129,7 @@ def run(args: argparse.Namespace, preset: str, extra: list[str], folder: Path) -
         # vLLM finds what it compiled for a model by the model's path.
         name = preset if args.shape == SHAPE else f"{preset}_{args.shape}"
         model = cache_folder() / "benchmarks" / name
-        shape = QWEN2_5[args.shape]
+        shape = SHAPES[args.shape]
         make_model(model, shape | {"vocab_size": VOCABULARIES.get(preset, shape["vocab_size"])})
         overrides += [f"model.path={model}", f"data.train_files={args.data.resolve()}"]
     run_dir = folder / "run"
@@ -202,7 +213,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSON lines")
     parser.add_argument("--preset", choices=["one_gpu", "field", "whole_step"], default="field")
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPE)
-    parser.add_argument("--shape", choices=QWEN2_5, default=SHAPE, help="of the model on GPUs")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPE, help="of the model on GPUs")
     parser.add_argument("--small", action="store_true", help="the tiny model on a CPU")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--keep", type=Path, help="leave the run in this new folder")

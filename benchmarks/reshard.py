@@ -1,10 +1,11 @@
 """How near to the links and the memory does moving the actor's weights into vLLM come?
 
 Question   How long does a reshard take, beside what the hardware allows and beside the usual path?
-Workload   Qwen2 shapes, random float32 weights (norms and biases too) as FSDP2 shards, moved into a
-           real vLLM's bfloat16 parameters by a rollout worker's own resharder. The usual path comes
-           first, from the same weights cut by rows; then its policy is freed. Beside vLLM's
-           parameters a rank so holds a copy of them, and one policy's shards at a time.
+Workload   Qwen2 shapes, or Qwen3-30B-A3B's or OLMoE-1B-7B's with their experts. Random float32
+           weights (norms and biases too) as FSDP2 shards, moved into a real vLLM's bfloat16
+           parameters by a rollout worker's own resharder. The usual path comes first, from the
+           same weights cut by rows; then its policy is freed. Beside vLLM's parameters a rank so
+           holds a copy of them, and one policy's shards at a time.
 Measures   Milliseconds of the slowest rank, each repetition begun together:
              sync           the resharder's whole call, one timed region, which is compared; its
                             parts are prepare (look up addresses, take staging memory), wait
@@ -20,6 +21,7 @@ Measures   Milliseconds of the slowest rank, each repetition begun together:
            exit code is 1.
 Run        python benchmarks/reshard.py --gpus 4 --tp 4 --model-size 7b               (GPUs)
            python benchmarks/reshard.py --gpus 4 --tp 2 --model-size 7b --layout plain
+           python benchmarks/reshard.py --gpus 2 --tp 2 --model-size 30b-a3b            (H200s)
            python benchmarks/reshard.py --gpus 2 --tp 2 --small                      (CPU, seconds)
 
 Prints one JSON line; append it to benchmarks/results/reshard.jsonl.
@@ -45,8 +47,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import shapes
 from benchmarks.configs import composed
-from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import (
     largest_on_any_rank,
     min_median_max,
@@ -64,7 +66,7 @@ from hybridrl.distributed.regions import NamedShard, named_shards
 from hybridrl.rollout.vllm_engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 
-SHAPES = QWEN2_5 | {"tiny": TINY}
+SHAPES = shapes.SHAPES | {"tiny": shapes.TINY, "tiny_experts": shapes.TINY_EXPERTS}
 
 
 class Actor:
@@ -102,7 +104,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
     args = parser.parse_args()
     if args.small:
-        args.model_size, args.bucket_mb, args.repeats = "tiny", 1, 3
+        experts = "num_experts" in SHAPES[args.model_size]
+        args.model_size = "tiny_experts" if experts else "tiny"
+        args.bucket_mb, args.repeats = 1, 3
     return args
 
 

@@ -18,6 +18,7 @@ from hybridrl.models import known_shapes
 from hybridrl.models.resolve import resolve_model
 
 QWEN2_5 = {size: known_shapes.QWEN2_5[size.upper()] for size in ("0.5b", "1.5b", "7b")}
+SHAPES = QWEN2_5 | {"30b-a3b": known_shapes.QWEN3_30B_A3B, "olmoe": known_shapes.OLMOE_1B_7B}
 # For CPUs: head sizes that vLLM's kernels there take.
 TINY = known_shapes.QWEN2_5["0.5B"] | {
     "hidden_size": 256,
@@ -28,12 +29,23 @@ TINY = known_shapes.QWEN2_5["0.5B"] | {
     "vocab_size": 501,
     "tie_word_embeddings": False,
 }
+TINY_EXPERTS = known_shapes.QWEN3_30B_A3B | {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 501,
+}
 # Names of ends that a tokenizer's files may give a response; without them none ends early.
 ENDS = ("eos_token", "eos_token_id")
 
 
 def make_model(folder: Path, shape: dict[str, Any]) -> None:
-    """Write config.json of a Qwen2 shape and SmolLM2's tokenizer without an end token."""
+    """Write config.json of a shape and SmolLM2's tokenizer without an end token."""
     folder.mkdir(parents=True, exist_ok=True)
     config = shape | {"torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -47,4 +59,4 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    make_model(Path(sys.argv[2]), QWEN2_5[sys.argv[1]])
+    make_model(Path(sys.argv[2]), SHAPES[sys.argv[1]])

@@ -38,7 +38,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.shapes import QWEN2_5
+from benchmarks.shapes import SHAPES
 from benchmarks.timing import (
     largest_on_any_rank,
     min_median_max,
@@ -76,7 +76,7 @@ def main() -> None:
     """Measure in one process per rank; print what rank 0 found."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        config = SMALL if arguments.small else QWEN2_5[arguments.shape]
+        config = SMALL if arguments.small else SHAPES[arguments.shape]
         (Path(folder) / "config.json").write_text(json.dumps(config))
         _check(Path(folder), arguments)
         mp.spawn(_run_rank, (arguments, Path(folder)), nprocs=arguments.ranks)
@@ -86,7 +86,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--shape", choices=QWEN2_5, default="1.5b")
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--ulysses", type=int, default=1, help="ranks that share sequences")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--sequences", type=int, default=32, help="per rank and optimizer step")

@@ -18,6 +18,7 @@ from benchmarks.timing import seconds_of_slowest
 from hybridrl.config.choices import Layout
 from hybridrl.config.schema import FSDPConfig, RunConfig
 from hybridrl.data.seeds import derive_seed
+from hybridrl.distributed.experts import checkpoint_tensors, mixture_of
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh
@@ -76,7 +77,9 @@ def _seconds(policy: TokenLogProbs, engine: VLLMEngine, *, cast_first: bool) -> 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, parameter in policy.lm.named_parameters():
             cast = parameter.detach().to(torch.bfloat16) if cast_first else parameter.detach()
-            yield name, cast.full_tensor()  # type: ignore[attr-defined]
+            whole = cast.full_tensor()  # type: ignore[attr-defined]
+            for part in checkpoint_tensors(name, whole.shape, mixture_of(policy.lm)):
+                yield part.name, whole[part.at]
 
     forget(engine)
     with torch.no_grad():

@@ -18,10 +18,14 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -36,9 +40,10 @@ from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
+from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, spread
+from tests.tiny_hf import EXPERTS, FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -114,7 +119,44 @@ CONFIGS = {
         layer_types=FULL_AND_WINDOW,
         tie_word_embeddings=False,
     ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        num_key_value_heads=2,
+        head_dim=64,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe_tied": Qwen3MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        num_key_value_heads=1,
+        moe_intermediate_size=96,
+        tie_word_embeddings=True,
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        num_key_value_heads=2,
+        moe_intermediate_size=96,
+        shared_expert_intermediate_size=160,
+    ),
+    "olmoe": OlmoeConfig(
+        **SIZES | {"intermediate_size": 96}, **EXPERTS, num_key_value_heads=2, pad_token_id=0
+    ),
+    "mixtral": MixtralConfig(
+        **SIZES | {"intermediate_size": 96},
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        num_key_value_heads=2,
+    ),
 }
+# Names of weights that are cut by columns: without experts, and with.
+ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
+BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
+BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
 
 
 @dataclass(frozen=True)
@@ -314,9 +356,12 @@ def kept(worker: RolloutWorker) -> dict[str, tuple[int | None, list[int]]]:
 def corrupted(worker: RolloutWorker) -> dict[str, str]:
     """What verification says after one bit of one parameter flips on the last rank."""
     found = {}
-    for name in ("model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"):
-        tensor = worker.engine.tensors()[name]
-        element = tensor[-1, -1:]  # on the embedding's last rank: padding, where tp > 1
+    tensors = worker.engine.tensors()
+    last = [name for name in tensors if name.startswith("model.layers.1.mlp.")]
+    downs = [name for name in last if name.endswith(("mlp.down_proj.weight", "w2_weight"))]
+    for name in (*downs, "model.embed_tokens.weight"):
+        # On the embedding's last rank: padding, where tp > 1.
+        element = tensors[name][-1].view(-1)[-1:]
         if dist.get_rank() == dist.get_world_size() - 1:
             element.view(torch.uint8)[0] ^= 1
         found[name] = error_of(lambda: worker.resharder.verify(4))
@@ -374,19 +419,21 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    vllm_config = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype=config.dtype.value,
-        tensor_parallel_size=config.tensor_parallel_size,
-        distributed_executor_backend="external_launcher",
-        max_model_len=MAX_PROMPT + MAX_RESPONSE,
-        enforce_eager=True,
-    ).create_engine_config()
     on_gpu = torch.cuda.is_available()
-    start = nullcontext() if on_gpu else cpu_start()
-    with start, own_class(folder), set_current_vllm_config(vllm_config):
-        model = get_model(vllm_config=vllm_config)
+    with experts_as_loaded(folder, "cuda" if on_gpu else "cpu") as more:
+        vllm_config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype=config.dtype.value,
+            tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            max_model_len=MAX_PROMPT + MAX_RESPONSE,
+            enforce_eager=True,
+            **more,
+        ).create_engine_config()
+        start = nullcontext() if on_gpu else cpu_start()
+        with start, own_class(folder), set_current_vllm_config(vllm_config):
+            model = get_model(vllm_config=vllm_config)
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 

@@ -17,7 +17,7 @@ from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.transfers import SourceLayout
 from hybridrl.rollout.trace import trace_loader
 from tests.role_configs import fsdp_config
-from tests.toy_engine import SOURCES, ToyEngine
+from tests.toy_engine import SOURCES, ToyEngine, sources
 
 BFLOAT = torch.bfloat16
 # What has adapters where some weights have them: parts of fused parameters, and columns.
@@ -55,7 +55,7 @@ class Side:
         self.layouts = [SourceLayout(n, s, count, int(n in columns)) for n, s in shapes.items()]
         tp_rank = dist.get_rank() % tp
         self.engine = FloatEngine(tp_rank, tp).to(device)
-        trace = trace_loader(self.engine, self.engine.load_weights, list(SOURCES.items()), BFLOAT)
+        trace = trace_loader(self.engine, self.engine.load_weights, sources(), BFLOAT)
         self.tensors = self.engine.tensors()
         width = EXPERTS[2] // tp
         self.tensors["experts"] = torch.zeros((*EXPERTS[:2], width), dtype=BFLOAT, device=device)

@@ -13,11 +13,15 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -52,6 +56,7 @@ GRANITE = {
     "attention_bias": True,
 }
 GEMMA3 = {"query_pre_attn_scalar": 12, "pad_token_id": 0}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 FULL_AND_WINDOW = ["sliding_attention", "full_attention"]
 # Families of later times, and their other heads; windows are shorter than the sequences of tests.
 MORE = {
@@ -83,6 +88,17 @@ MORE = {
         layer_types=FULL_AND_WINDOW,
         tie_word_embeddings=False,
     ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, head_dim=16, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    "qwen3_moe_tied": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, moe_intermediate_size=24, tie_word_embeddings=True
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, **EXPERTS, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "olmoe": OlmoeConfig(**SIZES, **EXPERTS),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
 }
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time.

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from hybridrl.distributed.experts import CheckpointTensor
+
 HEAD, NUM_HEADS, NUM_KV_HEADS = 2, 8, 2
 HIDDEN, INTERMEDIATE, VOCAB, PADDED_VOCAB = 6, 24, 21, 64
 PADDING = -1
@@ -30,6 +32,11 @@ SOURCES: dict[str, tuple[int, ...]] = {
     "scales": (3,),
     "lm_head": (VOCAB, HIDDEN),  # a tied duplicate, which the loader skips
 }
+
+
+def sources() -> list[CheckpointTensor]:
+    """Each a parameter of its own."""
+    return [CheckpointTensor(name, shape, name) for name, shape in SOURCES.items()]
 
 
 class ToyEngine(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.storage.checkpoint import StoredState
-from hybridrl.distributed.storage.export import GatheredWeights
+from hybridrl.distributed.storage.policy_weights import GatheredWeights
 
 
 def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:

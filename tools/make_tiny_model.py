@@ -1,8 +1,9 @@
 """Make the embedded tiny model: tokenizer, warm start by supervised training, HF files.
 
     python tools/make_tiny_model.py --out hybridrl/models/tiny
+    python tools/make_tiny_model.py --out hybridrl/models/tiny_moe --experts 8
 
-It takes 12 minutes on 2 cores, and 1 to 2 on a GPU.
+The first takes 12 minutes on 2 cores, and 1 to 2 on a GPU.
 
 The corpus and the initial weights follow from --seed; on another machine rounding differs, so a
 fresh model equals the shipped one in its accuracy (within 0.05), not bit for bit.
@@ -18,7 +19,14 @@ import torch
 from tiny_corpus import corpus
 from tiny_tokenizer import END, PAD, build_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 log = logging.getLogger("make_tiny_model")
 
@@ -29,26 +37,40 @@ MICRO_BATCH_SIZE = 32
 LICENSE = Path(__file__).resolve().parents[1] / "LICENSE"
 MAX_TOKENS = 1024
 IGNORED = -100
+# Weight of the load-balancing loss.
+BALANCE = 0.01
 
 
-def model_config(vocab_size: int, pad_id: int, end_id: int) -> LlamaConfig:
-    """0.7 M parameters; heads and MLP divide over 1, 2 and 4 tensor-parallel ranks.
+def model_config(vocab_size: int, pad_id: int, end_id: int, experts: int) -> PreTrainedConfig:
+    """Llama of 0.7 M parameters, or Qwen3-MoE of 1.1 M with 8 experts, of which 2 are active.
 
-    Llama, not Qwen2: transformers 5 gives every Qwen2 model Qwen's own tokenizer.
+    Heads and MLP divide over 1, 2 and 4 tensor-parallel ranks. Llama, not Qwen2: transformers 5
+    gives every Qwen2 model Qwen's own tokenizer.
     """
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=448,
-        max_position_embeddings=MAX_TOKENS,
-        tie_word_embeddings=True,
-        pad_token_id=pad_id,
-        eos_token_id=end_id,
-        bos_token_id=None,
-        dtype="float32",
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 448,
+        "max_position_embeddings": MAX_TOKENS,
+        "tie_word_embeddings": True,
+        "pad_token_id": pad_id,
+        "eos_token_id": end_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    if not experts:
+        return LlamaConfig(**sizes)
+    return Qwen3MoeConfig(
+        **sizes,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+        router_aux_loss_coef=BALANCE,
     )
 
 
@@ -90,8 +112,12 @@ def _pad(samples: list[tuple[list[int], int]], pad_id: int) -> tuple[torch.Tenso
     return ids, labels
 
 
-def train(model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num_steps: int) -> None:
-    """Supervised training on the corpus: AdamW, linear warm-up, linear decay."""
+def train(model: PreTrainedModel, tokenizer: Tokenizer, seed: int, num_steps: int) -> None:
+    """Supervised training on the corpus: AdamW, linear warm-up, linear decay.
+
+    With experts, their load-balancing loss is part of the loss.
+    """
+    routed = {"output_router_logits": True} if model.config.model_type == "qwen3_moe" else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min((k + 1) / WARMUP_STEPS, max(0.01, 1 - k / num_steps))
@@ -103,7 +129,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num_steps: i
         total = 0.0
         for ids, labels in micros:
             ids, labels = ids.to(model.device), labels.to(model.device)
-            loss = model(input_ids=ids, labels=labels, num_items_in_batch=num_tokens).loss
+            loss = model(ids, labels=labels, num_items_in_batch=num_tokens, **routed).loss
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -120,6 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of corpus and weights")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
+    parser.add_argument("--experts", type=int, default=0, help="experts of a layer; 0: none")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -128,8 +155,8 @@ def main() -> None:
     tokenizer = make_tokenizer(args.seed)
     pad_id, end_id = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = model_config(tokenizer.get_vocab_size(), pad_id, end_id)
-    model = LlamaForCausalLM(config).to(device)
+    config = model_config(tokenizer.get_vocab_size(), pad_id, end_id, args.experts)
+    model = AutoModelForCausalLM.from_config(config).to(device)
     log.info("%d parameters, %d tokens", model.num_parameters(), tokenizer.get_vocab_size())
     train(model, tokenizer, args.seed, args.steps)
     args.out.mkdir(parents=True, exist_ok=True)

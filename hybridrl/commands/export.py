@@ -83,7 +83,8 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
 def _write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
     """Write the policy of a verified checkpoint to a folder; return the number of tensors."""
     # Problems of the paths are reported before these slow imports.
-    from hybridrl.distributed.storage.export import AdapterFiles, StoredPolicy, write_model
+    from hybridrl.distributed.storage.export import AdapterFiles, write_model
+    from hybridrl.distributed.storage.policy_weights import StoredPolicy
     from hybridrl.trainer.tracking.provenance import versions
 
     config = found.manifest.config

@@ -176,6 +176,7 @@ class ActorConfig(RoleConfig):
     epochs: Annotated[int, at_least_one("responses must be used at least once")]
     max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE, CHOSEN]
     entropy_coef: Annotated[float, Range("a negative bonus punishes exploration", 0)]
+    router_balance_coef: Annotated[float, Range("a negative loss favours few experts", 0)]
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
     optim: OptimConfig
 

@@ -63,7 +63,11 @@ MACHINE_CHECKS = (
     resources.slot_problems,
 )
 COMMON_MODEL_CHECKS = (sizes.length_problems, sizes.tensor_parallel_problems)
-TRAINING_MODEL_CHECKS = (sizes.sequence_head_problems, algorithm.lora_problems)
+TRAINING_MODEL_CHECKS = (
+    sizes.sequence_head_problems,
+    algorithm.lora_problems,
+    algorithm.expert_problems,
+)
 
 
 def run_checks(

@@ -1,8 +1,8 @@
-"""Choice of the weights that FSDP2 cuts by columns: those that the engine splits along dim 1.
+"""Choice of the weights that FSDP2 cuts by columns: those that the engine splits in another dim.
 
 FSDP2 cuts every weight by rows (dim 0) by default. Of a row-parallel weight each tensor-parallel
 rank needs some columns of every row, so most of each slice would be sent. Cut by columns, a rank's
-shard is inside its slice.
+shard is inside its slice. Experts are cut along their intermediate size, not by expert.
 """
 
 import math
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from hybridrl.config.choices import Layout
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.schema import FSDPConfig
+from hybridrl.distributed.experts import column_dim
 from hybridrl.distributed.regions import Trace
 
 
@@ -21,7 +22,7 @@ def choose_columns(
 
     Returns their names, and sentences for the log about the cost of others.
 
-    `sources` are the shapes of all checkpoint tensors, `traces` those of the tensor_parallel_size
+    `sources` are the shapes of all parameters, `traces` those of the tensor_parallel_size
     ranks of one engine, in order; a moved element has `itemsize` bytes.
     """
     assert fsdp.dp_shard is not None
@@ -37,8 +38,8 @@ def choose_columns(
             f"shards stay in rank order and cut by rows: at every weight sync a rank receives "
             f"about {_mib(received)} of its rollout weights from others"
         ]
-    split = [name for name in sources if _dims_split(name, traces) == {1}]
-    uneven = [name for name in split if sources[name][1] % shards]
+    split = [name for name in sources if _dims_split(name, traces) == {column_dim(name)}]
+    uneven = [name for name in split if sources[name][column_dim(name)] % shards]
     notes = []
     if uneven:
         # By rows 1/shards of a slice is in place, by columns tp/shards of it would be.

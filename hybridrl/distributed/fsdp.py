@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,9 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
+from hybridrl.distributed.experts import column_dim, mixture_of
 from hybridrl.distributed.forward.attention import warn_of_padding
+from hybridrl.distributed.forward.routing import has_experts, keep_routing, layer_forward
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
 from hybridrl.distributed.lora import (
     adapters,
@@ -98,7 +101,10 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     folder = resolve_model(path)
     root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
     # A head that shares the embedding's storage is no score head.
-    first = stored_weights(folder, _shapes(root), tied=False, key="reward_model.model.path")
+    mixture = mixture_of(root.backbone)
+    first = stored_weights(
+        folder, _shapes(root), mixture, tied=False, key="reward_model.model.path"
+    )
     _fill(root, first, device_of(mesh))
     return root.eval()
 
@@ -166,7 +172,7 @@ def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
     shards = mesh["dp_shard"].size()
     for name in fsdp.columns or []:
         shape = shapes.get(name)
-        if shape is None or len(shape) < 2 or shape[1] % shards:
+        if shape is None or len(shape) < 2 or shape[column_dim(name)] % shards:
             found = "no weight" if shape is None else f"a weight of {tuple(shape)}"
             raise ConfigError(
                 f"fsdp.columns = {name} names {found}, expected one whose columns fsdp.dp_shard = "
@@ -189,17 +195,26 @@ def _shard(
     )
     for layer in layers:
         warn_of_padding(device_of(mesh), param_dtype, layer.self_attn.head_dim)
-        if fsdp.compile:
-            compile_layer(layer)
-        if fsdp.activation_checkpointing:
-            _checkpoint_activations(layer)
+        _set_forward(layer, fsdp)
         wrap(layer, reshard_after_forward=fsdp.reshard_after_forward)
+        if has_experts(layer):
+            layer.register_forward_hook(keep_routing)
     # Backward begins with the root, so its weights stay gathered after forward.
     wrap(root, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _set_forward(layer: Any, fsdp: FSDPConfig) -> None:
+    """Set a decoder layer's forward: compiled, checkpointed, returning what its router did."""
+    if fsdp.compile:
+        compile_layer(layer)
+    elif has_experts(layer):
+        layer.forward = partial(layer_forward, layer)
+    if fsdp.activation_checkpointing:
+        _checkpoint_activations(layer)
 
 
 def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Shard]:
@@ -211,7 +226,8 @@ def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Sh
         for layer in adapters(root).values()
         if layer.base_layer.weight in by_columns
     }
-    return lambda param: Shard(1 if param in by_columns else 0)
+    dims = {param: column_dim(name) for name, param in parameters_in_checkpoint(root)}
+    return lambda param: Shard(dims.get(param, 1) if param in by_columns else 0)
 
 
 def _checkpoint_activations(layer: nn.Module) -> None:

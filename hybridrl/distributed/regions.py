@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hybridrl.distributed.experts import GATE_UP, Experts
 from hybridrl.distributed.lora import adapter_parameters, checkpoint_parameters
 from hybridrl.distributed.torch_compat import local_tensor
 
@@ -22,13 +23,13 @@ class NamedShard:
 
     Shard s belongs to rank s of the dp_shard group. Along dim 0 the cut is `torch.chunk`'s
     (FSDP2's Shard(0)): shard s of n holds rows [s * ceil(rows / n), (s + 1) * ceil(rows / n)),
-    clipped to the tensor, perhaps none. Dim 1 is cut only where n divides it.
+    clipped to the tensor, perhaps none. Other dims are cut only where n divides them.
 
     Attributes:
-        name: the tensor's name in a Hugging Face checkpoint. Tied tensors appear under each name.
+        name: the parameter's name. Tied parameters appear under each name.
         shape: shape of the whole tensor.
         local: returns this rank's current shard: a contiguous float32 view without FSDP2's padding.
-        dim: the dim that is cut, 0 or 1.
+        dim: the dim that is cut.
         frozen: its content never changes.
     """
 
@@ -46,7 +47,7 @@ def named_shards(root: nn.Module) -> list[NamedShard]:
 
 
 def shards_of(lm: nn.Module) -> list[NamedShard]:
-    """Return this rank's shards of a causal LM by checkpoint name, tied duplicates included.
+    """Return this rank's shards of a causal LM by parameter, tied duplicates included.
 
     With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
     lora_B.weight. The getters stay valid over optimizer steps and, between forwards, while no
@@ -55,12 +56,23 @@ def shards_of(lm: nn.Module) -> list[NamedShard]:
     factors = adapter_parameters(lm)
     named = [(*item, bool(factors)) for item in checkpoint_parameters(lm, tied_twice=True)]
     named += [(*item, False) for item in factors.items()]
-    return [
-        NamedShard(
-            name, tuple(param.shape), partial(local_tensor, param), param.placements[-1].dim, frozen
-        )
-        for name, param, frozen in named
-    ]
+    return [_shard(lm, *item) for item in named]
+
+
+def _shard(lm: nn.Module, name: str, param: nn.Parameter, frozen: bool) -> NamedShard:
+    """Return a parameter's shard; of transformers' own fused experts as of `Experts`."""
+    dim, local = param.placements[-1].dim, partial(local_tensor, param)
+    is_fused = name.endswith(GATE_UP) and not isinstance(
+        lm.get_submodule(name.rpartition(".")[0]), Experts
+    )
+    if not is_fused:
+        return NamedShard(name, tuple(param.shape), local, dim, frozen)
+    if dim:
+        raise ValueError(f"{name} is sharded along dim {dim}: expected dim 0, its experts")
+    number, height, hidden = param.shape
+    size = (-1, height // 2, hidden)
+    shape = (2 * number, *size[1:])
+    return NamedShard(name, shape, lambda: local().view(size), 0, frozen)
 
 
 def free_gathered_weights(root: nn.Module) -> None:
@@ -83,7 +95,10 @@ class Region(NamedTuple):
 
 
 class TracedCopy(NamedTuple):
-    """Copy of a region of a checkpoint tensor into a parameter, at `offset`."""
+    """Copy of a region of a trainer's parameter into a parameter of the engine, at `offset`.
+
+    The region has as many dims as the engine's parameter.
+    """
 
     source: str
     region: Region

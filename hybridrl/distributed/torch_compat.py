@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.attention import activate_flash_attention_impl
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 try:
     from torch.distributed import all_gather_single
@@ -31,6 +31,7 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
     "tree_leaves",
+    "tree_map",
 ]
 
 # (module, attribute); the dumps of flight recorders are not in every build and thus not listed.

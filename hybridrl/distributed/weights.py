@@ -1,7 +1,7 @@
 """Initial weights of a model: from a checkpoint, or drawn on the device from config.json."""
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -20,9 +20,16 @@ from transformers import (
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import FAMILIES, family_of
+from hybridrl.config.planner.families import FAMILIES, Mixture, family_of
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
+from hybridrl.distributed.experts import (
+    CheckpointTensor,
+    checkpoint_tensors,
+    mixture_of,
+    parts_of,
+    replace_experts,
+)
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.models.resolve import model_folder
 from hybridrl.models.weight_files import PICKLED, weight_files
@@ -36,14 +43,33 @@ Shapes = Mapping[str, torch.Size]
 PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
 
 
+class Stack:
+    """Tensors of a folder as one, along a new first dim; only what is indexed is read."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        """Return a part of the stack, by one slice per dim."""
+        chosen = range(len(self._parts))[where[0]]
+        if not chosen:
+            return self._parts[0][where[1:]][None][:0]
+        return torch.stack([self._parts[index][where[1:]] for index in chosen])
+
+
 def stored_weights(
-    folder: Path, shapes: Shapes, *, tied: bool, key: str = "model.path"
+    folder: Path,
+    shapes: Shapes,
+    mixture: Mixture | None = None,
+    *,
+    tied: bool,
+    key: str = "model.path",
 ) -> dict[str, Any]:
     """Map the weights of a Hugging Face folder, of which each rank reads only its own parts.
 
     The kernel reads pages on first use and evicts them when memory is short. *.bin files are read
     without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped. If `tied`,
-    embedding and head are one tensor, which may have either name.
+    embedding and head are one tensor, which may have either name. `mixture` is the family's.
 
     Raises:
         ConfigError: the folder lacks weights, or they have other shapes.
@@ -57,11 +83,13 @@ def stored_weights(
             can_map = zipfile.is_zipfile(file)
             stored |= torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
     found: dict[str, Any] = {}
-    for name, shape in shapes.items():
-        for other in (name, name.removeprefix(PREFIX), TIED.get(name) if tied else None):
-            if other in stored and _shape(stored[other]) == shape:
-                found[name] = stored[other]
-                break
+    for parameter, shape in shapes.items():
+        parts = [
+            _stored(stored, part, tied=tied)
+            for part in checkpoint_tensors(parameter, shape, mixture)
+        ]
+        if all(part is not None for part in parts):
+            found[parameter] = parts[0] if len(parts) == 1 and len(shape) < 3 else Stack(parts)
     missing = sorted(shapes.keys() - found.keys())
     if missing:
         raise ConfigError(
@@ -69,6 +97,16 @@ def stored_weights(
             f"The model would have random numbers there.\nSet {key} to a complete checkpoint."
         )
     return found
+
+
+def _stored(stored: Mapping[str, Any], part: CheckpointTensor, *, tied: bool) -> Any:
+    """Return a tensor of a folder under one of its names; None if it has none of this shape."""
+    name = part.name
+    names = [name, name.removeprefix(PREFIX), *([TIED[name]] if tied and name in TIED else [])]
+    for other in names:
+        if other in stored and _shape(stored[other]) == part.shape:
+            return stored[other]
+    return None
 
 
 def _shape(stored: Any) -> torch.Size:
@@ -116,7 +154,8 @@ def first_weights(
     if model.init is Init.random:
         norm = FAMILIES[lm.model_type].norm_weight
         return RandomWeights(shapes, lm.initializer_range, model.seed, device, norm)
-    return stored_weights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
+    mixture = FAMILIES[lm.model_type].experts
+    return stored_weights(model_folder(model), shapes, mixture, tied=lm.tie_word_embeddings)
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
@@ -135,12 +174,17 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
             attn_implementation=PACKED_ATTENTION,
             trust_remote_code=False,
         )
+        replace_experts(model)
     model.tie_weights()
     return model
 
 
-def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the causal LM by checkpoint name, tied ones twice."""
-    empty = empty_model(AutoModelForCausalLM, model_folder(model))
-    named = empty.named_parameters(remove_duplicate=False)
-    return {name: tuple(param.shape) for name, param in named}
+def checkpoint_sources(model: ModelConfig) -> list[CheckpointTensor]:
+    """Return every tensor of the causal LM's checkpoint, tied ones twice."""
+    return sources_of(empty_model(AutoModelForCausalLM, model_folder(model)))
+
+
+def sources_of(lm: nn.Module) -> list[CheckpointTensor]:
+    """Return the tensors of the checkpoint of a causal LM without adapters, tied ones twice."""
+    parameters = dict(lm.named_parameters(remove_duplicate=False))
+    return list(parts_of(parameters, mixture_of(lm)).values())

@@ -33,9 +33,51 @@ QWEN2_5: dict[str, dict[str, Any]] = {
         "72B": (8192, 64, 8, 80, 29568, 152064, False),
     }.items()
 }
+# Mixtures of experts: Qwen3-30B-A3B (https://arxiv.org/abs/2505.09388) and OLMoE-1B-7B
+# (https://arxiv.org/abs/2409.02060), and their pages.
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+}
+OLMOE_1B_7B: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 16,
+    "intermediate_size": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "vocab_size": 50304,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+}
 # By name on the hub.
 KNOWN = {
     f"Qwen/Qwen2.5-{size}{kind}": config
     for size, config in QWEN2_5.items()
     for kind in ("", "-Instruct")
-}
+} | {"Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B, "allenai/OLMoE-1B-7B-0924": OLMOE_1B_7B}

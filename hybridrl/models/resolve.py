@@ -1,6 +1,6 @@
 """model.path -> a local folder in Hugging Face format.
 
-    embedded        the tiny model inside this package
+    embedded        the tiny model inside this package; embedded_moe, that with experts
     smollm2_135m    SmolLM2-135M-Instruct from its package (hybridrl/models/smollm2.py)
     a local path    used as it is; of a run's directory, the model that it trained
     anything else   a name on the hub: first its local cache, then a download
@@ -28,6 +28,7 @@ from hybridrl.models.weight_files import SINGLE, weight_files
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
+EMBEDDED_FOLDERS = {EMBEDDED: EMBEDDED_FOLDER, "embedded_moe": Path(__file__).with_name("tiny_moe")}
 
 # Files that transformers and vLLM need beside weights.
 PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -83,7 +84,7 @@ def plain_folder(path: str) -> Path:
 
 def absolute_path(path: str) -> str:
     """Return `path` independent of the working directory: local folders as absolute paths."""
-    known = path in (EMBEDDED, smollm2.NAME) or is_on_hub(path)
+    known = path in (*EMBEDDED_FOLDERS, smollm2.NAME) or is_on_hub(path)
     return path if known else str(expanded(path).resolve())
 
 
@@ -106,13 +107,13 @@ def read_model_config(path: str) -> dict[str, Any]:
 
 def is_on_hub(path: str) -> bool:
     """Return whether `path` is a name on the hub."""
-    return path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
+    return path not in (*EMBEDDED_FOLDERS, smollm2.NAME) and not _is_local(path)
 
 
 def _folder(path: str, files: list[str]) -> Path:
     """Return the absolute folder of a model; of one on the hub, with `files`."""
-    if path == EMBEDDED:
-        return EMBEDDED_FOLDER
+    if path in EMBEDDED_FOLDERS:
+        return EMBEDDED_FOLDERS[path]
     if path == smollm2.NAME:
         return smollm2.converted_folder()
     return _local_folder(path) if _is_local(path) else _hub_folder(path, files)

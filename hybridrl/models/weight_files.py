@@ -125,6 +125,17 @@ def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, sides in shape.linear_layers.items():
             block = "self_attn" if name in IN_ATTENTION else "mlp"
             yield f"model.layers.{layer}.{block}.{name}.weight", sides
+        for number in range(shape.experts.number if shape.experts else 0):
+            yield from _expert(shape, layer, number)
+
+
+def _expert(shape: ModelShape, layer: int, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the matrices of an expert."""
+    mixture, experts, hidden = shape.family.experts, shape.experts, shape.hidden
+    assert mixture is not None and experts is not None
+    for part in mixture.parts:
+        sides = (hidden, experts.inner) if part == mixture.parts[-1] else (experts.inner, hidden)
+        yield f"model.layers.{layer}.{mixture.block}.experts.{number}.{part}.weight", sides
 
 
 def _reason(error: Exception) -> str:

@@ -32,6 +32,7 @@ GROUPS: dict[str, list[Panel]] = {
         Panel("Gradient norm", "before clipping", ("actor/grad_norm", "critic/grad_norm")),
         Panel("Learning rate", "", ("actor/lr", "critic/lr")),
         Panel("Critic", "", ("critic/loss", "critic/explained_variance")),
+        Panel("Load of experts", "share of choices", ("router/load_max", "router/load_min")),
         Panel("Values and returns", "reward", ("critic/value_mean", "critic/return_mean")),
     ],
     "Responses": [

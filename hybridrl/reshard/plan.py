@@ -171,7 +171,7 @@ def check_coverage(trace: Trace) -> None:
     for name, parts in regions.items():
         size = math.prod(trace.parameters[name])
         written = sum(part.numel for part in parts)
-        overlap = any(intersect(a, b) for i, a in enumerate(parts) for b in parts[:i])
+        overlap = _overlap(parts)
         if overlap or written != size:
             twice = ", some twice" if overlap else ""
             problems.append(f"{name}: {written} of {size} elements{twice}")
@@ -180,6 +180,19 @@ def check_coverage(trace: Trace) -> None:
             "the checkpoint's tensors do not cover the rollout engine's parameters:\n  "
             + "\n  ".join(problems)
         )
+
+
+def _overlap(regions: list[Region]) -> bool:
+    """Return whether two of the regions of a tensor intersect; in order of their first dim."""
+    ordered = sorted(regions)
+    for number, region in enumerate(ordered):
+        end = region.offset[0] + region.shape[0] if region.shape else 1
+        for other in ordered[number + 1 :]:
+            if other.offset[:1] >= (end,):
+                break
+            if intersect(region, other):
+                return True
+    return False
 
 
 def fill_buckets(chunks: Iterable[Chunk], bucket_elements: int) -> Iterator[list[Chunk]]:

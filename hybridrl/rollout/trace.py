@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.distributed.torch_compat import TorchDispatchMode, operator_schema, storage_id
 
@@ -24,15 +25,15 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 def trace_loader(
     model: nn.Module,
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
-    sources: Sequence[tuple[str, tuple[int, ...]]],
+    sources: Sequence[CheckpointTensor],
     dtype: torch.dtype,
 ) -> Trace:
-    """Run `load` on tensors without data and return its writes.
+    """Run `load` on tensors without data and return its writes, by the trainer's parameters.
 
     Args:
         model: model of the loader. Values of its parameters and buffers are not read or written.
         load: loader of (name, tensor) pairs; vLLM's `model.load_weights`.
-        sources: names and shapes of the checkpoint's tensors.
+        sources: the checkpoint's tensors, each a part of a parameter of the trainer.
         dtype: dtype of the moved data and thus of all parameters that are written.
 
     Raises:
@@ -68,18 +69,18 @@ class _Tracer(TorchDispatchMode):
         self._parameters = {name for name, _ in model.named_parameters()} | _random_buffers(model)
         self._live = live_tensors(model)
         self._names_by_storage: dict[int, list[str]] = {}
-        self._sources: dict[int, tuple[str, Tensor]] = {}
+        self._sources: dict[int, tuple[CheckpointTensor, Tensor]] = {}
         self._copies: list[TracedCopy] = []
         self._fills: list[TracedFill] = []
         for name, tensor in self._live.items():
             self._names_by_storage.setdefault(_storage(tensor), []).append(name)
 
-    def feed(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
+    def feed(self, sources: Sequence[CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield meta tensors for the loader."""
-        for name, shape in sources:
-            tensor = torch.empty(shape, dtype=self._dtype, device="meta")
-            self._sources[_storage(tensor)] = (name, tensor)
-            yield name, tensor
+        for source in sources:
+            tensor = torch.empty(source.shape, dtype=self._dtype, device="meta")
+            self._sources[_storage(tensor)] = (source, tensor)
+            yield source.name, tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -126,9 +127,12 @@ class _Tracer(TorchDispatchMode):
             _refuse(name, "gets values that the loader computes")
         source, whole = self._sources[_storage(value)]
         region = rectangle(value, whole)
+        if region is not None:
+            at = source.at
+            region = Region(at + region.offset, (1,) * len(at) + region.shape)
         if region is None or region.shape != written.shape:
-            _refuse(name, f"gets a part of {source} that is broadcast or no rectangle")
-        return TracedCopy(source, region, name, written.offset)
+            _refuse(name, f"gets a part of {source.name} that is broadcast or no rectangle")
+        return TracedCopy(source.parameter, region, name, written.offset)
 
     def result(self) -> Trace:
         """Return the trace, after the loader has finished."""
@@ -161,7 +165,12 @@ def _refuse(name: str, reason: str) -> NoReturn:
 
 
 def rectangle(view: Tensor, whole: Tensor) -> Region | None:
-    """Return the region of contiguous `whole` that `view` covers; None if it is no rectangle."""
+    """Return the region of contiguous `whole` that `view` covers; None if it is no rectangle.
+
+    A view with fewer dims lies at one index of the first ones.
+    """
+    for _ in range(whole.dim() - view.dim()):
+        view = view.unsqueeze(0)
     steps = torch.empty(whole.shape, device="meta").stride()
     same = view.dim() == whole.dim() and whole.stride() == steps
     if not same or any(

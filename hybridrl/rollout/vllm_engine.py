@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -18,9 +18,10 @@ from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
-from hybridrl.distributed.weights import checkpoint_shapes
-from hybridrl.rollout import requests, vllm_compat
+from hybridrl.distributed.weights import checkpoint_sources
+from hybridrl.rollout import requests, vllm_compat, vllm_experts
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import sample_seeds
@@ -68,14 +69,16 @@ def in_process(device_type: str, *, enforce_eager: bool = True) -> Iterator[None
         yield
 
 
-def loader_trace(
-    llm: Any, sources: Sequence[tuple[str, tuple[int, ...]]]
-) -> tuple[Trace, dict[str, Tensor]]:
+def loader_trace(llm: Any, sources: Sequence[CheckpointTensor]) -> tuple[Trace, dict[str, Tensor]]:
     """Return the trace of the weight loader of an `LLM`, and the tensors that it writes, by name.
 
-    `sources` are names and shapes of the checkpoint's tensors. The tensors do not change.
+    The tensors do not change.
+
+    Raises:
+        ConfigError: experts are not as they were loaded.
     """
     model = llm.apply_model(lambda model: model)[0]
+    vllm_experts.check_experts(model)
     live = live_tensors(model)
     dtype = llm.llm_engine.model_config.dtype
     trace = trace_loader(model, model.load_weights, sources, dtype)
@@ -125,8 +128,10 @@ class VLLMEngine:
                 times.part("rest"),
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),
                 vllm_compat.own_class(folder),
+                vllm_experts.experts_as_loaded(folder, device_type) as more,
             ):
-                self._llm = LLM(model=str(folder), **engine_options(config, device_type))
+                options = engine_options(config, device_type) | more
+                self._llm = LLM(model=str(folder), **options)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
         self._written = {name for name, _ in self._model.named_parameters()}
@@ -141,7 +146,7 @@ class VLLMEngine:
         """True if the content of the parameters outlives `sleep`, as it always does on a CPU."""
         return not self._on_gpu or EnginePart.WEIGHTS not in SLEEPERS[self._config.sleep]
 
-    def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
+    def trace(self, sources: Sequence[CheckpointTensor]) -> Trace:
         """Trace the writes of vLLM's loader and of the adapters on this rank.
 
         The parameters do not change.
@@ -226,15 +231,20 @@ class VLLMEngine:
             call=self._calls,
         )
 
-    def _trace(self, model: nn.Module, sources: Iterable[tuple[str, tuple[int, ...]]]) -> Trace:
+    def _trace(self, model: nn.Module, sources: Sequence[CheckpointTensor]) -> Trace:
         dtype = getattr(torch, self._config.dtype.value)
-        return trace_loader(model, model.load_weights, list(sources), dtype)  # type: ignore[arg-type]
+        return trace_loader(model, model.load_weights, sources, dtype)  # type: ignore[arg-type]
 
     def _adapt(self, model: nn.Module) -> None:
-        """Add the adapters of the config, if any, to a loaded model, before it is compiled."""
+        """Check a loaded model and add the adapters of the config, if any, before it is compiled.
+
+        Raises:
+            ConfigError: its experts are not as they were loaded.
+        """
+        vllm_experts.check_experts(model)
         if self._config.lora is not None:
-            sources = checkpoint_shapes(self._config.model)
-            add_adapters(model, self._trace(model, sources.items()), self._config.lora)
+            sources = checkpoint_sources(self._config.model)
+            add_adapters(model, self._trace(model, sources), self._config.lora)
 
     def _warm_up(self) -> None:
         """Sample a few tokens from random weights, so that kernels are compiled now.

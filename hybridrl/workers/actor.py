@@ -18,13 +18,10 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
+from hybridrl.distributed.forward.routing import Routing, RoutingTotals
 from hybridrl.distributed.fsdp import load_sharded_policy
-from hybridrl.distributed.storage.export import (
-    AdapterFiles,
-    GatheredWeights,
-    adapter_state_dict,
-    write_model,
-)
+from hybridrl.distributed.storage.export import AdapterFiles, write_model
+from hybridrl.distributed.storage.policy_weights import GatheredWeights, adapter_state_dict
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
@@ -52,7 +49,7 @@ class ActorWorker(TrainedWorker):
                 config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
             )
         )
-        self.kl_coef = 0.0
+        self.kl_coef, self.routing = 0.0, RoutingTotals()
         loss, args = policy_loss_of(config.algorithm.loss.function), config.algorithm.loss.args
         settings = {name: args[name] for name in loss.settings}
         self.token_loss = partial(locate(f"{KEY}.function", loss.path), **settings)
@@ -94,14 +91,16 @@ class ActorWorker(TrainedWorker):
         `batch` has the fields that the loss takes and, unless `kl_coef`, the weight of the KL
         penalty in the loss, is 0, ref_log_probs. `step`, counted from 1, sets the learning rate.
         """
-        self.kl_coef = kl_coef
+        self.kl_coef, self.routing = kl_coef, RoutingTotals()
         with self.training(self.policy_loss, step) as training:
             for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(*mini)
                 # Not reported for reference answers, nor by the loss of some subclasses.
                 if index == 0 and "log_ratio_max" in training.maxima:
                     training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
-        return {f"actor/{name}": value for name, value in training.report().items()}
+        metrics = {f"actor/{name}": value for name, value in training.report().items()}
+        routing = self.routing.report(whole_sequences=self.sequence_group is None)
+        return metrics | {f"router/{name}": value for name, value in routing.items()}
 
     def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
         """Compute the loss: a sum over a micro-batch's tokens, divided by `totals`.
@@ -150,10 +149,23 @@ class ActorWorker(TrainedWorker):
             totals,
             self.config.max_response_tokens,
         )
+        if result.routing is not None:
+            self.routing.add(result.routing)
+            if self.config.router_balance_coef:
+                scalar = scalar + self.balance_loss(result.routing, micro, totals)
         maxima = {}
         if micro.old_log_probs is not None:  # reference answers have none
             maxima = ratio_maxima(log_probs, self.on_device(micro.old_log_probs), mask)
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
+
+    def balance_loss(self, routing: Routing, micro: RolloutBatch, totals: Totals) -> Tensor:
+        """Compute the weighted load-balancing loss: a sum over responses divided by their total.
+
+        Responses without a counted token, which the total leaves out, do not count.
+        """
+        counts = torch.tensor([float(row.any()) for row in micro.counted.rows()])
+        losses = routing.balance * to_device(counts, self.device)
+        return self.config.router_balance_coef * losses.sum() / totals.responses
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
         """Compute log-probs, and optionally entropy, of the response tokens, on the device."""

@@ -13,11 +13,12 @@ from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.columns import choose_columns
+from hybridrl.distributed.experts import CheckpointTensor, parameter_shapes
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.process_memory import trim_heap
 from hybridrl.distributed.regions import Trace
-from hybridrl.distributed.weights import checkpoint_shapes
+from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
 from hybridrl.reshard.resharder import Resharder
@@ -62,14 +63,14 @@ class RolloutWorker(Worker):
         return VLLMEngine(self.config, folder, stop_token_ids(folder), self.mesh.device_type)
 
     @cached_property
-    def sources(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the model's checkpoint by name, without adapters."""
-        return checkpoint_shapes(self.config.model)
+    def sources(self) -> list[CheckpointTensor]:
+        """Every tensor of the model's checkpoint, without adapters."""
+        return checkpoint_sources(self.config.model)
 
     @cached_property
     def trace(self) -> Trace:
         """Trace of the engine's weight loader on this rank."""
-        return self.engine.trace(list(self.sources.items()))
+        return self.engine.trace(self.sources)
 
     @on_all_ranks(Dispatch.RANK_ZERO)
     def columns(self, fsdp: FSDPConfig) -> list[str]:
@@ -83,7 +84,8 @@ class RolloutWorker(Worker):
         dist.all_gather_object(traces, self.trace)
         engine = traces[: self.config.tensor_parallel_size]
         dtype = getattr(torch, self.config.dtype.value)
-        columns, notes = choose_columns(fsdp, self.sources, engine, dtype.itemsize)
+        shapes = parameter_shapes(self.sources)
+        columns, notes = choose_columns(fsdp, shapes, engine, dtype.itemsize)
         if dist.get_rank() == 0:
             for note in notes:
                 logger.warning("%s", note)
@@ -94,7 +96,8 @@ class RolloutWorker(Worker):
         super().connect(roles)
         self.actor = roles["actor"]
         shards = self.actor.named_shards()
-        assert self.sources.items() <= {shard.name: shard.shape for shard in shards}.items()
+        known = {shard.name: shard.shape for shard in shards}
+        assert parameter_shapes(self.sources).items() <= known.items()
         tensors, bucket_mb = self.engine.tensors(), self.config.reshard_bucket_mb
         self.resharder = Resharder(shards, self.trace, tensors, self.mesh, bucket_mb)
 

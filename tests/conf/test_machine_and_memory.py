@@ -74,7 +74,8 @@ def test_sizes_of_every_family_are_those_of_the_real_model(name):
     assert shape.layers * shape.layer_parameters == sum(
         p.numel() for p in model.model.layers.parameters()
     )
-    layers = model.model.layers[0].named_modules()
+    layer = model.model.layers[0]
+    layers = (layer.self_attn if shape.experts else layer).named_modules()
     found = {
         name.rpartition(".")[2]: (layer.out_features, layer.in_features)
         for name, layer in layers

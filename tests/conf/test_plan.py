@@ -12,7 +12,7 @@ from hybridrl.config.planner.fitting import ROOM, remedy
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node, planned_machine
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.step_time import step_seconds
-from hybridrl.models.known_shapes import KNOWN, QWEN2_5
+from hybridrl.models.known_shapes import KNOWN, OLMOE_1B_7B, QWEN2_5, QWEN3_30B_A3B
 from hybridrl.trainer.tracking.provenance import plain
 
 # Of the models' pages on the hub.
@@ -44,6 +44,14 @@ def test_known_models_have_their_published_sizes():
     found = {size: model_shape(config).parameters for size, config in QWEN2_5.items()}
     assert found == PUBLISHED
     assert KNOWN["Qwen/Qwen2.5-7B-Instruct"] == QWEN2_5["7B"]
+
+
+def test_total_and_active_parameters_of_published_mixtures():
+    """30.5 and 3.3 billion of Qwen3-30B-A3B, 6.9 and 1.3 of OLMoE-1B-7B, by their pages."""
+    for config, total, active in ((QWEN3_30B_A3B, 30.5, 3.3), (OLMOE_1B_7B, 6.9, 1.3)):
+        shape = model_shape(config)
+        assert shape.parameters / 1e9 == pytest.approx(total, abs=0.06)
+        assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.06)
 
 
 @pytest.mark.parametrize(

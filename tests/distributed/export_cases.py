@@ -14,7 +14,7 @@ from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.config.choices import Init
 from hybridrl.config.schema import LoRAConfig
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.storage.export import adapter_state_dict
+from hybridrl.distributed.storage.policy_weights import adapter_state_dict
 from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.saver import SaverWorker

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridrl.config.choices import DType
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.reference import ReferenceWorker
@@ -14,6 +15,9 @@ from tests.role_configs import actor_config, fsdp_config, lora_config, reference
 from tests.tiny_hf import MORE, OTHER_HEADS, tiny_folder
 from tests.training_batches import scheduled, training_batch
 
+# Experts can be compiled in bfloat16 only.
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")
+DENSE = sorted(MORE.keys() - OTHER_HEADS - set(MIXTURES))
 # Every response alone, some together, all together: packed lengths from 6 to 77.
 BUDGETS = (15, 30, 200)
 
@@ -70,7 +74,7 @@ def reference_log_probs(actor, mine, lora_rank):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora_rank"),
-    [("qwen2", 0), ("qwen2", 4), *((name, 0) for name in sorted(MORE.keys() - OTHER_HEADS))],
+    [("qwen2", 0), ("qwen2", 4), *((name, 0) for name in DENSE)],
 )
 def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, name, lora_rank):
     folder = tiny_folder(name, tmp_path / name)
@@ -85,3 +89,35 @@ def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, name, 
         # One sequence or several; gradients of an earlier micro-batch there or not; adapters off;
         # layers of two kinds.
         assert 1 <= num_graphs <= (8 if lora_rank or name in MORE else 4)
+
+
+def experts_in_bfloat16(folder):
+    """Metrics of an update with eager and with compiled, recomputed layers; graphs compiled."""
+    found = []
+    for compile_layers in (False, True):
+        spec = fsdp_config(
+            dp_shard=dist.get_world_size(),
+            compile=compile_layers,
+            activation_checkpointing=compile_layers,
+            param_dtype=DType.bfloat16,
+        )
+        config = actor_config(folder, spec, router_balance_coef=0.1)
+        actor = ActorWorker(config, build_mesh(spec, "cpu"))
+        dealt, mine = my_part(training_batch(), 4, 30)
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, actor.compute_log_probs(mine))
+        batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
+        found.append(actor.update(my_part(batch, 4, 30)[1], 1, 0.1))
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_compiled_experts_train_in_bfloat16_and_ratio_is_one(tmp_path, name):
+    folder = tiny_folder(name, tmp_path / name)
+    for (eager, compiled), num_graphs in run_on_ranks(experts_in_bfloat16, 2, folder):
+        assert num_graphs == 1
+        assert compiled["actor/first_log_ratio_max"] == 0.0
+        assert compiled["actor/grad_norm"] == pytest.approx(eager["actor/grad_norm"], rel=0.03)
+        for metric in ("actor/loss", "router/balance_loss", "router/entropy"):
+            assert compiled[metric] == pytest.approx(eager[metric], rel=0.03), metric

@@ -34,6 +34,8 @@ def cases(tmp_path_factory) -> Iterator[dict[str, Trained]]:
     folder = tmp_path_factory.mktemp("export")
     llama = tiny_folder("llama", folder / "llama")
     qwen2 = tiny_folder("qwen2", folder / "qwen2")
+    experts = tiny_folder("qwen3_moe", folder / "qwen3_moe")
+    attention = lora_config(4, target_modules=["q_proj", "o_proj"])
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
@@ -42,6 +44,8 @@ def cases(tmp_path_factory) -> Iterator[dict[str, Trained]]:
             "tied": checkpoint(folder / "tied", qwen2),
             "adapted": checkpoint(folder / "adapted", qwen2, lora=lora_config(4)),
             "drawn": checkpoint(folder / "drawn", llama, lora=lora_config(4), init=Init.random),
+            "experts": checkpoint(folder / "experts", experts),
+            "adapted_experts": checkpoint(folder / "adapted_experts", experts, lora=attention),
         }
     finally:
         dist.destroy_process_group()
@@ -65,6 +69,20 @@ def test_transformers_loads_the_trained_bits(cases, name, tmp_path, capsys):
     said = capsys.readouterr().out
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert f"step {STEP}, {len(found)} tensors as float32, {size / 1e6:,.1f} MB" in said
+
+
+@pytest.mark.parametrize("name", ["experts", "adapted_experts"])
+def test_each_expert_is_exported_under_its_own_names(cases, name, tmp_path):
+    case = cases[name]
+    folder = exported(case, tmp_path / "model")
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == case.weights.keys()
+    for weight, expected in case.weights.items():
+        assert torch.equal(saved[weight], expected), weight
+    fused = AutoModelForCausalLM.from_pretrained(folder).model.layers[1].mlp.experts
+    for part, found in zip(("gate", "up"), fused.gate_up_proj[5].chunk(2), strict=True):
+        assert torch.equal(found, saved[f"model.layers.1.mlp.experts.5.{part}_proj.weight"])
+    assert torch.equal(fused.down_proj[5], saved["model.layers.1.mlp.experts.5.down_proj.weight"])
 
 
 def test_logits_are_those_of_the_trained_model(cases, tmp_path):

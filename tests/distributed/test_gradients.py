@@ -157,3 +157,54 @@ def test_gradient_of_every_family(name, ranks, tmp_path):
     folder = tiny_folder(name, tmp_path / name)
     results = run_on_ranks(actor_and_critic_gradients, ranks, folder, 1, {}, time_limit_s=280)
     check(results, expected_gradients(folder))
+
+
+BALANCE = 0.3
+
+
+def balance_losses(model, ids):
+    """The load-balancing loss of one sequence, from transformers' logits of the routers."""
+    config = model.config
+    logits = model(input_ids=ids[None], output_router_logits=True).router_logits
+    number, losses = logits[0].shape[-1], []
+    for layer in logits:
+        probs = layer.softmax(-1)
+        chosen = probs.topk(config.num_experts_per_tok).indices.flatten()
+        share = torch.bincount(chosen, minlength=number) / len(chosen)
+        losses.append(number * (share * probs.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def balanced_gradients(folder, ranks_spec):
+    """Gradients of the load-balancing loss alone, and what routers are said to do."""
+    spec = fsdp_config(dp_shard=dist.get_world_size(), **ranks_spec)
+    found = []
+    for coef in (0.0, BALANCE):
+        config = actor_config(folder, spec, router_balance_coef=coef)
+        actor = ActorWorker(config, build_mesh(spec, "cpu"))
+        _, policy = gradients(actor, actor.policy_loss, 30)
+        found.append(policy)
+    report = actor.routing.report(whole_sequences=True)
+    return {name: found[1][name] - found[0][name] for name in policy}, report
+
+
+@pytest.mark.parametrize(("ranks", "changes"), [(2, {"activation_checkpointing": True})])
+def test_balance_loss_is_that_of_each_sequence(ranks, changes, tmp_path):
+    folder = tiny_folder("qwen3_moe", tmp_path / "model")
+    results = run_on_ranks(balanced_gradients, ranks, folder, changes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = training_batch()
+    sequences = [torch.cat(pair) for pair in rows(batch, "prompts", "responses")]
+    counted = [bool(mask.any()) for mask in batch.response_mask.rows()]
+    losses = torch.stack([balance_losses(model, ids) for ids in sequences])
+    (BALANCE * losses[torch.tensor(counted)].sum() / sum(counted)).backward()
+    wanted = {f"lm.{name}": p.grad for name, p in model.named_parameters()}
+    wanted = {n: torch.zeros(()) if g is None else g for n, g in wanted.items()}
+    for difference, report in results:
+        for name, found in difference.items():
+            expected = wanted[name].expand_as(found) if wanted[name].ndim == 0 else wanted[name]
+            expected = expected.reshape(found.shape)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert report["balance_loss"] == pytest.approx(float(losses.mean().detach()), rel=1e-5)
+        assert 0 <= report["load_min"] < 1 / 6 < report["load_max"] <= 1
+        assert 0 < report["entropy"] < 1.80  # log 6

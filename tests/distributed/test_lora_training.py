@@ -10,7 +10,7 @@ from hybridrl.config.choices import Accumulation
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.lora import checkpoint_parameters
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.storage.export import adapter_state_dict
+from hybridrl.distributed.storage.policy_weights import adapter_state_dict
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.training import Training

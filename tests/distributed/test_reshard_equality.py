@@ -8,7 +8,7 @@ import torch
 
 from hybridrl.config.choices import DType, Layout
 from tests.distributed.launch import run_on_ranks
-from tests.reshard_cases import Case, run_cases, write_folders
+from tests.reshard_cases import BY_COLUMNS, ROW_PARALLEL, Case, run_cases, write_folders
 from tests.tiny_hf import MORE
 
 FLOAT, BFLOAT = DType.float32, DType.bfloat16
@@ -20,6 +20,7 @@ CASES = {
         Case("qwen3_tied", FLOAT, tp=2),  # 1 KV head on 2 ranks
         Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
         Case("gemma3", FLOAT, tp=2),
+        Case("qwen3_moe", FLOAT, tp=2),
     ],
 }
 SLOW_CASES = {
@@ -28,6 +29,9 @@ SLOW_CASES = {
     4: [
         Case("qwen3", FLOAT, tp=2, dp_replicate=2, layout=Layout.plain),
         Case("qwen2_untied", BFLOAT, tp=4, dp_replicate=4),
+        Case("qwen3_moe", FLOAT, tp=2),
+        Case("qwen3_moe", BFLOAT, tp=2, layout=Layout.plain),
+        Case("qwen2_moe", FLOAT, tp=1, dp_replicate=2),
     ]
     + [
         Case(model, dtype, tp=tp, dp_replicate=replicas, layout=layout)
@@ -42,11 +46,6 @@ FAMILY_CASES = {
     1: [Case(model, FLOAT, tp=1) for model in sorted(MORE)],
     2: [Case(model, dtype, tp=2) for model in sorted(MORE) for dtype in (FLOAT, BFLOAT)],
 }
-ROW_PARALLEL = [
-    f"model.layers.{layer}.{name}.weight"
-    for layer in range(2)
-    for name in ("self_attn.o_proj", "mlp.down_proj")
-]
 
 
 def each(cases):
@@ -107,7 +106,9 @@ def check_case(case, by_rank):
 
 def check_weights(case, one, ranks):
     nested = case.layout is Layout.aligned and 1 < case.tp <= ranks // case.dp_replicate
-    assert one["columns"] == (ROW_PARALLEL if nested else [])
+    names = BY_COLUMNS.get(case.model, ROW_PARALLEL)
+    expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in names]
+    assert one["columns"] == (expected if nested else [])
     assert one["differs_A"] == one["differs_B"] == []
 
 

@@ -22,6 +22,10 @@ CASES = [
     (4, Case("qwen2_untied", BFLOAT, tp=2, layout=Layout.plain)),
     (4, Case("qwen2", BFLOAT, tp=4)),
     (4, Case("qwen3", BFLOAT, tp=2, dp_replicate=2)),
+    (1, Case("qwen3_moe", BFLOAT, tp=1, enforce_eager=False)),
+    (2, Case("qwen3_moe", BFLOAT, tp=2)),
+    (2, Case("qwen2_moe", BFLOAT, tp=1)),
+    (4, Case("olmoe", BFLOAT, tp=2)),
 ]
 
 

@@ -188,3 +188,19 @@ def test_several_gpus_have_the_gradient_of_one(folder, ranks, replicas):
             assert float((flat(found) - wanted).norm() / wanted.norm()) < 1e-5
     for _, metrics in several:
         assert metrics["actor/first_log_ratio_max"] == 0.0
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+@pytest.mark.parametrize("dtype", list(DType))
+def test_experts_train_and_their_first_ratio_is_one(dtype, compile_layers, tmp_path):
+    """Grouped matrix products, forward and backward, with recomputed layers."""
+    folder = tiny_folder("qwen3_moe", tmp_path / "model")
+    ((grads, metrics),) = run_on_ranks(
+        train_step, 1, folder, dtype, 1, True, compile_layers, device_type="cuda"
+    )
+    assert metrics["actor/first_log_ratio_max"] == 0.0
+    assert metrics["actor/log_ratio_max"] > 0.0
+    assert metrics["actor/skipped_steps"] == metrics["critic/skipped_steps"] == 0
+    assert 0 <= metrics["router/load_min"] < 1 / 6 < metrics["router/load_max"]
+    experts = [flat({n: g}) for n, g in grads[0].items() if "experts" in n]
+    assert len(experts) == 4 and all(grad.norm() > 0 for grad in experts)

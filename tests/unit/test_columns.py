@@ -9,12 +9,12 @@ from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
 from hybridrl.rollout.trace import trace_loader
 from tests.role_configs import fsdp_config
-from tests.toy_engine import HEAD, HIDDEN, INTERMEDIATE, NUM_HEADS, SOURCES, ToyEngine
+from tests.toy_engine import HEAD, HIDDEN, INTERMEDIATE, NUM_HEADS, SOURCES, ToyEngine, sources
 
 
 def traces(tp):
     engines = [ToyEngine(rank, tp) for rank in range(tp)]
-    return [trace_loader(e, e.load_weights, list(SOURCES.items()), torch.int64) for e in engines]
+    return [trace_loader(e, e.load_weights, sources(), torch.int64) for e in engines]
 
 
 def chosen(dp_shard, tp, layout=Layout.aligned):

@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
-from hybridrl.rollout import vllm_compat
+from hybridrl.rollout import vllm_compat, vllm_experts
 
 
 def missing(names):
@@ -52,11 +52,12 @@ def test_all_names_of_vllm_exist():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
+    names = vllm_compat.NAMES + vllm_experts.NAMES
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
         "from tests.unit.test_compat import missing\n"
-        f"print('missing:', missing({vllm_compat.NAMES!r}))"
+        f"print('missing:', missing({names!r}))"
     )
     root = Path(__file__).resolve().parents[2]
     ran = subprocess.run(

@@ -14,7 +14,7 @@ from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.reshard.plan import build_plans
 from hybridrl.reshard.transfers import SourceLayout, intersect
 from hybridrl.rollout.trace import trace_loader
-from tests.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates
+from tests.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates, sources
 from tests.unit.whole_plan import build_plan
 
 SIZES = (1, 2, 4, 8)
@@ -30,7 +30,7 @@ FROZEN = ["embed", "norm", "k", "q_bias", "k_bias", "v_bias", "gate", "lm_head"]
 
 def trace_of(rank, tp):
     engine = ToyEngine(rank, tp)
-    return trace_loader(engine, engine.load_weights, list(SOURCES.items()), torch.int64)
+    return trace_loader(engine, engine.load_weights, sources(), torch.int64)
 
 
 def layouts(num_shards, row_parallel_dim=0):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Region, TracedCopy, TracedFill
 from hybridrl.reshard.plan import check_coverage
 from hybridrl.rollout.trace import rectangle, trace_loader
@@ -16,7 +17,8 @@ class Model(nn.Module):
         self.b = nn.Parameter(torch.full((3,), 7.0))
 
 
-SOURCES = [("x", (6, 3)), ("y", (3,)), ("z", (3, 4))]
+SHAPES = {"x": (6, 3), "y": (3,), "z": (3, 4)}
+SOURCES = [CheckpointTensor(name, shape, name) for name, shape in SHAPES.items()]
 
 
 def traced(write):

@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from hybridrl.config.choices import Accumulation, DType
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.training_memory import TrainingMemory, Workload, kept_by_layer
+from hybridrl.distributed.experts import replace_experts
 from hybridrl.distributed.forward import attention, log_probs
 from hybridrl.distributed.forward.log_probs import Entropy, Rows
 from hybridrl.distributed.forward.packing import Packed
+from hybridrl.distributed.forward.routing import has_experts, keep_routing
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
-from hybridrl.distributed.fsdp import _checkpoint_activations
+from hybridrl.distributed.fsdp import _set_forward
 from tests.allocations import Allocations
 from tests.role_configs import fsdp_config
 from tests.tiny_hf import MORE
@@ -81,8 +83,11 @@ def model(config, checkpointing=False):
     lm = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation=attention.PACKED_ATTENTION
     ).eval()
-    for layer in lm.model.layers if checkpointing else ():
-        _checkpoint_activations(layer)
+    replace_experts(lm)
+    for layer in lm.model.layers:
+        _set_forward(layer, fsdp_config(1, activation_checkpointing=checkpointing))
+        if has_experts(layer):
+            layer.register_forward_hook(keep_routing)
     return lm
 
 
@@ -127,9 +132,30 @@ def answers(root, has_head):
     return root(packed, 1.0, Entropy.report).log_probs if has_head else root(packed)
 
 
+MIXTURES = ("qwen3_moe", "qwen2_moe")
+
+
+def wide(name):
+    """A family's tiny model with layers wide enough that norms and MLP decide."""
+    config = copy.deepcopy(MORE[name])
+    config.update({"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4})
+    config.update({"num_hidden_layers": LAYERS, "head_dim": 128, "no_rope_layers": [1] * LAYERS})
+    if name in MIXTURES:
+        config.update({"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4})
+    if name == "phi3":
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+        config.rope_parameters["partial_rotary_factor"] = 1.0
+    if name in ("gemma3", "smollm3", "qwen2_moe"):
+        config.layer_types = ["full_attention"] * LAYERS
+    return config
+
+
+PEAKS = (QWEN, WIDE, wide("qwen3_moe"))
+
+
 @pytest.mark.parametrize("has_head", [True, False], ids=["actor", "critic"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("config", [QWEN, WIDE], ids=["qwen", "wide"])
+@pytest.mark.parametrize("config", PEAKS, ids=["qwen", "wide", "experts"])
 def test_peak_of_an_update_is_predicted_to_15_percent(config, checkpointing, has_head):
     with FakeTensorMode():
         root = root_of(model(config, checkpointing), has_head, not checkpointing)
@@ -144,7 +170,7 @@ def test_peak_of_an_update_is_predicted_to_15_percent(config, checkpointing, has
 
 
 @pytest.mark.parametrize("has_head", [True, False], ids=["actor", "critic"])
-@pytest.mark.parametrize("config", [QWEN, WIDE], ids=["qwen", "wide"])
+@pytest.mark.parametrize("config", PEAKS, ids=["qwen", "wide", "experts"])
 def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     with FakeTensorMode(), torch.no_grad():
         root = root_of(model(config), has_head, True)
@@ -155,29 +181,16 @@ def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     assert predicted == pytest.approx(counted.peak, rel=0.1)
 
 
-def wide(name):
-    """A family's tiny model with layers wide enough that norms and MLP decide."""
-    config = copy.deepcopy(MORE[name])
-    config.update({"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4})
-    config.update({"num_hidden_layers": LAYERS, "head_dim": 128, "no_rope_layers": [1] * LAYERS})
-    if name == "phi3":
-        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
-        config.rope_parameters["partial_rotary_factor"] = 1.0
-    if name in ("gemma3", "smollm3"):
-        config.layer_types = ["full_attention"] * LAYERS
-    return config
-
-
 FAMILIES = ("mistral", "phi3", "olmo2", "granite", "smollm3")
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        *(QWEN, WIDE, HEAD_NORMS, wide("gemma3")),
-        *(pytest.param(wide(name), marks=pytest.mark.slow) for name in FAMILIES),
+        *(QWEN, WIDE, HEAD_NORMS, wide("gemma3"), wide("qwen3_moe")),
+        *(pytest.param(wide(name), marks=pytest.mark.slow) for name in (*FAMILIES, "qwen2_moe")),
     ],
-    ids=["qwen", "wide", "head norms", "gemma3", *FAMILIES],
+    ids=["qwen", "wide", "head norms", "gemma3", "qwen3_moe", *FAMILIES, "qwen2_moe"],
 )
 def test_what_layers_keep_is_predicted_to_15_percent(config):
     """Over all layers and what surrounds them, the head's states apart."""

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 from operator import attrgetter
 
-from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement, Schedule
+from hybridrl.config.choices import CorrectionMethod, DType, KLEstimator, KLPlacement, Schedule
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
@@ -140,6 +140,28 @@ def supervised_problems(config: RunConfig) -> Iterator[str]:
         if value != needed:
             problem = f"{key} = {value:g}, expected {needed} with {why}: {because}."
             yield f"{problem}\nSet {key}={needed}."
+
+
+def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Check the load-balancing loss, which needs whole sequences, and compilation of experts."""
+    coef, fsdp = config.actor.router_balance_coef, config.fsdp
+    if shape.experts is not None and fsdp.compile and fsdp.param_dtype is DType.float32:
+        yield (
+            "fsdp.compile = true with fsdp.param_dtype = float32: grouped matrix products of "
+            "experts can be compiled in bfloat16 only.\n"
+            "Set fsdp.compile=false or fsdp.param_dtype=bfloat16."
+        )
+    if coef and shape.experts is None:
+        yield (
+            f"actor.router_balance_coef = {coef:g}, expected 0: model.path has no experts to "
+            "balance.\nSet actor.router_balance_coef=0."
+        )
+    if coef and fsdp.ulysses_size > 1:
+        yield (
+            f"actor.router_balance_coef = {coef:g} with fsdp.ulysses_size = "
+            f"{fsdp.ulysses_size}: the loss is of whole sequences, which ranks share.\n"
+            "Set actor.router_balance_coef=0 or fsdp.ulysses_size=1."
+        )
 
 
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

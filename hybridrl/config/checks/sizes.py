@@ -248,7 +248,7 @@ def _undivided_heads(size: int, shape: ModelShape) -> list[str]:
 def _undivided_widths(tp: int, shape: ModelShape) -> list[str]:
     padded = -(-shape.vocab // VOCAB_PADDING) * VOCAB_PADDING
     widths = {
-        f"intermediate size {shape.intermediate}": shape.intermediate,
+        **{f"{name} {width}": width for name, width in shape.tp_widths.items()},
         f"vocabulary of {shape.vocab} (padded to {padded})": padded,
     }
     return [text for text, width in widths.items() if width % tp]

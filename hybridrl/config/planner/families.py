@@ -17,6 +17,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 # Linear layers of the attention block, whatever the family; others are of the MLP.
 IN_ATTENTION = (*ATTENTION, "qkv_proj")
 CPU_ONLY = ("not run on GPUs", "activation memory of compiled layers unknown, counted as Llama's")
+MOE_ON_CPU_ONLY = ("not run on GPUs", "activation memory of compiled layers unknown, a bound")
 
 
 class HeadNorm(Enum):
@@ -42,6 +43,30 @@ class Window(NamedTuple):
     full_every: int | None = None
 
 
+class Mixture(NamedTuple):
+    """Experts in the MLP of every decoder layer; fields ending in _key are keys of config.json.
+
+    Attributes:
+        size_key: intermediate size of an expert.
+        norm_key: true if the weights of a token's experts add up to 1; None: they always do.
+        shared_key: intermediate size of the expert that sees every token; None: there is none.
+        block: name of the MLP in checkpoints; in transformers it is mlp.
+        parts: gate, up and down projection of an expert in checkpoints.
+    """
+
+    size_key: str = "moe_intermediate_size"
+    norm_key: str | None = "norm_topk_prob"
+    shared_key: str | None = None
+    block: str = "mlp"
+    parts: tuple[str, str, str] = MLP
+
+    def keys(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the mandatory keys of config.json; the first is the number of experts."""
+        number = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        shared = () if self.shared_key is None else (self.shared_key,)
+        return (number, self.size_key, "num_experts_per_tok", *shared)
+
+
 @dataclass(frozen=True)
 class Family:
     """Decoders of one model_type; the defaults are Llama's, but for `untested`.
@@ -60,6 +85,8 @@ class Family:
         head_norm: norm of queries and keys.
         window: sliding window, if layers may have one.
         logits_divisor: key of config.json by which logits are divided.
+        experts: mixture of experts in place of the MLP; its layers are no `linear_layers`.
+        refused: settings in config.json that are not supported: key, and why.
     """
 
     kind: str
@@ -75,10 +102,16 @@ class Family:
     head_norm: HeadNorm = HeadNorm.none
     window: Window | None = None
     logits_divisor: str | None = None
+    experts: Mixture | None = None
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 _ATTENTION_BIAS = ("attention_bias", ATTENTION)
 _MLP_BIAS = ("mlp_bias", MLP)
+# vLLM's models with experts ignore these.
+_NO_WINDOW = "vLLM's model attends to all tokens"
+_DENSE_LAYERS = ("mlp_only_layers", "every layer needs experts")
+_BIASES = ("attention_bias", "vLLM's model leaves biases out")
 _FAMILIES = (
     Family("llama", untested=(), bias_keys=(_ATTENTION_BIAS, _MLP_BIAS)),
     Family("qwen2", untested=(), biased=("q_proj", "k_proj", "v_proj")),
@@ -113,6 +146,49 @@ _FAMILIES = (
         float32_norms=True,
         head_norm=HeadNorm.each,
         window=Window(default=4096, full_every=6),
+    ),
+    Family(
+        "qwen3_moe",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        head_norm=HeadNorm.each,
+        experts=Mixture(),
+        refused=(_DENSE_LAYERS, _BIASES, ("use_sliding_window", _NO_WINDOW)),
+    ),
+    Family(
+        "qwen2_moe",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        biased=("q_proj", "k_proj", "v_proj"),
+        experts=Mixture(shared_key="shared_expert_intermediate_size"),
+        refused=(_DENSE_LAYERS, ("use_sliding_window", _NO_WINDOW)),
+    ),
+    Family(
+        "olmoe",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        head_norm=HeadNorm.whole,
+        experts=Mixture(size_key="intermediate_size"),
+        refused=(
+            _BIASES,
+            ("norm_topk_prob", "vLLM's model does not normalise the weights of experts"),
+            ("clip_qkv", "vLLM's model does not clip queries, keys and values"),
+        ),
+    ),
+    Family(
+        "mixtral",
+        untested=MOE_ON_CPU_ONLY,
+        linear_layers=ATTENTION,
+        experts=Mixture(
+            size_key="intermediate_size",
+            norm_key=None,
+            block="block_sparse_moe",
+            parts=("w1", "w3", "w2"),
+        ),
+        refused=(
+            ("sliding_window", _NO_WINDOW),
+            ("router_jitter_noise", "equal tokens must have equal log-probs"),
+        ),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.kind: family for family in _FAMILIES}
@@ -149,19 +225,25 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "model.path is a quantized model, expected plain weights for training.\n"
             "Set model.path to the unquantized model."
         )
-    for key, reason in REFUSED_SETTINGS.items():
+    family = FAMILIES[kind]
+    for key, reason in (REFUSED_SETTINGS | dict(family.refused)).items():
         if config.get(key):
             raise ConfigError(
                 f"config.json of model.path has {key} = {config[key]}, expected none: {reason}.\n"
                 f"Set model.path to another model."
             )
+    if family.experts and config.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            f"config.json of model.path has decoder_sparse_step = {config['decoder_sparse_step']}, "
+            "expected 1: all layers need experts.\nSet model.path to another model."
+        )
     if "dynamic" in rope_types(config):
         raise ConfigError(
             "config.json of model.path has rope_type = dynamic, expected another: frequencies "
             "would depend on the longest sequence of a micro-batch.\nSet model.path to another "
             "model."
         )
-    return FAMILIES[kind]
+    return family
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

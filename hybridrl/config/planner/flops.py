@@ -4,7 +4,8 @@ A token costs 6 N operations in the weights and 6 L h S in causal attention, for
 forward alone is a third. Recomputation does not count. In a layer with a window W < S, S is
 2 W - W^2 / S: what its tokens see.
 
-Symbols: N = parameters   L = layers   h = hidden size   S = mean sequence length
+Symbols: N = parameters that a token passes   L = layers   h = hidden size
+         S = mean sequence length
 
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311, with attention halved,
 because half of a causal score matrix is never computed
@@ -61,7 +62,7 @@ def training_flops(
     if not num_tokens:
         return 0.0
     mean_length = num_tokens / num_sequences
-    in_weights = (6 if trains_all else 4) * shape.parameters
+    in_weights = (6 if trains_all else 4) * shape.active_parameters
     return num_tokens * (in_weights + 6 * shape.hidden * shape.attended(mean_length))
 
 
@@ -76,7 +77,7 @@ def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
     In operations in the weights: 6 N + 6 L h S ATTENTION_TIME per token; S = `num_tokens`.
     """
     attention = 6 * shape.hidden * shape.attended(num_tokens)
-    return num_tokens * (6 * shape.parameters + ATTENTION_TIME * attention)
+    return num_tokens * (6 * shape.active_parameters + ATTENTION_TIME * attention)
 
 
 def data_sheet(name: str) -> DataSheet | None:

@@ -162,6 +162,8 @@ def host_parts(
     Model files are memory-mapped; only non-contiguous slices of one tensor at a time are copied.
     """
     weight = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
+    if shape.experts:  # a projection of all experts is one weight
+        weight = max(weight, 2 * shape.experts.number * shape.experts.inner * shape.hidden)
     return {
         "process": GPU_PROCESS_RAM_BYTES,
         "loading": MASTER_BYTES * weight // config.fsdp.shards,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.command.report import shown
@@ -21,6 +21,22 @@ REQUIRED = (
 SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
+class ExpertShape(NamedTuple):
+    """Sizes of a mixture of experts, the same in every decoder layer.
+
+    Attributes:
+        number: experts of a layer.
+        active: experts that a token passes.
+        inner: intermediate size of an expert.
+        shared: intermediate size of the expert that all tokens pass; 0: there is none.
+    """
+
+    number: int
+    active: int
+    inner: int
+    shared: int
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder.
@@ -32,6 +48,7 @@ class ModelShape:
         biased: linear layers with biases.
         window, windowed: visible tokens in layers with a sliding window; the number of these.
         max_positions: longest sequence in tokens; None if config.json has none.
+        experts: mixture of experts in place of the MLP, if any.
     """
 
     family: Family
@@ -47,6 +64,7 @@ class ModelShape:
     window: int | None
     windowed: int
     max_positions: int | None
+    experts: ExpertShape | None = None
 
     @property
     def untested(self) -> str:
@@ -62,12 +80,26 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Elements of one decoder layer."""
+        return self._outside_experts + self._expert * (self.experts.number if self.experts else 0)
+
+    @property
+    def _expert(self) -> int:
+        """Elements of one expert."""
+        return 3 * self.hidden * self.experts.inner if self.experts else 0
+
+    @property
+    def _outside_experts(self) -> int:
+        """Elements of one decoder layer without its experts that only some tokens pass."""
         layers = self.linear_layers
         weights = sum(outputs * inputs for outputs, inputs in layers.values())
         biases = sum(layers[name][0] for name in self.biased)
         heads = {HeadNorm.none: 0, HeadNorm.each: 2, HeadNorm.whole: self.heads + self.kv_heads}
         head_norms = heads[self.family.head_norm] * self.head_dim
-        return weights + biases + head_norms + self.family.norms * self.hidden
+        router = 0
+        if self.experts:
+            router = self.hidden * (self.experts.number + 3 * self.experts.shared)
+            router += self.hidden * (self.experts.shared > 0)  # its gate
+        return weights + biases + head_norms + self.family.norms * self.hidden + router
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
@@ -105,6 +137,22 @@ class ModelShape:
         return self.backbone_parameters + (0 if self.tied else self.embedding_parameters)
 
     @property
+    def active_parameters(self) -> int:
+        """Elements that a token passes: all but those of experts that it is not routed to."""
+        idle = self.experts.number - self.experts.active if self.experts else 0
+        return self.parameters - self.layers * idle * self._expert
+
+    @property
+    def tp_widths(self) -> dict[str, int]:
+        """Sizes that tensor parallelism splits in the MLP, by name."""
+        if not self.experts:
+            return {"intermediate size": self.intermediate}
+        widths = {"intermediate size of an expert": self.experts.inner}
+        if self.experts.shared:
+            widths["intermediate size of the shared expert"] = self.experts.shared
+        return widths
+
+    @property
     def backbone_parameters(self) -> int:
         """Elements without lm_head."""
         return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
@@ -117,10 +165,11 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         ConfigError: unsupported architecture, quantized weights, or missing or wrong keys.
     """
     family = family_of(config)
-    missing = [key for key in REQUIRED if config.get(key) is None]
+    expert_keys = family.experts.keys(config) if family.experts else ()
+    missing = [key for key in (*REQUIRED, *expert_keys) if config.get(key) is None]
     if missing:
         raise ConfigError(f"config.json of model.path lacks {', '.join(missing)}.")
-    sizes: dict[str, Any] = {key: config.get(key) for key in SIZES}
+    sizes: dict[str, Any] = {key: config.get(key) for key in (*SIZES, *expert_keys)}
     sizes["max_position_embeddings"] = largest_position(config)
     window = family.window and config.get("sliding_window", family.window.default)
     if window is not None:
@@ -138,6 +187,12 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         if heads % kv_heads or head_dim % 1:
             named = ("hidden_size", "num_attention_heads", "num_key_value_heads")
             wrong = [", ".join(f"{key} = {sizes[key]}" for key in named) + " do not divide"]
+    experts = None
+    if not wrong and family.experts:
+        number, inner, active, *shared = (sizes[key] for key in expert_keys)
+        experts = ExpertShape(number, active, inner, shared[0] if shared else 0)
+        if active > number:
+            wrong = [f"num_experts_per_tok = {active} is more than {expert_keys[0]} = {number}"]
     if wrong:
         raise ConfigError(
             f"config.json of model.path is wrong: {'; '.join(wrong)}.\n"
@@ -160,6 +215,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         window=window,
         windowed=_windowed(family, config, sizes["num_hidden_layers"]) if window else 0,
         max_positions=sizes["max_position_embeddings"],
+        experts=experts,
     )
 
 

@@ -74,6 +74,7 @@ def _heading(
     yield (
         "model",
         f"{config.model.path}: {shape.family.kind}, {shape.parameters:,} parameters, "
+        f"{_experts(shape)}"
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
         f"{shape.kv_heads} KV heads, "
         f"vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
@@ -90,6 +91,13 @@ def _heading(
             f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
             f"weight {reward.weight:g}",
         )
+
+
+def _experts(shape: ModelShape) -> str:
+    if shape.experts is None:
+        return ""
+    number, active, *_ = shape.experts
+    return f"{shape.active_parameters:,} active, {active} of {number} experts, "
 
 
 def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:

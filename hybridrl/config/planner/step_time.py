@@ -79,7 +79,7 @@ def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -
     cache = awake.get(LEFT_FOR_CACHE, awake.get("KV cache", 0))
     room = max(1.0, cache / (longest * of_token))
     together = min(sequences, rollout.max_num_seqs or sequences, room)
-    products = 2 * shape.parameters * together / tp / (sheet.peak * MFU)
+    products = 2 * shape.active_parameters * together / tp / (sheet.peak * MFU)
     weights = size * shape.parameters / tp / sheet.bandwidth
     context = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
     read = together * context * of_token / sheet.bandwidth

@@ -35,21 +35,35 @@ class Workload(NamedTuple):
     chunk_tokens: int
 
 
+def mlp_widths(shape: ModelShape) -> tuple[int, int]:
+    """Return intermediate values, and copies of hidden states, per token in a layer's MLP."""
+    experts = shape.experts
+    if experts is None:
+        return shape.intermediate, 0
+    return experts.active * experts.inner + experts.shared, experts.active
+
+
 def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
     """Return the bytes per token that autograd keeps of one decoder layer.
 
     Eager:     each norm (4 + 2s)h, query and output 2sHD, key and value 2sKD, MLP 4sI;
                norms of queries and keys (4 + s)D per head; with float32_norms 8 instead of 4 + s
     Compiled:  layer input, norms' outputs, o_proj's output 4sh, attention as above, MLP 3sI
+    Experts:   I of all experts of the token; inputs and outputs of each 2sh; router 4(h + E)
     """
+    inner, copies = mlp_widths(shape)
+    routed = 2 * size * copies * shape.hidden
+    if shape.experts:
+        routed += MASTER_BYTES * (shape.hidden + shape.experts.number)
+        routed += size * shape.hidden * (shape.experts.shared > 0)
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     if compiled:
-        return size * (4 * shape.hidden + 2 * heads + 3 * shape.intermediate)
+        return size * (4 * shape.hidden + 2 * heads + 3 * inner) + routed
     family = shape.family
     inside_norm = 2 * MASTER_BYTES if family.float32_norms else MASTER_BYTES + size
     head_norms = 0 if family.head_norm is HeadNorm.none else inside_norm * heads
     norms = family.norms * (inside_norm + size) * shape.hidden
-    return norms + head_norms + size * (2 * heads + 4 * shape.intermediate)
+    return norms + head_norms + size * (2 * heads + 4 * inner) + routed
 
 
 class TrainingMemory:
@@ -90,8 +104,10 @@ class TrainingMemory:
     def score(self) -> dict[str, int]:
         """Return the peak of a forward without gradients: inside a layer, or at the logits."""
         tokens, h, s = self.work.tokens, self.shape.hidden, self.size
-        # At the product of gate and up, or in a norm.
-        inside = tokens * max(3 * s * self.shape.intermediate + 4 * s * h, (8 + 6 * s) * h)
+        # At the product of gate and up, at the sum of the experts, or in a norm.
+        inner, copies = mlp_widths(self.shape)
+        in_mlp = s * (max(3 * inner + copies * h, 4 * copies * h) + 4 * h)
+        inside = tokens * max(in_mlp, (8 + 6 * s) * h)
         points = [{"activations": inside}]
         if self.has_head:
             points.append({"activations": 2 * tokens * s * h, "logits": self._logits_chunk()})
@@ -123,7 +139,8 @@ class TrainingMemory:
         """Return memory at the backward of the last layer, or of the norm behind it."""
         h, s = self.shape.hidden, self.size
         # Gradients of gate and up, or of a norm, and of the residual stream.
-        inside = self.work.tokens * max(2 * s * self.shape.intermediate + s * h, 5 * s * h)
+        inner, copies = mlp_widths(self.shape)
+        inside = self.work.tokens * s * max(2 * inner + (1 + copies) * h, 5 * h)
         if self.fsdp.activation_checkpointing:
             inside += self.layer_kept
         norm = self.work.tokens * (4 * MASTER_BYTES + 2) * h

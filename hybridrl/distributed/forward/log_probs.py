@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridrl.distributed.forward.routing import Routing
+
 
 class Entropy(Enum):
     """Use of the entropy of each token's distribution."""
@@ -32,10 +34,14 @@ class Entropy(Enum):
 
 
 class ResponseLogProbs(NamedTuple):
-    """Log pi of each response token, [R] float32, and the entropy of its distribution, if asked."""
+    """Log pi of each response token, [R] float32, and the entropy of its distribution, if asked.
+
+    `routing` is of models with experts.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None
+    routing: Routing | None = None
 
 
 def token_log_probs(

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from hybridrl.config.planner.families import FAMILIES
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed
+from hybridrl.distributed.forward.routing import has_experts, layer_forward, take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
-from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves
+from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves, tree_map
 
 
 class TokenLogProbs(nn.Module):
@@ -41,6 +42,7 @@ class TokenLogProbs(nn.Module):
         If ranks share the input, R counts the response tokens of all of them.
         """
         hidden = response_states(self.lm.base_model, packed)
+        routing = take_routing(self.lm.base_model.layers, packed)
         own = token_log_probs(
             hidden,
             packed.response_ids,
@@ -50,7 +52,8 @@ class TokenLogProbs(nn.Module):
             entropy=entropy,
             keep_logits=self.keep_logits,
         )
-        return ResponseLogProbs(*(x if x is None else gather_sequence(x, packed) for x in own))
+        entropies = None if own.entropy is None else gather_sequence(own.entropy, packed)
+        return ResponseLogProbs(gather_sequence(own.log_probs, packed), entropies, routing)
 
 
 class ScalarModel(nn.Module):
@@ -75,6 +78,7 @@ class ScalarModel(nn.Module):
         each response. If ranks share the input, R counts the states of all of them.
         """
         numbers = self.head(response_states(self.backbone, packed).float())
+        take_routing(self.backbone.layers, packed)  # which holds the graph
         # A copy: FSDP2 hooks backward to this output, which must not be a view.
         return gather_sequence(numbers.squeeze(-1).clone(), packed)
 
@@ -109,8 +113,8 @@ def compile_layer(layer: nn.Module) -> None:
     """Compile a layer's forward (fsdp.compile): one graph for all layers and packed lengths.
 
     Call before FSDP2 wraps the layer; its hooks stay outside. The layer maps hidden states, its
-    first argument, to hidden states. The tokens of its tensor arguments are in dim 1, or in their
-    only dim.
+    first argument, to hidden states; one with experts returns `LayerRouting` beside them. The
+    tokens of its tensor arguments are in dim 1, or in their only dim.
 
     torch.compile generates different code for forwards with and without gradients, and the two
     round differently. Old log-probs must equal those of the update's first forward bit for bit.
@@ -124,7 +128,7 @@ def compile_layer(layer: nn.Module) -> None:
     layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 
 
-def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Any:
     # A plain int would first be compiled as a constant; a tensor's size is a symbol at once.
     sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
     rest = {name: value for name, value in kwargs.items() if name not in sizes}
@@ -138,12 +142,13 @@ def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         mark_dynamic(size, 0)
     with torch.enable_grad():
         output = _compiled(layer, states, sizes, rest)
-    return output if needs_grad else output.detach()
+    return output if needs_grad else tree_map(Tensor.detach, output)
 
 
 @torch.compile(fullgraph=True)
 def _compiled(
     layer: nn.Module, states: Tensor, sizes: dict[str, Tensor], rest: dict[str, Any]
-) -> Tensor:
+) -> Any:
     ints = {name: size.shape[0] for name, size in sizes.items()}
-    return type(layer).forward(layer, states, **rest, **ints)
+    forward = layer_forward if has_experts(layer) else type(layer).forward
+    return forward(layer, states, **rest, **ints)

@@ -1,0 +1,172 @@
+"""Router of a mixture of experts in float32, and the statistics of its choices.
+
+Shapes:  N = packed tokens   B = sequences   L = layers   E = experts   K = experts of a token
+
+A router leaves its probabilities and choices in `seen`. The decoder layer around it sums them by
+sequence and returns them beside its hidden states, through compilation and checkpointing.
+
+Load-balancing loss of a sequence with T tokens, mean over layers, with P_te the router's
+probabilities and n_e the choices of expert e; 1 if all experts are chosen equally often:
+
+    E * sum_e (n_e / (T K)) * (sum_t P_te / T)
+
+It is of a sequence, not of a micro-batch, so gradients do not depend on packing.
+
+Source: DeepSeek-AI 2024, equations 17 to 20, https://arxiv.org/abs/2412.19437, after Fedus et al.
+2021, equation 4, https://arxiv.org/abs/2101.03961
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybridrl.distributed.forward.packing import Packed
+
+
+class Router(nn.Module):
+    """Linear layer, softmax and choice of the best experts, in float32.
+
+    Args:
+        weight: [E, H]; under mixed precision it arrives rounded to param_dtype, as in vLLM.
+        top_k: K.
+        normalises: the weights of a token's experts add up to 1.
+    """
+
+    def __init__(self, weight: nn.Parameter, top_k: int, *, normalises: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.top_k = top_k
+        self.normalises = normalises
+        self.seen: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [N, E] float32, weights [N, K] and ids of the chosen experts [N, K]."""
+        logits = F.linear(states.float(), self.weight.float())
+        probs = logits.softmax(-1)
+        weights, ids = probs.topk(self.top_k, dim=-1)
+        if self.normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self.seen = probs, ids
+        return logits, weights.to(states.dtype), ids
+
+
+class LayerRouting(NamedTuple):
+    """Sums over the tokens of each sequence in one layer.
+
+    Attributes:
+        probs: [B, E] float32, the router's probabilities; differentiable.
+        load: [B, E] float32, choices of each expert.
+        entropy: [B] float32, of the router's distributions, nats.
+    """
+
+    probs: Tensor
+    load: Tensor
+    entropy: Tensor
+
+
+class Routing(NamedTuple):
+    """Statistics of all layers.
+
+    Attributes:
+        balance: [B] float32, load-balancing loss of each sequence; differentiable.
+        load: [L, E] float32, choices of each expert.
+        entropy: [] float32, mean over layers of the sum over tokens, nats.
+        num_tokens: tokens of this rank.
+    """
+
+    balance: Tensor
+    load: Tensor
+    entropy: Tensor
+    num_tokens: int
+
+
+def has_experts(layer: Any) -> bool:
+    """Return whether a decoder layer has a router."""
+    return any(isinstance(module, Router) for module in layer.mlp.children())
+
+
+def layer_forward(layer: Any, states: Tensor, **kwargs: Any) -> tuple[Tensor, LayerRouting]:
+    """Run a decoder layer with experts; `cu_seq_lens_q` [B + 1] are the bounds of sequences."""
+    output = type(layer).forward(layer, states, **kwargs)
+    probs, ids = layer.mlp.gate.seen
+    layer.mlp.gate.seen = None
+    bounds = kwargs["cu_seq_lens_q"]
+    token = torch.arange(probs.shape[0], device=probs.device)
+    sequence = torch.bucketize(token, bounds[1:], right=True)
+
+    def by_sequence(values: Tensor) -> Tensor:
+        zeros = values.new_zeros(bounds.shape[0] - 1, *values.shape[1:])
+        return zeros.index_add(0, sequence, values)
+
+    known = probs.detach()
+    chosen = torch.zeros_like(known).scatter(1, ids, 1.0)
+    entropy = -(known * known.clamp(min=1e-30).log()).sum(-1)
+    return output, LayerRouting(by_sequence(probs), by_sequence(chosen), by_sequence(entropy))
+
+
+def keep_routing(layer: Any, inputs: Any, outputs: tuple[Tensor, LayerRouting]) -> Tensor:
+    """Leave the statistics at the layer: a forward hook, after those of FSDP2.
+
+    FSDP2 gathers a layer's weights when the first gradient of its outputs arrives. So the
+    statistics, whose gradients may need a recomputed layer, are among its outputs.
+    """
+    output, layer.routing = outputs
+    return output
+
+
+def take_routing(layers: nn.ModuleList, packed: Packed) -> Routing | None:
+    """Remove the statistics of a forward from all layers; None without experts.
+
+    The loss is that of whole sequences: it means nothing if ranks share them.
+    """
+    if not all(has_experts(layer) for layer in layers):
+        return None
+    seen: list[LayerRouting] = [layer.routing for layer in layers]  # type: ignore[misc]
+    for layer in layers:
+        layer.routing = None  # type: ignore[assignment]
+    probs, load = (torch.stack(x) for x in list(zip(*seen, strict=True))[:2])
+    lengths = packed.cu_seq_lens.diff()[:, None]
+    shares = load / load.sum(-1, keepdim=True).clamp(min=1)
+    balance = load.shape[-1] * (shares * probs / lengths).sum(-1).mean(0)
+    entropy = torch.stack([one.entropy.sum() for one in seen]).mean()
+    return Routing(balance, load.sum(1), entropy, packed.input_ids.shape[1])
+
+
+class RoutingTotals:
+    """Sums of `Routing` over the micro-batches of an update."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._shape = torch.Size()
+
+    def add(self, routing: Routing) -> None:
+        """Add a micro-batch."""
+        balance, load = routing.balance.detach(), routing.load
+        counts = balance.new_tensor([len(balance), routing.num_tokens])
+        sums = torch.stack([balance.sum(), routing.entropy])
+        self._sums.append(torch.cat([counts, sums, load.flatten()]))
+        self._shape = load.shape
+
+    def report(self, *, whole_sequences: bool) -> dict[str, float]:
+        """Compute metrics over all ranks; a collective. Empty if nothing was added.
+
+        load_max and load_min are the largest and the smallest share that an expert has of its
+        layer's choices, entropy that of a token's distribution over experts, nats. balance_loss is
+        the mean over sequences, left out if ranks share them.
+        """
+        if not self._sums:
+            return {}
+        sums = torch.stack(self._sums).double().sum(0)
+        dist.all_reduce(sums)
+        sequences, tokens, balance, entropy = sums[:4].tolist()
+        load = sums[4:].view(self._shape)
+        shares = load / load.sum(-1, keepdim=True)
+        found = {
+            "load_max": float(shares.max()),
+            "load_min": float(shares.min()),
+            "entropy": entropy / tokens,
+        }
+        return found | ({"balance_loss": balance / sequences} if whole_sequences else {})

@@ -1,0 +1,114 @@
+"""vLLM's experts: the layout of their weights that a reshard can write; others are refused.
+
+A backend may permute or pack w13 and w2 for its kernel after they are loaded. The reshard writes
+the loader's layout, which Triton's kernel on GPUs reads. Kernels for CPUs pack, so there weights
+stay as they were loaded, and plain torch computes. NAMES are the private names in use.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.families import family_of
+from hybridrl.models.resolve import read_model_config
+
+NAMES: tuple[tuple[str, str], ...] = (
+    (
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+        "CPUUnquantizedExperts.process_weights_after_loading",
+    ),
+    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),
+)
+# Name of vLLM's backend whose layout is the loader's.
+BACKEND = "TRITON"
+# Attribute of vLLM's layers on CPUs whose weights were kept.
+KEPT = "hybridrl_kept"
+
+
+@contextmanager
+def experts_as_loaded(folder: Path, device_type: str) -> Iterator[dict[str, Any]]:
+    """Within this context, an `LLM` of the model keeps its experts' weights as it loads them.
+
+    Yields further arguments of `LLM`; without experts there are none.
+
+    Raises:
+        ConfigError: this vLLM has other kernels for CPUs.
+    """
+    if family_of(read_model_config(str(folder))).experts is None:
+        yield {}
+        return
+    if device_type == "cuda":
+        yield {"moe_backend": "triton"}
+        return
+    try:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        kernel = cpu_moe.CPUUnquantizedExperts
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path has experts, whose weights this vLLM packs on CPUs ({error}).\n"
+            "Install the version of vLLM pinned in requirements/."
+        ) from error
+    with patch.object(kernel, "process_weights_after_loading", _keep_weights):
+        yield {}
+
+
+def check_experts(model: nn.Module) -> None:
+    """Check that experts of a loaded model are as vLLM's loader wrote them.
+
+    Raises:
+        ConfigError: a backend may have changed them; names it.
+    """
+    for name, module in model.named_modules():
+        if "w13_weight" not in dict(module.named_parameters(recurse=False)):
+            continue
+        method: Any = module.quant_method
+        known = "unquantized_backend" in vars(method)
+        found = method.unquantized_backend.name if known else type(method).__name__
+        if found != BACKEND and KEPT not in vars(module):
+            raise ConfigError(
+                f"vLLM computes {name} with {found}, expected {BACKEND}: other backends permute or "
+                "pack weights, which a weight sync would overwrite.\n"
+                "Give your own `LLM` moe_backend=triton; in a run, unset environment variables "
+                "that choose a backend (VLLM_USE_FLASHINFER_MOE_*, VLLM_ROCM_USE_AITER*)."
+            )
+
+
+def _keep_weights(kernel: Any, layer: nn.Module) -> None:
+    """Replace the packing of vLLM's kernel for CPUs, and the kernel."""
+    kernel.apply = partial(_weighted_sum, kernel)
+    setattr(layer, KEPT, True)
+
+
+def _weighted_sum(
+    kernel: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    **rest: Any,
+) -> None:
+    """Write the weighted sum of each token's experts to `output`, [N, H].
+
+    `w1` is [E, 2 I, H], gate then up; `w2` [E, H, I]; ids and weights are [N, K].
+    """
+    assert activation.value == "silu" and expert_map is None and not apply_router_weight_on_input
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+        states = F.linear(F.silu(gate) * up, w2[expert])
+        weights = topk_weights[token, choice, None].to(states.dtype)
+        output.index_add_(0, token, states * weights)

@@ -1,0 +1,72 @@
+"""Experts: names in checkpoints, the router's arithmetic, and vLLM's backends that are refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.families import FAMILIES
+from hybridrl.distributed.experts import checkpoint_tensors, parameter_shapes
+from hybridrl.distributed.forward.routing import Router
+from hybridrl.distributed.weights import checkpoint_sources
+from hybridrl.rollout.vllm_experts import check_experts
+from tests.role_configs import model_config
+from tests.tiny_hf import ALL, tiny_folder
+
+MIXTURES = [name for name, family in FAMILIES.items() if family.experts]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_names_are_those_that_transformers_saves(name, tmp_path):
+    folder = tiny_folder(name, tmp_path / name)
+    sources = checkpoint_sources(model_config(folder))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    assert {source.name: tuple(source.shape) for source in sources} == saved
+    shapes = parameter_shapes(sources)
+    hidden = ALL[name].hidden_size
+    experts = [s for n, s in shapes.items() if n.endswith("experts.gate_up_proj")]
+    assert experts == [(12, experts[0][1], hidden)] * 2  # gate and up of 6 experts, 2 layers
+
+
+def test_a_checkpoint_tensor_is_one_index_of_its_parameter():
+    names = FAMILIES["mixtral"].experts
+    parts = list(checkpoint_tensors("model.layers.3.mlp.experts.gate_up_proj", (4, 5, 7), names))
+    assert [(p.name.rpartition("experts.")[2], p.at) for p in parts] == [
+        ("0.w1.weight", (0,)),
+        ("0.w3.weight", (1,)),
+        ("1.w1.weight", (2,)),
+        ("1.w3.weight", (3,)),
+    ]
+    assert parts[0].name.startswith("model.layers.3.block_sparse_moe.experts.")
+
+
+def test_the_router_computes_in_float32():
+    """Logits 256 + 0.5 and 256: bfloat16 has steps of 2 there, and would take the first of two."""
+    weight = nn.Parameter(torch.tensor([[16.0, 0.0], [16.0, 0.5]], dtype=torch.bfloat16))
+    states = torch.tensor([[16.0, 1.0]], dtype=torch.bfloat16)
+    logits, weights, ids = Router(weight, 1, normalises=False)(states)
+    assert logits.tolist() == [[256.0, 256.5]] and ids.tolist() == [[1]]
+    expected = torch.tensor(256.5 - 256.0).sigmoid().to(torch.bfloat16)
+    assert weights.item() == expected.item()
+
+
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ({"unquantized_backend": SimpleNamespace(name="FLASHINFER_CUTLASS")}, "FLASHINFER_CUTLASS"),
+        ({}, "SimpleNamespace"),
+    ],
+)
+def test_a_backend_that_changes_the_layout_is_refused_by_name(method, named):
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.w13_weight = nn.Parameter(torch.zeros(1))
+    model.experts.quant_method = SimpleNamespace(**method)
+    with pytest.raises(ConfigError, match=f"computes experts with {named}, expected TRITON"):
+        check_experts(model)
+    model.experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="TRITON"))
+    check_experts(model)
