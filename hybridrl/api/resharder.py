@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.distributed.mesh import AXES
 from hybridrl.distributed.regions import free_gathered_weights, shards_of
 from hybridrl.reshard import resharder
+from hybridrl.reshard.route import Route
 from hybridrl.rollout.vllm_engine import in_process, loader_trace
 
 
@@ -47,7 +48,7 @@ class Resharder(resharder.Resharder):
         mesh = _mesh_of(module)
         shards = shards_of(module)
         trace, tensors = loader_trace(llm, [(shard.name, shard.shape) for shard in shards])
-        super().__init__(shards, trace, tensors, mesh, bucket_mb)
+        super().__init__(shards, trace, tensors, Route.colocated(mesh), bucket_mb)
 
     def sync(self, version: int, *, verify: bool = True, kept: bool = False) -> dict[str, float]:
         """Write the module's weights into vLLM, and discard its prefix cache; see the base class.
