@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hybridrl.controller.calls import Span, Stopwatch, TimedResult
@@ -20,36 +21,60 @@ log = logging.getLogger(__name__)
 
 PROFILE_FOLDER = "profile"
 # Methods that count as computation: sampling, forward passes and optimizer steps.
-COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "compute_scores", "update"})
+COMPUTE = frozenset(
+    {
+        "generate",
+        "generate_ahead",
+        "compute_log_probs",
+        "compute_values",
+        "compute_scores",
+        "update",
+    }
+)
 
 
 @dataclass(frozen=True)
 class Section:
-    """Section of the driver's time, with the worker calls of each rank."""
+    """Section of the driver's time, with the worker calls of each rank that ended in it."""
 
     span: Span
     ranks: list[list[Span]]
 
-    def idle(self, rank: int) -> float:
-        """Compute the seconds in which a rank ran no worker call."""
-        return self.span.seconds - _total(self.ranks[rank])
-
-    def compute(self) -> float:
-        """Compute the seconds of the calls in COMPUTE on the slowest rank."""
-        return max(_total(s for s in spans if _method(s) in COMPUTE) for spans in self.ranks)
-
 
 @dataclass(frozen=True)
 class Timeline:
-    """Timeline of a step: its span on the driver and its disjoint sections."""
+    """Timeline of a step: its span on the driver and its disjoint sections.
+
+    `beside` are ranks whose calls may begin in an earlier section than they end in: they only
+    sample. There the driver's clock and theirs are compared.
+    """
 
     step: Span
     sections: list[Section]
+    beside: range = range(0)
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
         return max((len(section.ranks) for section in self.sections), default=0)
+
+    def idle(self, section: Section, rank: int) -> float:
+        """Compute the seconds of a section in which a rank ran no worker call."""
+        return section.span.seconds - _total(self._within(section, rank))
+
+    def compute(self, section: Section) -> float:
+        """Compute the seconds of the calls in COMPUTE on the slowest rank of a section."""
+        return max(
+            _total(span for span in self._within(section, rank) if _method(span) in COMPUTE)
+            for rank in range(self.num_ranks)
+        )
+
+    def _within(self, section: Section, rank: int) -> list[Span]:
+        """Return a rank's calls in a section; of ranks in `beside`, the parts of them in it."""
+        if rank not in self.beside:
+            return section.ranks[rank]
+        spans = [span for other in self.sections for span in other.ranks[rank]]
+        return [clipped(span, section.span) for span in spans]
 
     def metrics(self) -> dict[str, float]:
         """Compute idle seconds by rank and section, and seconds outside the calls in COMPUTE.
@@ -58,21 +83,25 @@ class Timeline:
             idle/rank<k>_s: seconds in which rank k ran no worker call; idle/mean_s and idle/max_s
             over ranks; idle/fraction: idle/mean_s as a share of the step. idle/<section>_s: mean
             over ranks of those in a section, `between` for none; they add up to idle/mean_s.
+            With ranks that only sample idle/engines_s, their mean, and idle/trainers_s of others.
             time/outside_s: the step less what the slowest rank of each section spent in COMPUTE.
         """
         if not self.num_ranks:
             return {}
+        ranks = range(self.num_ranks)
         between = self.step.seconds - sum(section.span.seconds for section in self.sections)
         per_rank = [
-            between + sum(section.idle(rank) for section in self.sections)
-            for rank in range(self.num_ranks)
+            between + sum(self.idle(section, rank) for section in self.sections) for rank in ranks
         ]
         idle = {f"rank{rank}": seconds for rank, seconds in enumerate(per_rank)}
         idle |= {"mean": sum(per_rank) / self.num_ranks, "max": max(per_rank), "between": between}
+        if self.beside:
+            idle["engines"] = fmean(per_rank[rank] for rank in self.beside)
+            idle["trainers"] = fmean(per_rank[rank] for rank in ranks if rank not in self.beside)
         for section in self.sections:
-            mean = sum(map(section.idle, range(self.num_ranks))) / self.num_ranks
+            mean = sum(self.idle(section, rank) for rank in ranks) / self.num_ranks
             idle[section.span.name] = idle.get(section.span.name, 0.0) + mean
-        outside = self.step.seconds - sum(section.compute() for section in self.sections)
+        outside = self.step.seconds - sum(map(self.compute, self.sections))
         return {f"idle/{name}_s": seconds for name, seconds in idle.items()} | {
             "idle/fraction": idle["mean"] / self.step.seconds,
             "time/outside_s": outside,
@@ -112,6 +141,7 @@ class Phases:
     Args:
         take_spans: returns the ranks' calls since the last time (`SpanLog.take`).
         on_enter: called with the name of each phase at its beginning.
+        beside: see `Timeline`.
 
     Attributes:
         timeline: the last whole step.
@@ -126,7 +156,9 @@ class Phases:
         self,
         take_spans: Callable[[], list[list[Span]]],
         on_enter: Callable[[str], None] = lambda name: None,
+        beside: range = range(0),
     ) -> None:
+        self._beside = beside
         self._take_spans = take_spans
         self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
@@ -140,7 +172,7 @@ class Phases:
         self._take_spans()  # of work between steps
         with Stopwatch("step") as watch:
             yield
-        self.timeline = Timeline(watch.span, self._sections)
+        self.timeline = Timeline(watch.span, self._sections, self._beside)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -268,6 +300,13 @@ class GraceCheck:
             "scheduler."
         )
         self._grace_s = 0.0  # no second warning
+
+
+def clipped(span: Span, window: Span) -> Span:
+    """Return the part of a span inside a window, perhaps of 0 seconds."""
+    start = max(span.start, window.start)
+    end = min(span.start + span.seconds, window.start + window.seconds)
+    return Span(span.name, start, max(0.0, end - start))
 
 
 def _method(span: Span) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from hybridrl.config.choices import Init, RewardSignature
 from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import is_supervised
-from hybridrl.config.planner.world import data_shards, world_size
+from hybridrl.config.planner.world import data_shards, num_engines, world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
@@ -126,7 +126,7 @@ def _method(config: RunConfig) -> str:
 
 def _workers(config: RunConfig) -> str:
     num_ranks, tp = world_size(config), config.rollout.tensor_parallel_size
-    engines = num_ranks // tp
+    engines = num_engines(config)
     nodes = f"{config.cluster.nodes} nodes, " if config.cluster.nodes > 1 else ""
     return (
         f"{nodes}{num_ranks} rank{'s' if num_ranks != 1 else ''} = dp_replicate "
