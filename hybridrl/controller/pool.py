@@ -264,8 +264,8 @@ class Pool(AbstractContextManager["Pool"]):
         part = next(part for part in self.parts if rank in part)
         if not part.start:
             return self._config.fsdp
-        sizes = {"dp_replicate": 1, "dp_shard": len(part)}
-        return replace(self._config.fsdp, layout=Layout.plain, **sizes)
+        fsdp, size = self._config.fsdp, len(part)
+        return replace(fsdp, layout=Layout.plain, dp_replicate=1, dp_shard=size)
 
     def _spawn(self, reservation: PlacementGroup) -> list[ActorHandle]:
         """Create one process per slot; they start in the background."""

@@ -60,21 +60,30 @@ class Timeline:
 
     def idle(self, section: Section, rank: int) -> float:
         """Compute the seconds of a section in which a rank ran no worker call."""
-        return section.span.seconds - _total(self._within(section, rank))
+        return section.span.seconds - _total(self._within(section.span, rank, section.ranks))
 
     def compute(self, section: Section) -> float:
         """Compute the seconds of the calls in COMPUTE on the slowest rank of a section."""
         return max(
-            _total(span for span in self._within(section, rank) if _method(span) in COMPUTE)
+            _total(
+                span
+                for span in self._within(section.span, rank, section.ranks)
+                if _method(span) in COMPUTE
+            )
             for rank in range(self.num_ranks)
         )
 
-    def _within(self, section: Section, rank: int) -> list[Span]:
-        """Return a rank's calls in a section; of ranks in `beside`, the parts of them in it."""
-        if rank not in self.beside:
-            return section.ranks[rank]
-        spans = [span for other in self.sections for span in other.ranks[rank]]
-        return [clipped(span, section.span) for span in spans]
+    def _within(
+        self, window: Span, rank: int, own: Sequence[Sequence[Span]] | None = None
+    ) -> list[Span]:
+        """Return a rank's calls in a window: those of `own`, or all of the step.
+
+        Of a rank in `beside`, the parts of all its calls that are in the window.
+        """
+        spans = [span for section in self.sections for span in section.ranks[rank]]
+        if rank in self.beside:
+            return [clipped(span, window) for span in spans]
+        return spans if own is None else list(own[rank])
 
     def metrics(self) -> dict[str, float]:
         """Compute idle seconds by rank and section, and seconds outside the calls in COMPUTE.
@@ -89,17 +98,15 @@ class Timeline:
         if not self.num_ranks:
             return {}
         ranks = range(self.num_ranks)
-        between = self.step.seconds - sum(section.span.seconds for section in self.sections)
-        per_rank = [
-            between + sum(self.idle(section, rank) for section in self.sections) for rank in ranks
-        ]
+        per_rank = [self.step.seconds - _total(self._within(self.step, rank)) for rank in ranks]
         idle = {f"rank{rank}": seconds for rank, seconds in enumerate(per_rank)}
-        idle |= {"mean": sum(per_rank) / self.num_ranks, "max": max(per_rank), "between": between}
+        idle |= {"mean": fmean(per_rank), "max": max(per_rank), "between": fmean(per_rank)}
         if self.beside:
             idle["engines"] = fmean(per_rank[rank] for rank in self.beside)
             idle["trainers"] = fmean(per_rank[rank] for rank in ranks if rank not in self.beside)
         for section in self.sections:
-            mean = sum(self.idle(section, rank) for rank in ranks) / self.num_ranks
+            mean = fmean(self.idle(section, rank) for rank in ranks)
+            idle["between"] -= mean
             idle[section.span.name] = idle.get(section.span.name, 0.0) + mean
         outside = self.step.seconds - sum(map(self.compute, self.sections))
         return {f"idle/{name}_s": seconds for name, seconds in idle.items()} | {

@@ -1,0 +1,72 @@
+"""rollout.schedule=split: one rank trains, the other samples; on policy it equals sync."""
+
+import json
+
+import pytest
+
+from hybridrl.checkpoint.files import STATE
+from hybridrl.checkpoint.find import newest_good
+from tests.end_to_end.kill_and_resume import assert_same_bits, untimed
+from tests.end_to_end.runs import SMALL, started
+from tests.whole_weights import read_whole
+
+SPLIT = [
+    "rollout.schedule=split",
+    "placement.rollout_gpus=1",
+    "cluster.gpus_per_node=2",
+]
+# Metrics that only responses over several steps have, or ranks of two kinds.
+OWN = ("partial/", "split/", "reshard/received_bytes")
+# Ranks compute with as many threads, whether there is one of them or two.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def run(folder, *overrides):
+    """The rows of metrics of a run, and its last checkpoint's weights and moments."""
+    common = [*SMALL, "trainer.total_steps=3", "eval.every_steps=2", "checkpoint.every_steps=3"]
+    with started(folder, *common, *overrides, env=ONE_THREAD) as one:
+        output = one.output()
+        assert one.process.returncode == 0, output
+        one.assert_nothing_left()
+        found = newest_good(folder)
+        assert found is not None
+        state = read_whole(found.folder / STATE, "")
+        return one.metrics(), {k: v for k, v in state.items() if not k.startswith("rng.")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm", [["trainer.critic_warmup_steps=1"], ["algorithm=remax"], ["lora=default"]]
+)
+def test_split_on_policy_equals_sync(tmp_path, algorithm):
+    """With rollout.max_versions=0 all metrics but times are the same, and so are the weights."""
+    rows, state = run(tmp_path / "sync", *algorithm)
+    split = ["rollout.max_versions=0", *SPLIT, *algorithm]
+    others, other_state = run(tmp_path / "split", *split)
+    for row, other in zip(rows, others, strict=True):
+        one, both = (
+            {name: value for name, value in untimed(values).items() if not name.startswith(OWN)}
+            for values in (row, other)
+        )
+        assert both == one
+        assert other.get("partial/version_lag_max", 0.0) == 0.0
+    assert_same_bits(other_state, state)
+
+
+def test_one_rank_samples_while_the_other_trains(tmp_path):
+    rows, _ = run(tmp_path / "split", "trainer.critic_warmup_steps=1", *SPLIT)
+    lines = (tmp_path / "split" / "timeline.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if step["step"]]
+    for row, step in zip(rows[1:], steps, strict=True):
+        lanes = [[span for s in step["sections"] for span in s["ranks"][k]] for k in (0, 1)]
+        (ahead,) = (span for span in lanes[1] if span["method"] == "rollout.generate_ahead")
+        end = ahead["start"] + ahead["seconds"]
+        meanwhile = [s["method"] for s in lanes[0] if ahead["start"] <= s["start"] < end]
+        assert "actor.compute_log_probs" in meanwhile
+        assert not any(span["method"].startswith("rollout.") for span in lanes[0])
+        assert row["split/sampled_tokens"] > 0 and row["idle/engines_s"] > 0
+        assert row["partial/version_lag_max"] <= 2
+        assert row["actor/first_log_ratio_max"] == 0.0
+        # Weights that were not trained are not sent.
+        assert ("split/swap_s" in row and row["split/swap_s"] is not None) is (row["step"] > 1)
+    assert rows[1]["partial/version_lag_max"] == 0 < rows[3]["partial/version_lag_mean"]
