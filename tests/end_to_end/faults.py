@@ -68,6 +68,8 @@ class Phase(StrEnum):
     score = "actor.compute_log_probs"
     update = "actor.update"
     save = "saver.begin_save"
+    ahead = "rollout.generate_ahead"
+    send = "sender.send"
 
 
 class Fault(NamedTuple):

@@ -70,3 +70,14 @@ def test_one_rank_samples_while_the_other_trains(tmp_path):
         # Weights that were not trained are not sent.
         assert ("split/swap_s" in row and row["split/swap_s"] is not None) is (row["step"] > 1)
     assert rows[1]["partial/version_lag_max"] == 0 < rows[3]["partial/version_lag_mean"]
+
+
+@pytest.mark.slow
+def test_weights_that_arrive_with_a_flipped_bit_sample_nothing(tmp_path):
+    worker = "rollout.worker=tests.end_to_end.ill_parts.FlippedInShadow"
+    with started(tmp_path / "run", *SMALL, *SPLIT, worker, "trainer.total_steps=4") as one:
+        output = one.output()
+        assert one.process.returncode == 1, output
+        assert "after reshard 2 the rollout engine's weights are not the actor's" in output
+        assert "on ranks [1]: does not hold what was sent to it" in output
+        one.assert_nothing_left()
