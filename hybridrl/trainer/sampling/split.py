@@ -25,9 +25,12 @@ from hybridrl.trainer.sampling.partial import (
 )
 from hybridrl.trainer.timing.engines import engine_metrics
 
-# Prompts that a call finishes in the mean beyond those of the next step, as a share of a step's: so
-# that few steps wait for their last response.
+# Finished prompts beyond those of the next step, as a share of a step's, to which calls lead: so that
+# few steps wait for their last response.
 SPARE = 0.25
+# Share of the distance to that number which a call makes up for. The rest of its budget is what a
+# step trains in the mean, so that calls take equally long.
+GAIN = 0.25
 # Begins a call of the engines, with the version of weights that arrive meanwhile.
 BeginAhead = Callable[[Any, int | None], Callable[[], RolloutBatch]]
 
@@ -115,8 +118,8 @@ class SplitSampling(PartialSampling):
         places = open_places(groups)
         # The next step trains after this step's update.
         needed = due(groups, version + 1, self._config.rollout.max_versions, wanted)
-        finished = len(groups) - missing_groups(groups, len(groups))
-        missing = max(0.0, (1 + SPARE) * wanted - finished)
-        request = self._request(groups, places, needed, self._budget(places, missing))
+        finished = sum(group.is_finished for group in groups)
+        missing = (1 - GAIN) * wanted + GAIN * ((1 + SPARE) * wanted - finished)
+        request = self._request(groups, places, needed, self._budget(places, max(missing, 0.0)))
         arriving = version + 1 if self._trains_policy(step) else None
         return _Ahead(groups, places, version, self._begin_ahead(request, arriving))

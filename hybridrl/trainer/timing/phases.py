@@ -128,6 +128,7 @@ class Timeline:
             "step": step,
             "seconds": round(self.step.seconds, 6),
             "num_ranks": self.num_ranks,
+            **({"beside": list(self.beside)} if self.beside else {}),
             "sections": [
                 {
                     "name": section.span.name,
