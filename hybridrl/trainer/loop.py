@@ -232,6 +232,7 @@ class TrainingLoop:
         is_end = step in (0, self.config.trainer.total_steps)
         with self.phases.section("evaluate"):
             self.metrics |= self.evaluator.evaluate(step, self.generate, is_end=is_end)
+            self.engine.end_evaluation()
             self.reporter.log_evaluation(step, self.evaluator.prompts, self.evaluator.responses)
 
     def checkpoint(self, step: int) -> None:

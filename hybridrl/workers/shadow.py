@@ -4,9 +4,8 @@ this thread      decoding steps ............... swap: shadow copy -> live parame
 another thread   wait for the senders, receive, verify fingerprints --^
 """
 
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
@@ -42,14 +41,13 @@ class ShadowCopy:
         self._verify = config.verify_reshard
         self._device = self._live[0].device
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1)
         self._arriving: tuple[int, Future[dict[str, float]]] | None = None
 
     def begin(self, version: int) -> None:
         """Begin to receive weights in another thread; return at once."""
         assert self._arriving is None, "weights arrive already"
-        future: Future[dict[str, float]] = Future()
-        self._arriving = version, future
-        threading.Thread(target=self._receive, args=(version, future), daemon=True).start()
+        self._arriving = version, self._thread.submit(self._receive, version)
 
     @torch.no_grad()
     def swap(self, version: int) -> dict[str, float]:
@@ -71,18 +69,14 @@ class ShadowCopy:
             torch._foreach_copy_(self._live, self._shadow)
         return timer.seconds | {f"sync.{name}": value for name, value in metrics.items()}
 
-    def _receive(self, version: int, future: Future[dict[str, float]]) -> None:
-        """Receive and verify; errors go to the thread that waits for the future."""
-        try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                wait_for_peers(everyone())
-                metrics = self._resharder.sync(version, verify=self._verify, kept=True)
-                if self._stream is not None:
-                    self._stream.synchronize()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(metrics)
+    def _receive(self, version: int) -> dict[str, float]:
+        """Receive and verify; return the metrics of the sync."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            wait_for_peers(everyone())
+            metrics = self._resharder.sync(version, verify=self._verify, kept=True)
+            if self._stream is not None:
+                self._stream.synchronize()
+        return metrics
 
 
 def wait_for_peers(group: ProcessGroup) -> None:

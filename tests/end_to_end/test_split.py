@@ -73,6 +73,32 @@ def test_one_rank_samples_while_the_other_trains(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["cluster.gpus_per_node=3", "placement.rollout_gpus=2", "rollout.tensor_parallel_size=2"],
+        ["cluster.gpus_per_node=4", "placement.rollout_gpus=2", "fsdp.dp_replicate=2"],
+        [
+            "cluster.gpus_per_node=4",
+            "placement.rollout_gpus=2",
+            "rollout.tensor_parallel_size=2",
+            "algorithm=grpo",
+            "lora=default",
+        ],
+    ],
+    ids=["1 and tp 2", "2 copies and 2 engines", "2 shards and tp 2, adapters"],
+)
+def test_ranks_of_both_kinds_may_be_several(tmp_path, layout):
+    """With tp 2 on two shards the layout is aligned. Without an update ahead nothing mismatches."""
+    rows, _ = run(tmp_path / "split", *SPLIT[:1], *layout, "trainer.profile_steps=[2]")
+    for row in rows[1:]:
+        assert row["actor/first_log_ratio_max"] == 0.0
+        assert row["rollout/mismatch_kl_k3"] < 0.01
+        assert row["reshard/received_bytes"] > 0
+    assert rows[1]["rollout/log_prob_diff_mean"] < 1e-4
+
+
+@pytest.mark.slow
 def test_weights_that_arrive_with_a_flipped_bit_sample_nothing(tmp_path):
     worker = "rollout.worker=tests.end_to_end.ill_parts.FlippedInShadow"
     with started(tmp_path / "run", *SMALL, *SPLIT, worker, "trainer.total_steps=4") as one:

@@ -40,6 +40,9 @@ class HybridEngine:
         """Put vLLM to sleep; it frees what rollout.sleep names, perhaps its weights."""
         self.rollout_version = self._rollout.call("sleep")[0]
 
+    def end_evaluation(self) -> None:
+        """Note that sampling for evaluations has ended; vLLM keeps its prefix cache."""
+
     def make_room_for_optimizer(self) -> None:
         """Put vLLM to sleep if optimizer state is offloaded and must return to the GPU."""
         if self._offload is not Offload.none:
@@ -94,6 +97,10 @@ class SplitEngine(HybridEngine):
 
     def sleep(self) -> None:
         """Do nothing."""
+
+    def end_evaluation(self) -> None:
+        """Empty the prefix cache, as a resumed run begins its next step."""
+        self.swap(None)
 
     def restore(self, weight_version: int, *, is_current: bool) -> None:
         """Restore an earlier run's state: vLLM holds the actor's weights."""

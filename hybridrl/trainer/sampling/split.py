@@ -25,8 +25,8 @@ from hybridrl.trainer.sampling.partial import (
 )
 from hybridrl.trainer.timing.engines import engine_metrics
 
-# Finished prompts beyond those of the next step, as a share of a step's, to which calls lead: so that
-# few steps wait for their last response.
+# Finished prompts beyond those of the next step to which calls lead, as a share of a step's: so
+# that few steps wait for their last response.
 SPARE = 0.25
 # Share of the distance to that number which a call makes up for. The rest of its budget is what a
 # step trains in the mean, so that calls take equally long.
