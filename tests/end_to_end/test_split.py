@@ -54,7 +54,8 @@ def test_split_on_policy_equals_sync(tmp_path, algorithm):
 
 
 def test_one_rank_samples_while_the_other_trains(tmp_path):
-    rows, _ = run(tmp_path / "split", "trainer.critic_warmup_steps=1", *SPLIT)
+    more = ["trainer.critic_warmup_steps=1", "trainer.samples_every_steps=1"]
+    rows, _ = run(tmp_path / "split", *more, *SPLIT)
     lines = (tmp_path / "split" / "timeline.jsonl").read_text().splitlines()
     steps = [step for step in map(json.loads, lines) if step["step"]]
     for row, step in zip(rows[1:], steps, strict=True):
