@@ -6,11 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import ray
 from ray import ObjectRef
@@ -19,7 +18,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridrl.config.choices import Accelerator, Layout
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.planner.world import part_mesh
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.background import call_with_timeout
@@ -27,6 +27,7 @@ from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.host import WorkerHost
 from hybridrl.controller.node_tasks import NodeTasks
+from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.placement import (
     Host,
     Slot,
@@ -43,7 +44,6 @@ from hybridrl.controller.watch.ray_monitor import (
     register_shared_memory,
 )
 from hybridrl.controller.watch.waiting import StallDetector, wait_for_all
-from hybridrl.data.shardable import Piece
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)
@@ -75,27 +75,6 @@ class PoolConfig:
     ahead: Sequence[Any]
     log_folder: Path
     engine_ranks: int = 0
-
-
-class ObjectStore:
-    """Stores each piece in Ray's object store once, for the lifetime of the piece.
-
-    `guarded` is the context of each call into Ray, which without a raylet would end this process.
-    """
-
-    def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
-        self._guarded = guarded
-        self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def reference(self, piece: Piece) -> ObjectRef:
-        """Return the reference to a piece's content; WorkerError if Ray is lost or has no room."""
-        if piece not in self._stored:
-            with self._guarded():
-                self._stored[piece] = ray.put(piece())
-        return self._stored[piece]
 
 
 class Pool(AbstractContextManager["Pool"]):
@@ -135,7 +114,7 @@ class Pool(AbstractContextManager["Pool"]):
             self._start_step(self.hosts, "preload", [(config.modules, each) for each in ahead])
             self.start_times.mark("imports")
             self._join_rendezvous()
-            meshes = [self._mesh_of(rank) for rank in range(self.size)]
+            meshes = [part_mesh(config.fsdp, part) for part in self.parts for _ in part]
             arguments = [(mesh, self.parts) for mesh in meshes]
             self._start_step(self.hosts, "init_process_group", arguments)
             self.start_times.mark("rendezvous")
@@ -258,14 +237,6 @@ class Pool(AbstractContextManager["Pool"]):
         if self._reservation is not None:
             with suppress(RayError):
                 remove_placement_group(self._reservation)
-
-    def _mesh_of(self, rank: int) -> FSDPConfig:
-        """Return the mesh of a rank's part; that of engines has no shards to order."""
-        part = next(part for part in self.parts if rank in part)
-        if not part.start:
-            return self._config.fsdp
-        fsdp, size = self._config.fsdp, len(part)
-        return replace(fsdp, layout=Layout.plain, dp_replicate=1, dp_shard=size)
 
     def _spawn(self, reservation: PlacementGroup) -> list[ActorHandle]:
         """Create one process per slot; they start in the background."""

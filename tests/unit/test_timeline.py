@@ -10,7 +10,8 @@ import json
 import pytest
 
 from hybridrl.controller.calls import Span, SpanLog, Stopwatch
-from hybridrl.trainer.timing.phases import Phases, Section, Timeline, write_trace
+from hybridrl.trainer.timing.phases import Phases
+from hybridrl.trainer.timing.timeline import Section, Timeline, write_trace
 
 T0 = 1_700_000_000.0
 ROLLOUT = Section(

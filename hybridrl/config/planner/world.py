@@ -11,6 +11,8 @@ a slice; rank (d, t) holds shard t * R + d, so that its shard lies inside its ow
     holds, plain         shard 0   shard 1   shard 2   shard 3
 """
 
+from dataclasses import replace
+
 from hybridrl.config.choices import Layout
 from hybridrl.config.schema import FSDPConfig, RunConfig
 
@@ -82,6 +84,16 @@ def sampling_text(config: RunConfig) -> str:
 def data_shards(config: RunConfig) -> int:
     """Return the data-parallel size of training: ranks, or sequence-parallel groups."""
     return max(1, training_ranks(config) // config.fsdp.ulysses_size)
+
+
+def part_mesh(fsdp: FSDPConfig, part: range) -> FSDPConfig:
+    """Return the mesh of a part of the ranks: the spec's for the first, those that train.
+
+    That of engines has no shards to order.
+    """
+    if part.start == 0:
+        return fsdp
+    return replace(fsdp, layout=Layout.plain, dp_replicate=1, dp_shard=len(part))
 
 
 def is_nested(fsdp: FSDPConfig) -> bool:
