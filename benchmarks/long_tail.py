@@ -45,6 +45,7 @@ from benchmarks.timing import min_median_max, result
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.models.cache import cache_folder
+from hybridrl.models.resolve import model_folder
 from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
@@ -117,7 +118,8 @@ class DrawnLengths(RolloutWorker):
     def build_engine(self) -> VLLMEngine:
         """Build the engine, without tokens that end a response."""
         self.left: dict[tuple[int, ...], int] = {}
-        return VLLMEngine(self.config, Path(self.config.model.path), [], self.mesh.device_type)
+        folder = model_folder(self.config.model)
+        return VLLMEngine(self.config, folder, [], self.mesh.device_type)
 
     def generate(self, prompts: PromptBatch) -> RolloutBatch:
         """Sample one response for each row, up to what is left of its length."""

@@ -108,6 +108,7 @@ class SplitSampling(PartialSampling):
             groups, part = self._continued(groups, needed, missing, least, version)
             self._parts.append(part)
         sampled = self._chosen(groups, needed, self._parts)
+        del sampled.metrics["partial/trained_fraction"]  # most is trained in later steps
         sampled.metrics["partial/continued_responses"] = continued
         return sampled
 
