@@ -166,7 +166,7 @@ class Ranks:
         """Call and wait."""
         return self.begin(method, arguments, phase)()
 
-    def begin(self, method: str, arguments: Any, phase: str) -> Any:
+    def begin(self, method: str, arguments: Any, phase: str, hosts: Any = None) -> Any:
         """Call; the answers are there at once."""
         with self.answering():
             answers = []

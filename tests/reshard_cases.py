@@ -39,6 +39,7 @@ from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
+from hybridrl.reshard.route import Route
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
@@ -376,7 +377,7 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
     rank, tensors, shards = dist.get_rank(), worker.engine.tensors(), actor.named_shards()
 
     def resharder(shards: Any, bucket_mb: int) -> Resharder:
-        return Resharder(shards, worker.trace, tensors, worker.mesh, bucket_mb)
+        return Resharder(shards, worker.trace, tensors, Route.colocated(worker.mesh), bucket_mb)
 
     tokens = Ragged.from_rows([[rank]], torch.int64)
     long = replace(

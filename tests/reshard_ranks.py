@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.mesh import build_mesh, everyone, init_groups
 from hybridrl.distributed.regions import NamedShard, Region, Trace, TracedCopy
 from hybridrl.reshard.executor import ReshardError
 from hybridrl.reshard.resharder import Resharder
+from hybridrl.reshard.route import Route, receiver, sender
 from hybridrl.reshard.transfers import SourceLayout
 from hybridrl.rollout.trace import trace_loader
 from tests.role_configs import fsdp_config
@@ -69,12 +70,18 @@ class Side:
 
     def resharder(self, bucket_elements: int, live: Collection[str] | None = None) -> Resharder:
         """All weights live; or those that are named, and the others frozen."""
-        shards = []
+        shards = self.shards(live)
+        route = Route.colocated(self.mesh)
+        return SmallBuckets(shards, self.trace, self.tensors, route, bucket_elements)
+
+    def shards(self, live: Collection[str] | None = None) -> list[NamedShard]:
+        """This rank's shards."""
+        found = []
         for c in self.layouts:
             frozen = live is not None and c.name not in live
             get = partial(self.local.__getitem__, c.name)
-            shards.append(NamedShard(c.name, c.shape, get, c.dim, frozen))
-        return SmallBuckets(shards, self.trace, self.tensors, self.mesh, bucket_elements)
+            found.append(NamedShard(c.name, c.shape, get, c.dim, frozen))
+        return found
 
     def take_weights(self, seed: int, misaligned: bool = False) -> dict[str, Tensor]:
         """Cut new weights, into new memory; return them whole."""
@@ -245,3 +252,36 @@ def replica_error(side: Side, resharder: Resharder) -> str:
     if dist.get_rank() == dist.get_world_size() - 1:
         side.local["gate"][-1, -1] += 1
     return error_of(lambda: resharder.sync(5, verify=True))
+
+
+@torch.no_grad()
+def run_split(folder: str, trainers: int, tp: int, replicas: int, adapted: bool) -> dict[str, Any]:
+    """What one rank sees where the first ranks train and the others are engines."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", size)
+    init_groups(store, rank, [range(trainers), range(trainers, size)], None)
+    is_trainer, group = rank < trainers, everyone()
+    shards = trainers // replicas if is_trainer else size - trainers
+    copies = replicas if is_trainer else 1
+    spec = fsdp_config(shards, copies, tensor_parallel_size=tp if is_trainer else 1)
+    side = Side(tp, build_mesh(spec, "cpu"), by_columns=tp > 1, device="cpu")
+    if is_trainer:
+        own = sender(side.shards(LIVE if adapted else None), side.mesh, BFLOAT, group, tp)
+    else:
+        own = receiver(side.trace, side.tensors, group, tp)
+    resharder = SmallBuckets(*own, 64)
+    seen: dict[str, Any] = {"rank": dist.get_rank(group), "wrong": [], "bytes": []}
+    for seed in range(2):
+        whole = side.take_weights(0 if adapted else seed)
+        metrics = resharder.sync(seed, verify=True, kept=True)
+        seen["bytes"].append((metrics["received_bytes"], metrics["written_bytes"]))
+        seen["wrong"] += [] if is_trainer else side.wrong(whole)
+    flipped = side.tensors["gate_up"][-1, -1:].view(torch.uint8)
+    flipped[0] ^= 1 if rank == size - 1 else 0
+    seen["flipped"] = error_of(lambda: resharder.verify(2))
+    flipped[0] ^= 1 if rank == size - 1 else 0
+    if rank == trainers - 1:
+        side.local["gate"][-1, -1] += 1
+    seen["differs"] = error_of(lambda: resharder.sync(3, verify=True))
+    return seen

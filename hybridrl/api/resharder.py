@@ -14,6 +14,7 @@ from hybridrl.distributed.experts import checkpoint_tensors, mixture_of
 from hybridrl.distributed.mesh import AXES
 from hybridrl.distributed.regions import free_gathered_weights, shards_of
 from hybridrl.reshard import resharder
+from hybridrl.reshard.route import Route
 from hybridrl.rollout.vllm_engine import in_process, loader_trace
 
 
@@ -50,7 +51,7 @@ class Resharder(resharder.Resharder):
         names = mixture_of(module)
         sources = [t for s in shards for t in checkpoint_tensors(s.name, s.shape, names)]
         trace, tensors = loader_trace(llm, sources)
-        super().__init__(shards, trace, tensors, mesh, bucket_mb)
+        super().__init__(shards, trace, tensors, Route.colocated(mesh), bucket_mb)
 
     def sync(self, version: int, *, verify: bool = True, kept: bool = False) -> dict[str, float]:
         """Write the module's weights into vLLM, and discard its prefix cache; see the base class.

@@ -25,7 +25,7 @@ from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.config.planner.world import world_size
+from hybridrl.config.planner.world import training_ranks
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import start_workers
@@ -188,7 +188,7 @@ def _throughput(config: RunConfig, machine: Machine) -> Throughput:
     return Throughput(
         shape=model_shape(read_model_config(config.model.path)),
         epochs=config.actor.epochs,
-        peak=None if peak is None else peak * world_size(config),
+        peak=None if peak is None else peak * training_ranks(config),
         trains_all=config.lora is None,
     )
 

@@ -37,8 +37,8 @@ DoctorChecks = StrEnum("DoctorChecks", ["quick", "full", "none"])
 Init = StrEnum("Init", ["pretrained", "random"])
 # Memory that vLLM frees between rollouts.
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
-# Whether a response may take several steps (trainer/sampling/partial.py).
-Schedule = StrEnum("Schedule", ["sync", "partial"])
+# Whether a response may take several steps, and on which ranks (trainer/sampling/).
+Schedule = StrEnum("Schedule", ["sync", "partial", "split"])
 # Treatment of prompts longer than rollout.max_prompt_tokens.
 TooLongPrompts = StrEnum("TooLongPrompts", ["error", "drop"])
 # Treatment of training problems with a repeated question.

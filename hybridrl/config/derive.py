@@ -22,7 +22,7 @@ from hybridrl.config.planner.fitting import (
 from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.planner.world import world_size, world_text
+from hybridrl.config.planner.world import num_engines, training_ranks, training_text
 from hybridrl.config.schema import RunConfig
 
 MAX_REWARD_PROCESSES = 8
@@ -114,26 +114,28 @@ def _gpus(config: RunConfig, machine: Machine) -> int:
 
 def _shards(config: RunConfig, machine: Machine) -> int:
     """Return the ranks that dp_replicate leaves."""
-    world, copies = world_size(config), config.fsdp.dp_replicate
+    world, copies = training_ranks(config), config.fsdp.dp_replicate
+    if world < 1:
+        raise Unusable("fsdp.dp_shard")  # the check of the mesh reports it
     if world % copies == 0:
         return world // copies
     raise ConfigError(
-        f"fsdp.dp_replicate = {copies} does not divide the {world_text(config)}: every copy needs "
-        f"the same number of ranks.\n"
+        f"fsdp.dp_replicate = {copies} does not divide the {training_text(config)}: every copy "
+        f"needs the same number of ranks.\n"
         f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
     )
 
 
 def _in_flight(config: RunConfig, machine: Machine) -> int:
     """Return the prompts of a step, or of two if sampling goes on over steps."""
-    is_partial = config.rollout.schedule is Schedule.partial
-    return config.data.prompts_per_step * (2 if is_partial else 1)
+    steps = {Schedule.sync: 1, Schedule.partial: 2, Schedule.split: config.rollout.max_versions}
+    return config.data.prompts_per_step * max(1, min(2, steps[config.rollout.schedule]))
 
 
 def _num_seqs(config: RunConfig, machine: Machine) -> int:
     """Return the responses per engine and step, or evaluation, at most MAX_NUM_SEQS."""
     rollout, prompts = config.rollout, config.data.prompts_per_step
-    engines = max(1, world_size(config) // rollout.tensor_parallel_size)
+    engines = num_engines(config)
     if is_supervised(config):  # samples only for evaluation
         prompts = config.data.num_eval_problems or MAX_NUM_SEQS
     prompts = math.ceil(prompts / engines)

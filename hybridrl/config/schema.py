@@ -113,10 +113,14 @@ class ClusterConfig(Section):
 
 @dataclass(kw_only=True)
 class PlacementConfig(Section):
-    """conf/placement. slots_on_nodes is null if all nodes are alike."""
+    """conf/placement. slots_on_nodes is null if all nodes are alike.
+
+    rollout_gpus is null unless rollout.schedule is split.
+    """
 
     slots_on_nodes: Annotated[list[int] | None, at_least_one("each node runs a process")]
     allow_straddle: bool
+    rollout_gpus: Annotated[int | None, at_least_one("these ranks sample for the others")]
 
 
 @dataclass(kw_only=True)
@@ -310,6 +314,13 @@ class SaverConfig(RoleConfig):
     """
 
     prepares: bool
+
+
+@dataclass(kw_only=True)
+class SenderConfig(RoleConfig):
+    """Config of the role that sends weights to other ranks; built in code, not a section."""
+
+    rollout: RolloutConfig
 
 
 @dataclass(kw_only=True)

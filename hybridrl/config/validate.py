@@ -49,6 +49,7 @@ TRAINING_CHECKS = (
     algorithm.correction_problems,
     algorithm.overlong_problems,
     algorithm.sampling_problems,
+    algorithm.split_problems,
     algorithm.schedule_problems,
     algorithm.supervised_problems,
     sizes.betas_problems,

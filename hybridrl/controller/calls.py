@@ -42,10 +42,10 @@ class SpanLog:
     def __init__(self, num_ranks: int) -> None:
         self._spans: list[list[Span]] = [[] for _ in range(num_ranks)]
 
-    def note(self, per_rank: Sequence[Sequence[Span]]) -> None:
-        """Add spans of each rank."""
-        for spans, new in zip(self._spans, per_rank, strict=True):
-            spans.extend(new)
+    def note(self, per_rank: Sequence[Sequence[Span]], first: int = 0) -> None:
+        """Add spans of consecutive ranks, beginning with rank `first`."""
+        for rank, new in enumerate(per_rank, first):
+            self._spans[rank].extend(new)
 
     def take(self) -> list[list[Span]]:
         """Return the spans since the last call, by rank."""

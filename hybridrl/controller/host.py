@@ -152,16 +152,15 @@ class WorkerHost:
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
 
     @_step("init_process_group")
-    def init_process_group(self, fsdp: FSDPConfig) -> None:
-        """Create the process group of all ranks and the training mesh; a collective.
+    def init_process_group(self, fsdp: FSDPConfig, parts: Sequence[range]) -> None:
+        """Create the process groups (`mesh.init_groups`) and this part's mesh; a collective.
 
         Then begin the imports noted by `preload`. vLLM's set environment variables, which must not
         happen while gloo reads them in another thread: a segmentation fault in rare starts.
         """
         import torch
-        from torch import distributed as dist
 
-        from hybridrl.distributed.mesh import NO_LIMIT, build_mesh
+        from hybridrl.distributed.mesh import NO_LIMIT, build_mesh, init_groups
         from hybridrl.distributed.torch_compat import set_timeouts
 
         device = None
@@ -170,14 +169,9 @@ class WorkerHost:
             torch.cuda.set_device(device)
         assert self._store is not None, "join_rendezvous comes first"
         self._store.set_timeout(NO_LIMIT)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo",
-            store=self._store,
-            rank=self._rank,
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=NO_LIMIT,
-            device_id=device,
-        )
+        own = next(part for part in parts if self._rank in part)
+        os.environ.update(RANK=str(self._rank - own.start), WORLD_SIZE=str(len(own)))
+        init_groups(self._store, self._rank, parts, device)
         self._mesh = build_mesh(fsdp, "cuda" if self._on_gpu else "cpu")
         set_timeouts(NO_LIMIT)
         self._importing = import_in_background(self._ahead)

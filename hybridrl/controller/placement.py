@@ -88,11 +88,14 @@ def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int
     return [engine for engine, of_engine in enumerate(engines) if len(of_engine) > 1]
 
 
-def warn_of_straddling(slots: Sequence[Slot], ranks_per_engine: int) -> None:
-    """Warn of `straddling_engines`, which the checks of the config permit or refuse."""
+def warn_of_straddling(slots: Sequence[Slot], ranks_per_engine: int, first: int = 0) -> None:
+    """Warn of `straddling_engines`, which the checks of the config permit or refuse.
+
+    `first` is the rank of the first slot.
+    """
     for engine in straddling_engines(slots, ranks_per_engine):
         places = ", ".join(
-            f"rank {rank} on node {slots[rank].node_id[:8]} ({slots[rank].node_ip})"
+            f"rank {first + rank} on node {slots[rank].node_id[:8]} ({slots[rank].node_ip})"
             for rank in range(engine * ranks_per_engine, (engine + 1) * ranks_per_engine)
         )
         logger.warning(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import ray
 from ray import ObjectRef
@@ -20,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.planner.world import part_mesh
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.background import call_with_timeout
@@ -27,6 +27,7 @@ from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.host import WorkerHost
 from hybridrl.controller.node_tasks import NodeTasks
+from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.placement import (
     Host,
     Slot,
@@ -43,7 +44,6 @@ from hybridrl.controller.watch.ray_monitor import (
     register_shared_memory,
 )
 from hybridrl.controller.watch.waiting import StallDetector, wait_for_all
-from hybridrl.data.shardable import Piece
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class PoolConfig:
         modules: modules that every process imports first.
         ahead: configs of roles; their slow modules are imported once the process group exists.
         log_folder: folder of the logs, one file per process.
+        engine_ranks: number of ranks, the last ones, that only sample, while the others only train;
+            0: each rank does both.
     """
 
     cluster: ClusterConfig
@@ -72,31 +74,11 @@ class PoolConfig:
     modules: Sequence[str]
     ahead: Sequence[Any]
     log_folder: Path
-
-
-class ObjectStore:
-    """Stores each piece in Ray's object store once, for the lifetime of the piece.
-
-    `guarded` is the context of each call into Ray, which without a raylet would end this process.
-    """
-
-    def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
-        self._guarded = guarded
-        self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def reference(self, piece: Piece) -> ObjectRef:
-        """Return the reference to a piece's content; WorkerError if Ray is lost or has no room."""
-        if piece not in self._stored:
-            with self._guarded():
-                self._stored[piece] = ray.put(piece())
-        return self._stored[piece]
+    engine_ranks: int = 0
 
 
 class Pool(AbstractContextManager["Pool"]):
-    """Worker processes in the order of their ranks, joined in one process group.
+    """Worker processes in the order of their ranks, joined in process groups.
 
     Create it inside `ray_runtime` and close it there; also a context manager.
 
@@ -111,6 +93,7 @@ class Pool(AbstractContextManager["Pool"]):
         self._nodes = NodeTasks()
         self._readers: dict[int, PositionReader] = {}
         self._reservation: PlacementGroup | None = None
+        self._running: dict[ObjectRef, tuple[Host, str]] = {}
         self._busy: Sequence[ObjectRef] = []
         self._shared_memory: dict[str, list[str]] = {}
         self._ray_monitor = RayMonitor(config.cluster.stall_timeout_s)
@@ -126,10 +109,14 @@ class Pool(AbstractContextManager["Pool"]):
                 self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
             self._identify(self._spawn(self._reservation))
             self.start_times.mark("processes")
-            self._start_step(self.hosts, "preload", [(config.modules, config.ahead)] * self.size)
+            engines = self.parts[-1]
+            ahead = [config.ahead if rank in engines else [] for rank in range(self.size)]
+            self._start_step(self.hosts, "preload", [(config.modules, each) for each in ahead])
             self.start_times.mark("imports")
             self._join_rendezvous()
-            self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
+            meshes = [part_mesh(config.fsdp, part) for part in self.parts for _ in part]
+            arguments = [(mesh, self.parts) for mesh in meshes]
+            self._start_step(self.hosts, "init_process_group", arguments)
             self.start_times.mark("rendezvous")
             undo.pop_all()
         self.spans = SpanLog(self.size)
@@ -138,6 +125,13 @@ class Pool(AbstractContextManager["Pool"]):
     def size(self) -> int:
         """Number of ranks."""
         return len(self.hosts)
+
+    @property
+    def parts(self) -> list[range]:
+        """Ranks that share a default group: all, or those that train and those that sample."""
+        trainers = self.size - self._config.engine_ranks
+        parts = range(trainers), range(trainers, self.size)
+        return [part for part in parts if len(part)]
 
     def run(self, method: str, arguments: Sequence[tuple], phase: str) -> list[Any]:
         """Call a method of WorkerHost on every rank and wait; return results by rank.
@@ -157,24 +151,29 @@ class Pool(AbstractContextManager["Pool"]):
     ) -> Callable[[], list[Any]]:
         """Call a host method on every rank, or on `hosts`; return a function that waits, as `run`.
 
-        Make no other call until it has returned. `is_step`: a step of the start (`StallDetector`).
+        Until it has returned, call other hosts only; a failure here ends their calls, too.
+        `is_step`: a step of the start (`StallDetector`).
         """
         called = self.hosts if hosts is None else hosts
         of_hosts = zip(called, arguments, strict=True)
         with self._ray_monitor.guarded(phase):
             refs = [getattr(host.handle, method).remote(*own) for host, own in of_hosts]
-        self._busy = refs
+        self._running |= {ref: (host, phase) for ref, host in zip(refs, called, strict=True)}
+        self._busy = [*self._running]
 
         def results() -> list[Any]:
             watched = self._config.cluster, self._readers, self._nodes, self._ray_monitor
             detector = StallDetector(*watched, phase, len(called), is_step=is_step)
             try:
                 with self._ray_monitor.guarded(phase):
-                    found = wait_for_all(called, refs, phase, detector)
+                    found = wait_for_all(refs, self._running, phase, detector)
             except WorkerError:
                 self._ray_monitor.check_after_failure(phase)
                 raise
-            self._busy = []
+            finally:
+                for ref in refs:
+                    del self._running[ref]
+            self._busy = [*self._running]
             return found
 
         return results
@@ -309,7 +308,7 @@ class Pool(AbstractContextManager["Pool"]):
         """Close roles in order, unless a call is in flight: then ranks wait for others."""
         if not self.hosts or not ray.is_initialized():
             return
-        busy = self._busy
+        busy = list(self._busy)
         if busy and ray.wait(busy, num_returns=len(busy), timeout=0)[1]:
             return
         closing = [host.handle.close.remote() for host in self.hosts]

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.choices import SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.world import slots_on_nodes
-from hybridrl.config.schema import RunConfig, SaverConfig
+from hybridrl.config.schema import RunConfig, SaverConfig, SenderConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.files import module_of
 from hybridrl.controller.background import import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
-from hybridrl.controller.placement import warn_of_straddling
+from hybridrl.controller.placement import Host, warn_of_straddling
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.data.shardable import Shardable
 from hybridrl.workers.base import Dispatch, dispatch_of
@@ -22,27 +23,36 @@ from hybridrl.workers.base import Dispatch, dispatch_of
 BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")
 # Saves the state of the roles built before it.
 SAVER = "hybridrl.workers.saver.SaverWorker"
+# Sends the actor's weights to ranks that only sample.
+SENDER = "hybridrl.workers.sender.SenderWorker"
+BUILT_IN_CODE = SaverConfig | SenderConfig
 SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
 class WorkerGroup:
-    """One role on all ranks of a pool; `config.worker` names its class."""
+    """One role on consecutive ranks of a pool, all by default; `config.worker` names its class."""
 
-    def __init__(self, pool: Pool, role: str, config: Any) -> None:
+    def __init__(self, pool: Pool, role: str, config: Any, ranks: range | None = None) -> None:
         self.role = role
         self.pool = pool
+        self.ranks = range(pool.size) if ranks is None else ranks
         self.worker_class = locate(f"{role}.worker", config.worker)
         self.ranks_per_shard = self.worker_class.ranks_per_shard(config)
 
     @property
     def num_ranks(self) -> int:
         """Number of processes that host the role."""
-        return self.pool.size
+        return len(self.ranks)
 
     @property
     def num_shards(self) -> int:
         """Number of parts of a SHARD_DP argument."""
-        return self.pool.size // self.ranks_per_shard
+        return len(self.ranks) // self.ranks_per_shard
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Processes that host the role."""
+        return self.pool.hosts[self.ranks.start : self.ranks.stop]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a marked method on all ranks; return as its `Dispatch` defines.
@@ -51,10 +61,15 @@ class WorkerGroup:
             AttributeError: the method is not marked with `@on_all_ranks`.
             WorkerError: a rank raised or died, or none made progress for cluster.stall_timeout_s.
         """
+        return self.begin(method, *args, **kwargs)()
+
+    def begin(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Begin a `call`; return a function that waits for its result."""
         is_sharded = dispatch_of(self.worker_class, method) in SHARDED
         whole, others = (args[0], args[1:]) if is_sharded else (None, args)
         call = Call(self, method, others, kwargs)
-        return begin_together({method: call}, whole)()[method].value
+        wait = begin_together({method: call}, whole)
+        return lambda: wait()[method].value
 
 
 @dataclass(frozen=True)
@@ -100,19 +115,20 @@ def begin_together(
     """Run methods of several roles, one after the other in every process, on one batch.
 
     Args:
-        calls: calls by any name, of roles in one pool with the same number of shards.
+        calls: calls by any name, of roles on the same ranks with the same number of shards.
         whole: the first argument of the methods, which are marked SHARD_DP or SHARD_DP_REDUCED.
             Pieces already sent are not sent again. None: the methods have neither mark.
 
     Returns:
         A function that waits: for each call the result that its `Dispatch` defines, and the span
-        of the slowest rank. The pool accepts no other calls before it returns. It raises
-        WorkerError as `WorkerGroup.call` does.
+        of the slowest rank. Before it returns, only other ranks accept calls. It raises WorkerError
+        as `WorkerGroup.call` does.
 
     Raises:
         AttributeError: a method is not marked with `@on_all_ranks`.
     """
-    ((pool, num_shards),) = {(call.group.pool, call.group.num_shards) for call in calls.values()}
+    groups = [call.group for call in calls.values()]
+    ((pool, ranks, num_shards),) = {(group.pool, group.ranks, group.num_shards) for group in groups}
     assert all((c.dispatch in SHARDED) == (whole is not None) for c in calls.values()), list(calls)
     assemble = None
     stored: list[list[Any]] = [[]] * num_shards
@@ -124,17 +140,19 @@ def begin_together(
         (
             [call.on_rank(rank) for call in calls.values()],
             assemble,
-            *stored[rank * num_shards // pool.size],
+            *stored[rank * num_shards // len(ranks)],
         )
-        for rank in range(pool.size)
+        for rank in range(len(ranks))
     ]
-    wait = pool.begin("call", arguments, ", ".join(call.name for call in calls.values()))
+    phase = ", ".join(call.name for call in calls.values())
+    wait = pool.begin("call", arguments, phase, groups[0].hosts)
 
     def results() -> dict[str, TimedResult]:
         per_rank = wait()
-        pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
+        spans = [[outcome.span for outcome in of_rank] for of_rank in per_rank]
+        pool.spans.note(spans, ranks.start)
         of_calls = zip(calls.items(), zip(*per_rank, strict=True), strict=True)
-        return {name: _outcome(call, whole, ranks) for (name, call), ranks in of_calls}
+        return {name: _outcome(call, whole, results) for (name, call), results in of_calls}
 
     return results
 
@@ -149,20 +167,24 @@ def _outcome(call: Call, whole: Shardable | None, ranks: Sequence[TimedResult]) 
     return TimedResult(value, max((o.span for o in ranks), key=lambda span: span.seconds))
 
 
-def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup]:
-    """Build roles in a pool's processes, in the order given, and connect all roles of the pool.
+def build_roles(
+    pool: Pool, configs: Mapping[str, Any], ranks: range | None = None
+) -> dict[str, WorkerGroup]:
+    """Build roles on some ranks, in the order given, and connect all roles of the pool.
 
-    Each config is an instance of its worker's `config_class`.
+    Each config is an instance of its worker's `config_class`. None: on all ranks.
     """
-    groups = {role: _build_role(pool, role, config) for role, config in configs.items()}
+    groups = {role: _build_role(pool, role, config, ranks) for role, config in configs.items()}
     pool.connect()
     return groups
 
 
-def _build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
-    pool.run("build", [(role, config.worker, config)] * pool.size, f"start: {role}")
+def _build_role(pool: Pool, role: str, config: Any, ranks: range | None) -> WorkerGroup:
+    group = WorkerGroup(pool, role, config, ranks)
+    arguments = [(role, config.worker, config)] * group.num_ranks
+    pool.begin("build", arguments, f"start: {role}", group.hosts)()
     pool.start_times.mark(role)
-    return WorkerGroup(pool, role, config)
+    return group
 
 
 @dataclass(frozen=True)
@@ -170,7 +192,7 @@ class Workers:
     """Worker groups of a run and their pool, which the caller closes.
 
     `critic` is None if the advantage estimator uses no values, `ref` without KL penalty,
-    `reward_model` if the run has none.
+    `reward_model` if the run has none, `sender` if every rank trains and samples.
     """
 
     pool: Pool
@@ -180,6 +202,7 @@ class Workers:
     critic: WorkerGroup | None = None
     ref: WorkerGroup | None = None
     reward_model: WorkerGroup | None = None
+    sender: WorkerGroup | None = None
 
 
 def start_workers(config: RunConfig, run_dir: Path) -> Workers:
@@ -208,8 +231,13 @@ def start_roles(
     """Start one process per GPU or CPU slot and build roles in it; see `start_workers`.
 
     Configs by role include rollout and actor. The rollout engine is built first and determines the
-    sharding of the other roles. The caller closes the pool of the worker groups.
+    sharding of the other roles. The caller closes the pool of the worker groups. With
+    placement.rollout_gpus, the engine is on other ranks, and `sender` is one more role.
     """
+    if config.placement.rollout_gpus:
+        never_sleeps = replace(configs["rollout"], sleep=SleepMode.none)
+        sender = SenderConfig(worker=SENDER, rollout=never_sleeps)
+        configs = {**configs, "rollout": never_sleeps, "sender": sender}
     modules = [module_of(role.worker) for role in configs.values()]
     pool_config = PoolConfig(
         cluster=config.cluster,
@@ -219,6 +247,7 @@ def start_roles(
         modules=modules,
         ahead=[config.rollout],
         log_folder=run_dir / "logs",
+        engine_ranks=config.placement.rollout_gpus or 0,
     )
     # Calls need the roles' classes; importing them here would delay the processes.
     imported = import_in_background(modules)
@@ -226,14 +255,15 @@ def start_roles(
         pool = undo.enter_context(Pool(pool_config))
         pool.read_ahead(configs["actor"].model)
         imported.result()
-        rollout = _build_role(pool, "rollout", configs["rollout"])
-        warn_of_straddling([host.slot for host in pool.hosts], rollout.ranks_per_shard)
+        rollout = _build_role(pool, "rollout", configs["rollout"], pool.parts[-1])
+        slots = [host.slot for host in rollout.hosts]
+        warn_of_straddling(slots, rollout.ranks_per_shard, rollout.ranks.start)
         fsdp = replace(config.fsdp, columns=rollout.call("columns", config.fsdp))
         others = {
-            role: own if isinstance(own, SaverConfig) else replace(own, fsdp=fsdp)
+            role: own if isinstance(own, BUILT_IN_CODE) else replace(own, fsdp=fsdp)
             for role, own in configs.items()
             if role != "rollout"
         }
-        groups = {"rollout": rollout, **build_roles(pool, others)}
+        groups = {"rollout": rollout, **build_roles(pool, others, pool.parts[0])}
         undo.pop_all()
     return groups

@@ -1,4 +1,4 @@
-"""Training mesh: axes dp_replicate and dp_shard over all ranks.
+"""Process groups and the training mesh: axes dp_replicate and dp_shard over all ranks that train.
 
 A replica of the weights is on consecutive ranks; config/planner/world.py defines their order.
 """
@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridrl.config.planner.world import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.distributed.torch_compat import ranks_as_given
+from hybridrl.distributed.torch_compat import group_named, joined_group, ranks_as_given
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,42 @@ AXES = ("dp_replicate", "dp_shard")
 # (cluster.stall_timeout_s). torch's own limit, 30 minutes or 10 with NCCL, would also end ranks
 # that wait for a busy one. 31 bits hold at most 24 days of milliseconds.
 NO_LIMIT = timedelta(days=24)
+# Name of the group of all ranks, where some only train and others only sample.
+EVERYONE = "hybridrl_everyone"
+
+
+def init_groups(
+    store: Store, rank: int, parts: Sequence[range], device: torch.device | None
+) -> None:
+    """Create the default group of this rank's part and, with several parts, that of all ranks.
+
+    Each part has a default group of its own, because vLLM makes its groups over all of the default
+    group.
+
+    Args:
+        store: shared by all ranks.
+        rank: number among all ranks.
+        parts: ranks that share a default group: all, or those that train and those that sample.
+        device: the rank's GPU, already set; None without one.
+    """
+    backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
+    own = next(part for part in parts if rank in part)
+    if len(parts) > 1:
+        joined_group(EVERYONE, store, backend, rank, parts, NO_LIMIT, device)
+        store = PrefixStore(f"ranks from {own.start}", store)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank - own.start,
+        world_size=len(own),
+        timeout=NO_LIMIT,
+        device_id=device,
+    )
+
+
+def everyone() -> ProcessGroup:
+    """Return the group of all ranks, where some only train and others only sample."""
+    return group_named(EVERYONE)
 
 
 def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:

@@ -8,7 +8,7 @@
 A read needs no cooperation: the process may be stopped, hang in native code, or hold its
 interpreter's lock. The memory has no name in any folder and ends with the process; a reader that
 opened it keeps the last position. A write costs less than a microsecond and has no effect before
-`publish`. One thread of a process writes.
+`publish`. The thread that entered a phase writes; calls of other threads have no effect.
 
 On a GPU the position is that of enqueued work, and the device may be behind. Events (`mark`) show
 how far; they are queried only on request (`look_at_device`).
@@ -17,6 +17,7 @@ how far; they are queried only on request (`look_at_device`).
 import mmap
 import os
 import struct
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,7 @@ class _Writer:
         self._memory = memory
         self._changes = self._entered = 0
         self._part = ""
+        self._thread = threading.get_ident()
         self._marks: list[tuple[str, int, int, Any]] = []
         _NUMBERS.pack_into(memory, 0, 0, 0, 0, 0, _NOT_REQUESTED)
 
@@ -92,6 +94,7 @@ class _Writer:
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
+        self._thread = threading.get_ident()
         self._entered = self._changes + 1
         self._marks = []
         self._text(0, phase)
@@ -99,6 +102,8 @@ class _Writer:
 
     def at(self, part: str, number: int = 0, total: int = 0) -> None:
         """Reach a place in the phase; see `Position`."""
+        if threading.get_ident() != self._thread:
+            return
         if part != self._part:
             self._part = part
             self._text(1, part)
@@ -112,7 +117,8 @@ class _Writer:
 
     def mark(self, part: str, number: int, total: int, event: Any) -> None:
         """Add a torch.cuda.Event that the device passes at the end of a place."""
-        self._marks.append((part, number, total, event))
+        if threading.get_ident() == self._thread:
+            self._marks.append((part, number, total, event))
 
     def look_at_device(self) -> None:
         """Publish the position of the device; call from another thread than `at`."""

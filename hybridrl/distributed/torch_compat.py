@@ -4,14 +4,14 @@ NAMES lists those that are not imported here, which tests/unit/test_compat.py lo
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import Backend, ProcessGroup, Store, distributed_c10d
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -40,9 +40,11 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "ops.aten.fill_.Scalar._schema"),
     ("torch._dynamo", "maybe_mark_dynamic"),
     ("torch._dynamo.config", "disable"),
+    ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
     ("torch.distributed.distributed_c10d", "_pg_map"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
+    ("torch.distributed.distributed_c10d", "_world.pg_group_ranks"),
     ("torch.distributed.tensor", "DTensor._local_tensor"),
 )
 
@@ -99,6 +101,40 @@ def activate_flash_attention_4() -> None:
         # Of its compiler, about an argument that is constant here.
         warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
         activate_flash_attention_impl("FA4")
+
+
+def joined_group(
+    name: str,
+    store: Store,
+    backend: str,
+    rank: int,
+    parts: Sequence[range],
+    timeout: timedelta,
+    device: torch.device | None,
+) -> ProcessGroup:
+    """Make a group over ranks that will have different default groups; call it before those exist.
+
+    torch.distributed numbers the ranks of a group as in the default group. Here those of the own
+    default group come first, as there, then all others.
+
+    Args:
+        name: name of the group, for `group_named`.
+        store, backend, timeout: as in init_process_group.
+        rank: rank in the new group.
+        parts: ranks of the new group that will share a default group.
+        device: the rank's GPU; None without one.
+    """
+    size = sum(map(len, parts))
+    # No ranks, as for a default group: others would be looked up in one.
+    group, _ = distributed_c10d._new_process_group_helper(
+        size, rank, [], Backend(backend), store, name, timeout=timeout, device_id=device
+    )
+    own = next(part for part in parts if rank in part)
+    order = [*own, *(other for other in range(size) if other not in own)]
+    numbers = {other: number for number, other in enumerate(order)}
+    ranks = {numbers[other]: other for other in range(size)}
+    distributed_c10d._world.pg_group_ranks[group] = ranks
+    return group
 
 
 @contextmanager

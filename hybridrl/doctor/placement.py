@@ -6,7 +6,7 @@ Imports Ray inside functions: it may be missing or too old.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridrl.config.planner.world import slots_on_nodes
+from hybridrl.config.planner.world import sampling_slots_on_nodes, slots_on_nodes
 from hybridrl.doctor.context import CheckContext, fits
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 
@@ -23,7 +23,8 @@ def check(context: CheckContext) -> list[Finding]:
     wanted, config = slots_on_nodes(context.config), context.config
     ranks_per_engine = config.rollout.tensor_parallel_size
     allow = config.placement.allow_straddle
-    engines = judge_engines(wanted, ranks_per_engine, allow_straddle=allow)
+    sampling = sampling_slots_on_nodes(config)
+    engines = judge_engines(sampling, ranks_per_engine, allow_straddle=allow)
     if isinstance(context.agents, RayProbes):
         return [judge_slots(free_nodes(), wanted, on_gpu=context.on_gpu), engines]
     if len(wanted) > 1:

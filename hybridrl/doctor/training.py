@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from hybridrl.config.checks.sizes import warm_ups
+from hybridrl.config.choices import Schedule
 from hybridrl.config.estimators import is_supervised
-from hybridrl.config.planner.world import world_size
+from hybridrl.config.planner.world import num_engines, training_ranks
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
@@ -41,7 +42,8 @@ def check(context: CheckContext) -> list[Finding]:
 def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
     """Return overrides for a short run: few prompts, short responses, no files kept."""
     config = context.config
-    prompts = world_size(config)
+    trainers = training_ranks(config)
+    prompts = trainers * -(-num_engines(config) // trainers)
     supervised, longest = is_supervised(config), config.rollout.max_response_tokens
     # Reference answers stay as long as they are.
     tokens = longest if supervised else min(MAX_RESPONSE_TOKENS, longest)
@@ -49,6 +51,7 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
     return [
         *(f"{key}={STEPS - 1}" for key, steps in warm_ups(config).items() if steps >= STEPS),
         *([f"algorithm.overlong.buffer_tokens={tokens}"] if buffer > tokens else []),
+        *([] if config.rollout.schedule is Schedule.sync else ["rollout.max_in_flight=null"]),
         f"trainer.total_steps={STEPS}",
         f"data.prompts_per_step={prompts}",
         f"actor.mini_batch_size={prompts * config.rollout.responses_per_prompt}",

@@ -6,6 +6,7 @@ Glossary, from whole tensors to bytes:
     Transfer      part of a copy that one rank packs once and sends to every rank that makes it
     Chunk         transfers out of the same rows of every shard of one tensor
     Bucket        chunks that move together; one all-gather and one batch of sends
+    Route         ranks that send and ranks that receive; may be equal or disjoint
     Plan          all that one rank copies, packs, sends, receives and unpacks
     CopyRect      rectangle of rows between two buffers, in numbers: input of the copy kernels
 

@@ -20,6 +20,7 @@ from hybridrl.distributed.torch_compat import all_gather_single
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
 from hybridrl.reshard.fingerprint import Hashes, salt
 from hybridrl.reshard.plan import Plan
+from hybridrl.reshard.route import Route
 
 
 class ReshardError(RuntimeError):
@@ -33,7 +34,7 @@ _Move = tuple[TracedCopy, _BufferView, _BufferView, Iterable[int]]
 
 
 class PlanExecutor:
-    """Executes one rank's plan. `prepare` and `move` are collectives of the shard group.
+    """Executes one rank's plan. `prepare` and `move` are collectives of the route's members.
 
     Buffers are the shards of the plan's sources, all parameters, and the two halves of the staging
     memory, in this order.
@@ -45,7 +46,7 @@ class PlanExecutor:
         plan: plan of some of the weights.
         shards: shards of all weights by name.
         parameters: the engine's parameters by name, in the trace's order; they never move.
-        group, hashes: the shard group, and hashes for fingerprints.
+        route, hashes: ranks of the plan, and hashes for fingerprints.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class PlanExecutor:
         plan: Plan,
         shards: Mapping[str, NamedShard],
         parameters: Mapping[str, Tensor],
-        group: dist.ProcessGroup,
+        route: Route,
         hashes: Hashes,
     ) -> None:
         self.plan = plan
@@ -61,9 +62,10 @@ class PlanExecutor:
         self._sources = {source.name: (i, source) for i, source in enumerate(plan.sources)}
         self._parameters = parameters
         self._numbers = {name: i for i, name in enumerate(parameters)}
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._ranks = dist.get_process_group_ranks(group)
+        self._group = route.group
+        self._rank = route.position
+        self._ranks = route.peers
+        assert route.is_whole or not any(b.slot for b in plan.buckets), "others cannot gather"
         self._held = [source.region(self._rank) for source in plan.sources]
         self._hashes = hashes
         first = next(iter(parameters.values()))

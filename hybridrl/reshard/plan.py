@@ -90,15 +90,15 @@ def build_plans(
     rank: int,
     bucket_elements: int,
 ) -> list[Plan]:
-    """Return the plans of one rank of a shard group, that of frozen weights first.
+    """Return the plans of one rank of a route, that of frozen weights first.
 
     Together they write the same as one plan of all weights. Constants belong to the first.
 
     Args:
-        sources: layout of every checkpoint tensor over the group.
+        sources: layout of every checkpoint tensor over the first ranks of the route.
         frozen: names of the tensors that never change; if empty, one plan covers all.
-        traces: of the group's ranks, in order.
-        rank: position in the group.
+        traces: of the route's ranks, in order; empty for a rank without an engine.
+        rank: position in the route.
         bucket_elements: limit on any rank's staging memory for one bucket, sent and received
             together, as long as one row of one tensor fits.
 
@@ -133,7 +133,7 @@ def _plan(
         for copy in trace.copies:
             if copy.source in copies:
                 copies[copy.source].append((receiver, copy))
-    chunker = Chunker(rank, bucket_elements)
+    chunker = Chunker(rank, len(traces), bucket_elements)
     chunks = [chunk for source in sources for chunk in chunker.chunks(source, copies[source.name])]
     # Transfers to many ranks come first, so that few buckets go to many.
     chunks.sort(key=lambda chunk: -chunk.breadth)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import NamedShard, Trace
@@ -21,6 +20,7 @@ from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut
 from hybridrl.reshard.executor import PlanExecutor, ReshardError
 from hybridrl.reshard.fingerprint import hashes, salt
 from hybridrl.reshard.plan import Plan, build_plans
+from hybridrl.reshard.route import Route
 from hybridrl.reshard.transfers import SourceLayout
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ class Resharder:
         shards: this rank's shards of the trainer's weights, in one order on all ranks.
         trace: trace of the engine's loader on this rank.
         tensors: the engine's live parameters by name, of one dtype; they never move.
-        mesh: the training mesh with axes dp_replicate and dp_shard. Data moves only between the
-            ranks of one dp_shard group, which hold one replica of the weights.
+        route: ranks between which data moves, with one replica of the weights.
         bucket_mb: MiB that a rank sends and receives at a time. Staging memory is at most twice
             that, and exists during `sync` only.
 
@@ -54,18 +53,18 @@ class Resharder:
         shards: Sequence[NamedShard],
         trace: Trace,
         tensors: Mapping[str, Tensor],
-        mesh: DeviceMesh,
+        route: Route,
         bucket_mb: int,
     ) -> None:
         self._trace = trace
         self._parameters = {name: tensors[name] for name in trace.parameters}
         first = next(iter(self._parameters.values()))
         self._device, self._dtype = first.device, first.dtype
-        self._mesh = mesh
-        self._group = mesh.get_group("dp_shard")
+        self._route, self._group = route, route.group
         self._shards = {shard.name: shard for shard in shards}
-        num_shards = dist.get_world_size(self._group)
-        self._sources = [SourceLayout(s.name, tuple(s.shape), num_shards, s.dim) for s in shards]
+        self._sources = [
+            SourceLayout(s.name, tuple(s.shape), route.num_shards, s.dim) for s in shards
+        ]
         # Hashes of all rows and columns, of tensors viewed as rows of their last dim.
         rows = max(1, *(math.prod(source.shape[:-1]) for source in self._sources))
         columns = max(source.shape[-1] for source in self._sources)
@@ -73,7 +72,7 @@ class Resharder:
         frozen = [shard.name for shard in shards if shard.frozen]
         plans = self._agreed_plans((bucket_mb << 20) // self._dtype.itemsize, frozen)
         self._executors = [
-            PlanExecutor(plan, self._shards, self._parameters, self._group, self._hashes)
+            PlanExecutor(plan, self._shards, self._parameters, route, self._hashes)
             for plan in plans
         ]
         self._numbers = {name: i for i, name in enumerate(self._parameters)}
@@ -83,8 +82,8 @@ class Resharder:
         if dist.get_rank() == 0:
             for plan in plans:
                 logger.info(
-                    "reshard of %d weights: rank 0 receives %.1f MiB in %d buckets, with %d sends, "
-                    "receives and all-gathers",
+                    "reshard of %d weights: this rank receives %.1f MiB in %d buckets, with %d "
+                    "sends, receives and all-gathers",
                     len(plan.sources),
                     plan.received * self._dtype.itemsize / 2**20,
                     len(plan.buckets),
@@ -144,7 +143,9 @@ class Resharder:
         assert self._sums_are_known, "the last sync left fingerprints out"
         found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._device)
         self._reader.run(0, 1, found, paced=False)
-        cells = torch.stack([executor.sent() for executor in self._executors]).sum(0)
+        sent = torch.stack([executor.sent() for executor in self._executors]).sum(0)
+        cells = sent.new_zeros(dist.get_world_size(self._group), len(self._parameters))
+        cells[self._route.members] = sent
         arrived = torch.empty_like(cells)
         dist.all_to_all_single(arrived, cells, group=self._group)
         expected = arrived.sum(0)
@@ -152,11 +153,12 @@ class Resharder:
         for fill in self._trace.fills:
             region = region_view(self._parameters[fill.parameter], fill.region)
             problems[0, self._numbers[fill.parameter]] |= (region != fill.value).any()
-        if self._compares_replicas:
-            replicas = _all_gather(expected, self._mesh.get_group("dp_replicate"))
-            problems[1] = replicas[0] != expected
+        everyone = self._route.everyone
+        if self._route.has_copies:
+            problems[1] = _all_gather(expected, everyone)[self._twin] != expected
         ranks_of: dict[tuple[int, int], list[int]] = {}
-        for rank, reason, index in _all_gather(problems.to(torch.uint8)).nonzero().tolist():
+        of_ranks = _all_gather(problems.to(torch.uint8), everyone)
+        for rank, reason, index in of_ranks.nonzero().tolist():
             ranks_of.setdefault((index, reason), []).append(rank)
         if ranks_of:
             names = list(self._parameters)
@@ -173,8 +175,9 @@ class Resharder:
         """Return this rank's plans, after a check that all ranks plan from the same inputs."""
         inputs = repr((self._sources, frozen, bucket_elements)).encode()
         own = (self._trace, hashlib.blake2b(inputs).digest())
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        everyone = self._route.everyone
+        gathered: list[Any] = [None] * dist.get_world_size(everyone)
+        dist.all_gather_object(gathered, own, group=everyone)
         traces, digests = zip(*gathered, strict=True)
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
@@ -182,13 +185,12 @@ class Resharder:
                 f"ranks {odd} would plan the reshard from other inputs than rank 0: their shards "
                 "or rollout.reshard_bucket_mb differ"
             )
-        # An engine that spans replicas gives each another slice; then they cannot be compared.
-        groups = self._mesh.mesh.T.tolist()
-        self._compares_replicas = self._mesh["dp_replicate"].size() > 1 and all(
-            traces[rank] == traces[group[0]] for group in groups for rank in group
-        )
-        group_traces = [traces[rank] for rank in dist.get_process_group_ranks(self._group)]
-        rank = dist.get_rank(self._group)
+        # Ranks with equal traces hold equal weights, also those of other replicas.
+        self._twin = traces.index(self._trace)
+        numbers = dist.get_process_group_ranks(everyone)
+        of_route = [numbers.index(peer) for peer in self._route.peers]
+        group_traces = [traces[rank] for rank in of_route]
+        rank = self._route.position
         return build_plans(self._sources, frozen, group_traces, rank, bucket_elements)
 
     def _parameter_reader(self) -> Copier:

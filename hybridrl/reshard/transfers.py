@@ -22,7 +22,10 @@ class SourceLayout(NamedTuple):
     dim: int = 0
 
     def region(self, shard: int) -> Region:
-        """Return the region that shard number `shard` holds; that of the first is the largest."""
+        """Return the region that shard number `shard` holds; that of the first is the largest.
+
+        Numbers from num_shards on, of ranks without weights, hold nothing.
+        """
         size = self.shape[self.dim]
         longest = -(-size // self.num_shards)
         start = min(shard * longest, size)
@@ -97,12 +100,14 @@ class Chunker:
 
     Args:
         rank: the planning rank.
+        num_ranks: ranks of the plan; the first of them hold the shards.
         bucket_elements: a chunk is halved until no rank needs more than a quarter of this, which
             leaves little of the buckets unused.
     """
 
-    def __init__(self, rank: int, bucket_elements: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, bucket_elements: int) -> None:
         self._rank = rank
+        self._num_ranks = num_ranks
         self._bucket_elements = bucket_elements
         self._known: dict[Any, tuple[list[Chunk], list[str]]] = {}
 
@@ -137,7 +142,7 @@ class Chunker:
         receivers: dict[TracedCopy, list[int]] = {}
         for receiver, copy in copies:
             receivers.setdefault(copy, []).append(receiver)
-        shards = [source.region(shard) for shard in range(source.num_shards)]
+        shards = [source.region(rank) for rank in range(self._num_ranks)]
         needed = [
             [
                 (part, np.array(ranks))

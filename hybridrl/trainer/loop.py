@@ -27,7 +27,7 @@ from hybridrl.trainer.rewarding import (
     Rewarded,
     RewardSource,
 )
-from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+from hybridrl.trainer.sampling.hybrid_engine import engine_of
 from hybridrl.trainer.state import RunResult, TrainState
 from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
 from hybridrl.trainer.tracking.report import Reporter, is_due
@@ -58,14 +58,15 @@ class TrainingLoop:
         self.prompts = prompts
         self.generator = generator
         self.rewards = rewards
-        self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
+        self.engine = engine_of(workers, config.fsdp.offload)
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.preemption = preemption
         self.reporter = reporter
         shape = model_shape(read_model_config(config.model.path))
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
-        self.phases = Phases(workers.pool.spans.take, reporter.phase)
+        beside = range(0) if workers.sender is None else workers.rollout.ranks
+        self.phases = Phases(workers.pool.spans.take, reporter.phase, beside)
         steps = config.trainer.profile_steps
         self.profiler = StepProfiler(steps, workers.pool, reporter.run_dir, self.phases)
         self.grace = GraceCheck(config.checkpoint.on_sigterm, reporter.warn)
@@ -231,6 +232,7 @@ class TrainingLoop:
         is_end = step in (0, self.config.trainer.total_steps)
         with self.phases.section("evaluate"):
             self.metrics |= self.evaluator.evaluate(step, self.generate, is_end=is_end)
+            self.engine.end_evaluation()
             self.reporter.log_evaluation(step, self.evaluator.prompts, self.evaluator.responses)
 
     def checkpoint(self, step: int) -> None:

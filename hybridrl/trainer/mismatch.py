@@ -91,12 +91,14 @@ def adapter_share(batch: RolloutBatch, version: int, *, top_p: float) -> dict[st
     sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the tokens of weights `version`; ref is
     the model without adapters. The share is 1 if vLLM samples with the trainer's adapters, 0 if it
     samples without. While the policy has moved less than the kernels' rounding, it is 0.5 to 1.
-    rollout/adapter_share is null without a reference, and before the first update.
+    rollout/adapter_share is null without a reference, before the first update, and where no token
+    is of these weights.
     """
-    if batch.ref_log_probs is None:
+    mask = _current(batch, version)
+    if batch.ref_log_probs is None or not mask.any():
         return {"rollout/adapter_share": None}
     assert batch.old_log_probs is not None
-    mask, trained = _current(batch, version), batch.old_log_probs.values
+    trained = batch.old_log_probs.values
     moved = trained - batch.ref_log_probs.values
     shown = moved + _outside_nucleus(batch.rollout_log_probs.values, trained, top_p)
     squares = masked_mean(moved.square(), mask)

@@ -39,7 +39,9 @@ from hybridrl.trainer.rewarding import (
     overlong_shaping,
 )
 from hybridrl.trainer.sampling.base import Sampled, Sampling
+from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.partial import PartialSampling
+from hybridrl.trainer.sampling.split import SplitSampling
 from hybridrl.trainer.timing.engines import engine_place, rollout_metrics, straddling
 from hybridrl.trainer.tracking.token_log import pick_rows
 
@@ -67,8 +69,12 @@ class PPOTrainer(TrainingLoop):
         parts = self.config, self.prompts.take, self.generate, self.rewards
         if self.config.rollout.schedule is Schedule.sync:
             return Sampling(*parts)
-        engines = self.workers.rollout.num_shards
-        return PartialSampling(self.state, self.engine, engines, self.generator, *parts)
+        rollout = self.workers.rollout
+        partial_parts = self.state, self.engine, rollout.num_shards, self.generator, *parts
+        if not isinstance(self.engine, SplitEngine):
+            return PartialSampling(*partial_parts)
+        begin = partial(rollout.begin, "generate_ahead")
+        return SplitSampling(begin, self.trains_policy, *partial_parts)
 
     def train(self, step: int) -> None:
         """Sample and train."""
@@ -79,12 +85,19 @@ class PPOTrainer(TrainingLoop):
         scheduled = self.advantage(scheduled, step)
         self.pause()
         self.update(scheduled, step)
+        self.finish_ahead(step)
         batch, reporter = scheduled.batch, self.reporter
         updated = partial(self.forward_any, "compute_token_stats", batch)
         reporter.details |= token_details(batch, updated, reporter.decode_all)
         if self.reporter.is_recorded(step):
             with self.phases.section("record"):
                 self.record(scheduled.batch, step)
+
+    def finish_ahead(self, step: int) -> None:
+        """Take what other ranks have sampled meanwhile, and give them the new weights."""
+        if isinstance(self.sampling, SplitSampling):
+            with self.phases.section("swap"):
+                self.metrics |= self.sampling.finish_ahead(step)
 
     def record(self, batch: RolloutBatch, step: int) -> None:
         """Store the tokens of some responses, with log-probs after the updates."""

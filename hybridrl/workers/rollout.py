@@ -22,10 +22,12 @@ from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
 from hybridrl.reshard.resharder import Resharder
+from hybridrl.reshard.route import Route
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.vllm_compat import MODULES
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
+from hybridrl.workers.shadow import ShadowCopy
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class RolloutWorker(Worker):
         super().__init__(config, mesh)
         self.engine = self.build_engine()
         self.weight_version: int | None = None
+        self.shadow: ShadowCopy | None = None
 
     @classmethod
     def ranks_per_shard(cls, config: Any) -> int:
@@ -92,14 +95,18 @@ class RolloutWorker(Worker):
         return columns
 
     def connect(self, roles: dict[str, Any]) -> None:
-        """Plan the reshard from the actor to this engine."""
+        """Plan the reshard from the actor to this engine, or to a shadow copy without an actor."""
         super().connect(roles)
+        if "actor" not in roles:
+            self.shadow = ShadowCopy(self.trace, self.engine.tensors(), self.config)
+            return
         self.actor = roles["actor"]
         shards = self.actor.named_shards()
         known = {shard.name: shard.shape for shard in shards}
         assert parameter_shapes(self.sources).items() <= known.items()
         tensors, bucket_mb = self.engine.tensors(), self.config.reshard_bucket_mb
-        self.resharder = Resharder(shards, self.trace, tensors, self.mesh, bucket_mb)
+        route = Route.colocated(self.mesh)
+        self.resharder = Resharder(shards, self.trace, tensors, route, bucket_mb)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, version: int) -> dict[str, float]:
@@ -150,6 +157,37 @@ class RolloutWorker(Worker):
         self.engine.wake(EnginePart.KV_CACHE)
         generated = self.engine.generate(prompts)
         return self._batch(prompts, generated)
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate_ahead(self, prompts: PromptBatch, version: int | None) -> RolloutBatch:
+        """Sample as `generate`, while weights `version` arrive for `swap`; None: none arrive."""
+        assert self.shadow is not None, "the engine shares its ranks with the actor"
+        if version is not None:
+            self.shadow.begin(version)
+        return self.generate(prompts)
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def swap(self, version: int) -> dict[str, float]:
+        """Swap weights `version` in, which arrive from other ranks, and reset the prefix cache.
+
+        Without a change of the version, only the prefix cache is reset.
+
+        Returns:
+            Metrics of this rank: `wait_s` (until the weights were there), `pause_s` (copy on the
+            device), and those of the sync under `sync.`, such as `sync.move_s`.
+
+        Raises:
+            ReshardError: on all ranks, if the fingerprint of a parameter differs.
+        """
+        assert self.shadow is not None, "the engine shares its ranks with the actor"
+        metrics: dict[str, float] = {}
+        if version != self.weight_version:
+            self.weight_version = None
+            self.engine.check()
+            metrics = self.shadow.swap(version)
+        self.engine.reset_prefix_cache()
+        self.weight_version = version
+        return metrics
 
     @on_all_ranks(Dispatch.BROADCAST)
     def sleep(self) -> int | None:

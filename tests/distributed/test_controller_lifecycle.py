@@ -25,8 +25,9 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.output import rotate_log
-from hybridrl.controller.pool import ObjectStore, Pool
+from hybridrl.controller.pool import Pool
 from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.controller.ray.ray_probes import cluster_machine, machine_of, ray_nodes
 from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime

@@ -7,7 +7,7 @@ the same against a real vLLM.
 import pytest
 
 from tests.distributed.launch import run_on_ranks
-from tests.reshard_ranks import LATE_S, run_adapted, run_side
+from tests.reshard_ranks import LATE_S, run_adapted, run_side, run_split
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,36 @@ def test_frozen_weights_move_once_and_are_still_watched(ranks, tp, replicas):
         assert f"\n  embed on ranks {everywhere}: does not hold what was sent" in seen["lost"]
         for moved_all in ("again", "not_kept", "unsure"):
             assert seen[moved_all]["written_bytes"] == full["written_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "tp", "replicas", "adapted"),
+    [
+        (1, 1, 1, 1, False),
+        (2, 1, 2, 1, True),
+        (4, 2, 1, 2, False),
+        (4, 2, 2, 2, True),
+        (3, 3, 1, 1, True),
+        (4, 1, 1, 4, False),
+    ],
+)
+def test_weights_move_from_ranks_that_train_to_others_that_sample(
+    tmp_path, trainers, engines, tp, replicas, adapted
+):
+    """Each engine takes from one copy of the weights; several are compared."""
+    size = trainers + engines * tp
+    found = run_on_ranks(run_split, size, str(tmp_path), trainers, tp, replicas, adapted)
+    for rank, seen in enumerate(found):
+        assert seen["rank"] == rank
+        assert seen["wrong"] == []
+        first, second = seen["bytes"]
+        if rank < trainers:
+            assert first == second == (0, 0)
+        else:
+            assert first[0] == first[1] > 0, "all that is written arrives from others"
+            assert second == first if not adapted else 0 < second[0] < 0.7 * first[0]
+        assert seen["flipped"].endswith(
+            f"\n  gate_up on ranks [{size - 1}]: does not hold what was sent to it"
+        )
+        is_compared = 1 < replicas <= engines
+        assert ("was sent weights that differ" in seen["differs"]) is is_compared

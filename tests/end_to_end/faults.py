@@ -68,6 +68,8 @@ class Phase(StrEnum):
     score = "actor.compute_log_probs"
     update = "actor.update"
     save = "saver.begin_save"
+    ahead = "rollout.generate_ahead"
+    send = "sender.send"
 
 
 class Fault(NamedTuple):
@@ -262,5 +264,5 @@ def told(fault: Fault, pid: int) -> list[str]:
         limit = rf"for cluster.stall_timeout_s={STALL_S} s"
         if fault.phase is Phase.start:  # where nobody tells how far he is
             return [rf"has been stopped by a signal in .*{phase}.* {limit}", stopped]
-        return [rf"further in .*{phase}.* {limit}", stopped]
+        return [rf"made progress in .*{phase}.* {limit}", stopped]
     return [rf"rank \d+ on .* pid {pid} failed in .*{phase}.*: its process died"]

@@ -81,6 +81,21 @@ class OldWeights(RolloutWorker):
         return self.metrics
 
 
+class FlippedInShadow(RolloutWorker):
+    """One bit of the second weights that arrive beside sampling flips."""
+
+    def connect(self, roles):
+        super().connect(roles)
+        resharder, verify = self.shadow._resharder, self.shadow._resharder.verify
+
+        def flipped(version):
+            if version == 2:
+                next(iter(resharder._parameters.values())).view(torch.uint8).flatten()[0] ^= 1
+            verify(version)
+
+        resharder.verify = flipped
+
+
 class SlowOnRank1(RolloutWorker):
     """The second engine takes five times as long."""
 

@@ -64,6 +64,19 @@ HARMLESS = [
     Fault(driver, SIGSTOP, update),
 ]
 DRIVER_KILLED = [Fault(driver, SIGKILL, phase) for phase in (start, rollout, update, save)]
+# Rank 0 trains, rank 1 samples.
+SPLIT = [
+    "rollout.schedule=split",
+    "placement.rollout_gpus=1",
+    "actor.epochs=4",  # so that responses are in flight during the update
+]
+BESIDE_TRAINING = [
+    Fault(rank1, SIGKILL, Phase.ahead),
+    Fault(rank0, SIGKILL, update),
+    Fault(rank1, SIGSTOP, Phase.ahead),
+    Fault(rank0, SIGSTOP, update),
+    Fault(rank0, SIGKILL, Phase.send),
+]
 # Beyond the forty. Ray may end the driver with the raylet that it hands a batch to.
 IN_SETUP = [Fault(rank1, SIGSTOP, start), Fault(rank0, SIGKILL, build)]
 RAYLET_KILLED = [Fault(raylet, SIGKILL, phase) for phase in (rollout, score, update)]
@@ -143,6 +156,26 @@ def test_a_run_whose_restarts_are_used_up_ends_with_the_last_error(tmp_path, fau
         run.reader.join(60.0)
         assert run.run.process.wait() == 1, run.text
         assert time.monotonic() - since < TOLD_S + STALL_S
+        run.run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_rank_that_trains_or_samples_fails_while_the_other_works(tmp_path):
+    """Each is named and costs a restart; SIGTERM with responses in flight saves."""
+    faults = BESIDE_TRAINING
+    overrides = [*SPLIT, "trainer.total_steps=500", f"trainer.max_restarts={len(faults)}"]
+    with faulty(tmp_path / "run", *overrides) as run:
+        earlier: set[int] = set()
+        for number, fault in enumerate(faults, 1):
+            if number == SAVED_BEFORE:
+                await_checkpoint(run)
+            since, _ = hit_and_hear(run, fault, earlier)
+            earlier |= run.present
+            await_restart(run, since, f"restart {number} of {len(faults)}")
+        run.hit(Fault(driver, signal.SIGTERM, update), earlier)
+        run.reader.join(40.0)
+        assert run.run.process.wait() == 75, run.text
+        assert newest_good(tmp_path / "run").manifest.step == run.steps()[-1]
         run.run.assert_nothing_left()
 
 

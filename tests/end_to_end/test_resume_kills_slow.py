@@ -1,5 +1,7 @@
 """Runs that SIGKILL ends anywhere between their checkpoints go on as if it had not."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from tests.end_to_end.kill_and_resume import (
 pytestmark = pytest.mark.slow
 
 SEEDS = range(30)
+SEEDS_OF = {"split": range(10)}
 SCHEDULES = {
     "sync": EVERYTHING,
     "partial": [
@@ -25,7 +28,16 @@ SCHEDULES = {
         "rollout.max_versions=3",
         "rollout.max_num_seqs=32",  # a step's responses, so that others are in flight after it
     ],
+    "split": [
+        *EVERYTHING,
+        "rollout.schedule=split",
+        "rollout.max_versions=3",
+        "rollout.max_num_seqs=32",
+        "cluster.gpus_per_node=2",
+        "placement.rollout_gpus=1",
+    ],
 }
+CASES = [(name, seed) for name in SCHEDULES for seed in SEEDS_OF.get(name, SEEDS)]
 OTHERWISE = {
     "dynamic sampling and lora": [
         *(key for key in EVERYTHING if "critic" not in key),
@@ -37,17 +49,21 @@ OTHERWISE = {
 }
 
 
-@pytest.fixture(scope="module", params=SCHEDULES)
-def reference(tmp_path_factory, request) -> tuple[list[str], Path, Timeline]:
-    """The undisturbed run to which the others are compared, after its overrides."""
-    overrides = SCHEDULES[request.param]
-    run_dir = tmp_path_factory.mktemp("reference") / "run"
-    return overrides, run_dir, undisturbed(run_dir, *overrides)
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> Callable[[str], tuple[Path, Timeline]]:
+    """The undisturbed run of each schedule, to which the others are compared."""
+
+    @cache
+    def reference(schedule: str) -> tuple[Path, Timeline]:
+        run_dir = tmp_path_factory.mktemp("reference") / "run"
+        return run_dir, undisturbed(run_dir, *SCHEDULES[schedule])
+
+    return reference
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_killed_run_ends_like_the_undisturbed_one(reference, tmp_path, seed):
-    overrides, run_dir, timeline = reference
+@pytest.mark.parametrize(("schedule", "seed"), CASES)
+def test_a_killed_run_ends_like_the_undisturbed_one(references, tmp_path, schedule, seed):
+    overrides, (run_dir, timeline) = SCHEDULES[schedule], references(schedule)
     killed(tmp_path, draw_kill(timeline, seed), *overrides)
     resumed(tmp_path, *overrides)
     assert_same_end(tmp_path, run_dir)

@@ -3,7 +3,8 @@
 import pytest
 
 from hybridrl.controller.calls import Span
-from hybridrl.trainer.timing.phases import GraceCheck, Section, Timeline
+from hybridrl.trainer.timing.phases import GraceCheck
+from hybridrl.trainer.timing.timeline import Section, Timeline
 
 STEP = Timeline(
     Span("step", 0.0, 30.0),

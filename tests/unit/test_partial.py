@@ -14,6 +14,7 @@ from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.sampling.in_flight import Draft, Group, due
 from hybridrl.trainer.sampling.partial import PartialSampling
+from hybridrl.trainer.sampling.split import SplitSampling
 from tests.unit.sampling_fakes import prompt
 
 EACH = 2
@@ -27,6 +28,7 @@ class Engines:
         lengths: of all responses, by number.
         numbers: of responses without tokens so far, by seed.
         weight_version: as that of a HybridEngine.
+        holds: number of the weights that sample, with ranks of two kinds.
     """
 
     num_engines: int
@@ -34,12 +36,26 @@ class Engines:
     lengths: list[int] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
     weight_version: int = 0
+    holds: int = 0
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def draw(self) -> int:
         """A log-normal length whose maximum is many times its mean."""
         drawn = math.exp(2 + float(torch.randn((), generator=self.generator)))
         return min(self.longest, max(1, int(drawn)))
+
+    def begin_ahead(self, request: PromptBatch, arriving: int | None):
+        """Sample with the weights that are there; they change by `swap` alone."""
+        assert arriving in (None, self.holds + 1)
+        batch = self.generate(request)
+        return lambda: batch
+
+    def send(self):
+        return self.weight_version
+
+    def swap(self, sent: int | None) -> dict[str, float]:
+        self.holds = self.holds if sent is None else sent
+        return {"split/swap_s": 0.0}
 
     def generate(self, request: PromptBatch) -> RolloutBatch:
         """Decode each engine's rows together until its budget is spent."""
@@ -71,19 +87,26 @@ class Engines:
             response_mask=responses.like(torch.ones_like(responses.values).bool()),
             rollout_log_probs=responses.like(-responses.values.float()),
             group_id=request.prompt_id,
-            weight_version=torch.full((len(request),), self.weight_version),
+            weight_version=torch.full((len(request),), self.holds),
             truncated=torch.tensor(ends)[:, 1] == self.longest,
             unfinished=torch.tensor(open_rows),
             engines=(EngineStats(len(responses.values), 1.0, 0.1),) * self.num_engines,
         )
 
 
-def run(num_steps, *, per_step=8, in_flight=16, max_versions=3, num_engines=2, longest=200):
-    """Steps of training on simulated engines: their batches, what is left, and the engines."""
+def run(
+    num_steps, *, per_step=8, in_flight=16, max_versions=3, num_engines=2, longest=200, warmup=None
+):
+    """Steps of training on simulated engines: their batches, what is left, and the engines.
+
+    With steps of warm-up, in which the weights do not change, sampling goes on beside training.
+    """
     engines = Engines(num_engines, longest)
     state = SimpleNamespace(lengths=ResponseLengths(), in_flight=())
     config = SimpleNamespace(
-        algorithm=SimpleNamespace(),
+        algorithm=SimpleNamespace(
+            overlong=SimpleNamespace(train_on_truncated=True), advantage="grpo"
+        ),
         data=SimpleNamespace(prompts_per_step=per_step),
         rollout=SimpleNamespace(
             max_in_flight=in_flight,
@@ -97,19 +120,26 @@ def run(num_steps, *, per_step=8, in_flight=16, max_versions=3, num_engines=2, l
     )
     numbers = iter(range(10**6))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
-    sampling = PartialSampling(
-        state, engines, num_engines, engines.generate, config, take, None, None
-    )
+    parts = state, engines, num_engines, engines.generate, config, take, None, None
+    trains = lambda step: step > (warmup or 0)  # noqa: E731
+    sampling = PartialSampling(*parts)
+    if warmup is not None:
+        sampling = SplitSampling(engines.begin_ahead, trains, *parts)
     batches = []
     for step in range(1, num_steps + 1):
-        batches.append(sampling._sample_step(step))
-        engines.weight_version += 1
+        batches.append(sampling.sample(step))
+        engines.weight_version += trains(step)
+        if warmup is not None:
+            batches[-1].metrics.update(sampling.finish_ahead(step))
+        if warmup is None or not max_versions:  # the loop moves weights before the next step
+            engines.holds = engines.weight_version
     return batches, state.in_flight, engines
 
 
+@pytest.mark.parametrize("warmup", [None, 0, 2])
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(num_engines):
-    sampled, left, engines = run(30, num_engines=num_engines)
+def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(num_engines, warmup):
+    sampled, left, engines = run(30, num_engines=num_engines, warmup=warmup)
     seen = []
     for step, one in enumerate(sampled):
         batch = one.batch
@@ -126,7 +156,8 @@ def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(num_e
             assert prompt_ids.tolist() == asked.token_ids
             assert tokens[1:].tolist() == list(range(1, len(tokens)))
             assert torch.equal(log_probs, -tokens.float())
-            assert (versions.diff() >= 0).all() and 0 <= step - int(versions[0]) <= 3
+            now = max(0, step - (warmup or 0))
+            assert (versions.diff() >= 0).all() and 0 <= now - int(versions[0]) <= 3
             seen.append((int(tokens[0]), len(tokens)))
         assert (batch.group_id.bincount() == EACH).all()
         last = [int(versions[-1]) for versions in batch.token_versions.rows()]
@@ -146,6 +177,25 @@ def test_no_step_waits_for_its_longest_response():
     tokens = [one.batch.engines[0].tokens for one in sampled[10:]]
     wanted = 8 * EACH * mean
     assert wanted * 0.8 < sum(tokens) / len(tokens) < wanted * 1.2
+
+
+def test_training_waits_for_few_responses_and_trains_tokens_of_the_update_before():
+    sampled, _, engines = run(60, num_engines=1, warmup=0)
+    later = sampled[10:]
+    assert sum(one.metrics["partial/rounds"] > 0 for one in later) < 0.2 * len(later)
+    lags = [one.metrics["partial/version_lag_mean"] for one in later]
+    assert 1 < sum(lags) / len(lags) < 2
+    mean = sum(engines.lengths) / len(engines.lengths)
+    tokens = [one.metrics["split/sampled_tokens"] for one in later]
+    assert 8 * EACH * mean * 0.8 < sum(tokens) / len(tokens) < 8 * EACH * mean * 1.2
+
+
+@pytest.mark.parametrize(("max_versions", "in_flight"), [(0, 8), (1, 8), (2, 16), (5, 40)])
+def test_split_keeps_the_bound_of_versions(max_versions, in_flight):
+    sampled, _, _ = run(40, in_flight=in_flight, max_versions=max_versions, warmup=0)
+    assert max(one.metrics["partial/version_lag_max"] for one in sampled) <= max_versions
+    if not max_versions:
+        assert all(one.metrics["partial/rounds"] == 1 for one in sampled)
 
 
 @pytest.mark.parametrize("num_steps", [40, pytest.param(400, marks=pytest.mark.slow)])

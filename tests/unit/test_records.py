@@ -10,7 +10,7 @@ from pyarrow import parquet
 from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.controller.calls import Span
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.timing.phases import Section, Timeline
+from hybridrl.trainer.timing.timeline import Section, Timeline
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.rollout_log import conversations
 from hybridrl.trainer.tracking.token_log import clipped, pick_rows, token_table, write_tokens

@@ -157,6 +157,35 @@ def check_group(tp_ranks, tp, row_parallel_dim):
                 assert torch.equal(tensor, oracle.tensors()[name]), name
 
 
+@pytest.mark.parametrize("row_parallel_dim", [0, 1])
+@pytest.mark.parametrize(("num_shards", "tp", "engines"), itertools.product(SIZES, SIZES, (1, 3)))
+def test_ranks_without_engines_send_to_ranks_without_weights(
+    num_shards, tp, engines, row_parallel_dim
+):
+    """Every element is written once, and nothing is gathered or stays on its rank."""
+    whole, tp_ranks = coordinates(), [rank % tp for rank in range(tp * engines)]
+    size = num_shards + len(tp_ranks)
+    cuts = layouts(num_shards, row_parallel_dim)
+    shards = {c.name: chunk(whole[c.name], num_shards, c.dim) for c in cuts}
+    for name, parts in shards.items():
+        parts += [parts[0].new_empty(0)] * (size - num_shards)
+        assert len(parts) == size, name
+    names = dict.fromkeys(trace_of(0, tp).parameters, (0,))
+    traces = [Trace([], [], names)] * num_shards + [trace_of(rank, tp) for rank in tp_ranks]
+    engines_of = [ToyEngine(rank, tp) for rank in [0] * num_shards + tp_ranks]
+    plans = [build_plan(cuts, traces, rank, 200) for rank in range(size)]
+    written = carry_out(plans, engines_of, shards, cuts)
+    for rank, plan in enumerate(plans):
+        assert plan.local == [] and not any(bucket.slot for bucket in plan.buckets)
+        assert (plan.received == plan.written) and (plan.written == 0) is (rank < num_shards)
+    for rank, tp_rank in enumerate(tp_ranks, num_shards):
+        oracle = ToyEngine(tp_rank, tp)
+        oracle.load_weights(whole.items())
+        for name, tensor in engines_of[rank].tensors().items():
+            assert (written[rank][name] == 1).all(), name
+            assert torch.equal(tensor, oracle.tensors()[name]), name
+
+
 @pytest.mark.parametrize(("num_shards", "tp"), [(1, 1), (2, 2), (4, 2), (4, 4), (4, 1)])
 def test_the_two_plans_together_write_what_one_would(num_shards, tp):
     """That of frozen weights writes those alone, and constants; that of the rest all others."""

@@ -10,7 +10,8 @@ import json
 import pytest
 
 from hybridrl.controller.calls import Span, SpanLog, Stopwatch
-from hybridrl.trainer.timing.phases import Phases, Section, Timeline, write_trace
+from hybridrl.trainer.timing.phases import Phases
+from hybridrl.trainer.timing.timeline import Section, Timeline, write_trace
 
 T0 = 1_700_000_000.0
 ROLLOUT = Section(
@@ -43,6 +44,22 @@ def test_idle_time_by_section_adds_up_to_the_mean():
     assert metrics["idle/update_s"] == pytest.approx((0.75 + 0.75) / 2)
     assert metrics["idle/between_s"] == pytest.approx(2.5)
     assert metrics["idle/mean_s"] == 1.5 + 0.75 + 2.5
+
+
+def test_ranks_that_only_sample_work_beside_the_sections():
+    """Rank 1 samples from 1.5 to 9, which ends in the update, and rank 0 trains meanwhile."""
+    ahead = Span("rollout.generate_ahead", T0 + 1.5, 7.5)
+    first = ROLLOUT.ranks[0], []
+    second = UPDATE.ranks[0], [ahead]
+    sections = [Section(s.span, list(r)) for s, r in ((ROLLOUT, first), (UPDATE, second))]
+    metrics = Timeline(STEP.step, sections, range(1, 2)).metrics()
+    assert metrics["idle/rank0_s"] == metrics["idle/trainers_s"] == pytest.approx(4.25)
+    assert metrics["idle/rank1_s"] == metrics["idle/engines_s"] == pytest.approx(2.5)
+    # Of rank 1: 1 to 1.5 and 9 to 9.5 in the sections, 0 to 1 and 9.5 to 10 between them.
+    assert metrics["idle/rollout_s"] == pytest.approx((1.0 + 0.5) / 2)
+    assert metrics["idle/update_s"] == pytest.approx((0.75 + 0.5) / 2)
+    assert metrics["idle/between_s"] == pytest.approx((2.5 + 1.5) / 2)
+    assert metrics["time/outside_s"] == pytest.approx(10 - 3.5 - 3.0)
 
 
 def test_a_section_that_comes_twice_counts_together():

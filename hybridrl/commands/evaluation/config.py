@@ -148,6 +148,8 @@ def idle_problems(overrides: Sequence[str], subject: Subject) -> Iterator[str]:
         key = override.split("=")[0].lstrip("+~")
         if key in FLAGS:
             yield f"{override}: an evaluation has a flag for this key.\nType {FLAGS[key]}"
+        elif key == "placement.rollout_gpus":
+            yield f"{override}: in an evaluation every rank samples.\nRemove it."
         elif key == "recipe":
             if is_run:
                 yield (

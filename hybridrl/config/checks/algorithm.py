@@ -76,12 +76,31 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def split_problems(config: RunConfig) -> Iterator[str]:
+    """Check that some ranks only sample if, and only if, the schedule is split."""
+    ranks, schedule = config.placement.rollout_gpus, config.rollout.schedule
+    if schedule is Schedule.split and ranks is None and not is_supervised(config):
+        yield (
+            "rollout.schedule = split, but placement.rollout_gpus = null: some ranks must only "
+            "sample, while the others train.\n"
+            "Set placement.rollout_gpus to their number, or rollout.schedule=partial."
+        )
+    if ranks is not None and (schedule is not Schedule.split or is_supervised(config)):
+        supervised = " of supervised fine-tuning, which samples nothing to train on"
+        yield (
+            f"placement.rollout_gpus = {ranks} with rollout.schedule = {schedule}"
+            f"{supervised if is_supervised(config) else ''}: these ranks would idle during "
+            f"updates, and the others during sampling.\n"
+            f"Remove placement.rollout_gpus, or set rollout.schedule=split."
+        )
+
+
 def schedule_problems(config: RunConfig) -> Iterator[str]:
     """Check what responses that take several steps need."""
     rollout, algorithm = config.rollout, config.algorithm
-    if rollout.schedule is not Schedule.partial or is_supervised(config):
+    if rollout.schedule is Schedule.sync or is_supervised(config):
         return
-    key, per_step = "rollout.schedule = partial", config.data.prompts_per_step
+    key, per_step = f"rollout.schedule = {rollout.schedule}", config.data.prompts_per_step
     if config.environment is not None:
         yield f"{key} does not continue conversations yet.\nSet rollout.schedule=sync."
     if algorithm.max_sampling_rounds > 1:
@@ -98,7 +117,9 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
             f"Set algorithm.rollout_correction.method=truncate."
         )
     assert rollout.max_in_flight is not None, "derived before"
-    most = (rollout.max_versions + 1) * per_step
+    # With split the first step in which a token can be trained is an update later.
+    steps = rollout.max_versions + (rollout.schedule is Schedule.partial)
+    most = max(1, steps) * per_step
     if not per_step <= rollout.max_in_flight <= most:
         yield (
             f"rollout.max_in_flight = {rollout.max_in_flight}, expected {per_step} "

@@ -107,8 +107,9 @@ RULES = (
         "rollout.max_in_flight rollout.max_versions",
         "rollout.schedule",
         "sync",
-        remedy="set rollout.schedule=partial",
+        remedy="set rollout.schedule=partial or split",
     ),
+    Idle("rollout.sleep", "rollout.schedule", "split", ", whose engines never sleep"),
     Idle(
         "ref.log_prob_chunk_tokens",
         "lora.rank",

@@ -67,7 +67,7 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
                 f"has {gib(there)}{f'; also too large: {others}' if others else ''}.\n{remedies}"
             )
     share = config.rollout.gpu_memory_utilization
-    budget, weights = int(share * there), case.phases()[0].parts["rollout weights"]
+    budget, weights = int(share * there), case.phases()[1].parts["rollout weights"]
     if config.rollout.kv_cache_mb is None and weights >= budget and not over:
         yield (
             f"rollout.gpu_memory_utilization = {share} gives vLLM "

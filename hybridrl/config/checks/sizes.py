@@ -6,7 +6,17 @@ from operator import attrgetter
 
 from hybridrl.config.estimators import is_supervised, uses_critic
 from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
+from hybridrl.config.planner.world import (
+    data_shards,
+    engine_ranks,
+    num_engines,
+    sampling_slots_on_nodes,
+    sampling_text,
+    training_ranks,
+    training_text,
+    world_size,
+    world_text,
+)
 from hybridrl.config.schema import RunConfig
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
@@ -25,12 +35,18 @@ LINKED = (
 
 
 def mesh_problems(config: RunConfig) -> Iterator[str]:
-    """Check dp_replicate * dp_shard against the number of ranks."""
-    world, fsdp = world_size(config), config.fsdp
-    if fsdp.dp_replicate * fsdp.shards != world:
+    """Check dp_replicate * dp_shard against the number of ranks that train."""
+    world, fsdp = training_ranks(config), config.fsdp
+    if world < 1:
+        yield (
+            f"placement.rollout_gpus = {config.placement.rollout_gpus} of {world_text(config)}: "
+            f"no rank is left to train.\n"
+            f"Set placement.rollout_gpus below {world_size(config)}, or more cluster.gpus_per_node."
+        )
+    elif fsdp.dp_replicate * fsdp.shards != world:
         yield (
             f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} make "
-            f"{fsdp.dp_replicate * fsdp.shards}, expected the {world_text(config)}: every rank "
+            f"{fsdp.dp_replicate * fsdp.shards}, expected the {training_text(config)}: every rank "
             f"holds one shard.\n"
             f"Set fsdp.dp_shard=null to derive it, or change cluster.*."
         )
@@ -49,12 +65,15 @@ def uneven_problems(config: RunConfig) -> Iterator[str]:
 def engine_problems(config: RunConfig) -> Iterator[str]:
     """Check that vLLM engines fit onto each node, or with allow_straddle onto all together."""
     tp, placement = config.rollout.tensor_parallel_size, config.placement
-    ranks = next((n for n in slots_on_nodes(config) if n % tp), tp)
+    ranks = next((n for n in sampling_slots_on_nodes(config) if n % tp), tp)
     where, more = f"cluster.gpus_per_node = {ranks}", f", multiples of {tp} ranks on each node"
     if placement.slots_on_nodes is not None:
         where = f"{ranks} of placement.slots_on_nodes = {placement.slots_on_nodes}"
+    if engine_ranks(config):
+        where = f"{ranks} of the placement.rollout_gpus = {engine_ranks(config)} on a node"
+        more = ""
     if placement.allow_straddle:
-        ranks, where = world_size(config), world_text(config)
+        ranks, where = engine_ranks(config) or world_size(config), sampling_text(config)
     else:
         more += ", or placement.allow_straddle=true, which is slow"
     if ranks % tp:
@@ -80,11 +99,11 @@ def link_problems(config: RunConfig) -> Iterator[str]:
 def prompt_problems(config: RunConfig) -> Iterator[str]:
     """Check that every engine gets a prompt."""
     tp, prompts = config.rollout.tensor_parallel_size, config.data.prompts_per_step
-    engines = world_size(config) // tp
+    engines = num_engines(config)
     if prompts < engines:
         yield (
             f"data.prompts_per_step = {prompts}, expected at least {engines}: each of the "
-            f"{engines} engines ({world_text(config)} / rollout.tensor_parallel_size = {tp}) "
+            f"{engines} engines ({sampling_text(config)} / rollout.tensor_parallel_size = {tp}) "
             f"needs a prompt.\n"
             f"Set data.prompts_per_step={engines} or more."
         )
@@ -105,7 +124,7 @@ def mini_batch_problems(config: RunConfig) -> Iterator[str]:
     """Check that responses divide into mini-batches, and these over ranks or their groups."""
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
     mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
-    fitting, ranks = fitting_mini_batches(config), world_text(config)
+    fitting, ranks = fitting_mini_batches(config), training_text(config)
     over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
     responses = (
         f"{prompts * each} responses of a step (data.prompts_per_step = {prompts} x "

@@ -23,7 +23,7 @@ from hybridrl.config.planner.memory import (
 )
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.step_time import step_seconds
-from hybridrl.config.planner.world import world_size
+from hybridrl.config.planner.world import training_ranks, world_size
 from hybridrl.config.schema import RunConfig
 
 # vLLM's KV cache and buffers.
@@ -65,7 +65,7 @@ def with_changes(config: RunConfig, changes: Iterable[Change]) -> RunConfig:
         if change.key == "rollout.tensor_parallel_size":
             linked = {"tensor_parallel_size": change.value}
         elif section in ("cluster", "placement"):
-            linked = {"dp_shard": world_size(config) // config.fsdp.dp_replicate}
+            linked = {"dp_shard": training_ranks(config) // config.fsdp.dp_replicate}
         config = replace(config, fsdp=replace(config.fsdp, **linked))
     return config
 

@@ -16,7 +16,7 @@ from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB, Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
-from hybridrl.config.planner.world import slots_on_nodes, world_size
+from hybridrl.config.planner.world import engine_ranks, slots_on_nodes, training_ranks
 from hybridrl.config.schema import RunConfig
 
 MIB = 2**20
@@ -88,23 +88,31 @@ def rank_phases(
     gpu_bytes: int | None,
     reward_shape: ModelShape | None = None,
 ) -> list[Phase]:
-    """Predict one rank's memory in each phase; `gpu_bytes` is None for a CPU slot."""
+    """Predict one rank's memory in each phase; `gpu_bytes` is None for a CPU slot.
+
+    With placement.rollout_gpus the second phase, the rollout, is on ranks that only sample, the
+    others on those that only train.
+    """
     roles = roles_of(config, shape, reward_shape)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
         process["checkpoint staging"] = staged_bytes(config, shape)
     rollout = rollout_parts(config, shape, gpu_bytes)
-    asleep = process | _asleep(config, rollout, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
-    bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
+    buckets = {"buckets": 2 * min(config.rollout.reshard_bucket_mb * MIB, *weights.values())}
     # vLLM's share of a GPU includes its process.
     awake = rollout if LEFT_FOR_CACHE in rollout else process | rollout
+    if engine_ranks(config):
+        beside, asleep = {"shadow copy": weights.pop("rollout weights")} | buckets, process
+    else:
+        beside = _resident(config, roles, None)
+        asleep = process | _asleep(config, rollout, gpu_bytes)
     work = workload(config)
     policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
     resident = _resident(config, roles, "actor")
     phases = [
-        Phase("reshard", resident | asleep | weights | {"buckets": 2 * bucket}),
-        Phase("rollout", _resident(config, roles, None) | awake),
+        Phase("reshard", resident | asleep | weights | buckets),
+        Phase("rollout", beside | awake),
         Phase("score", resident | asleep | policy.score()),
     ]
     if reward_shape is not None:
@@ -122,7 +130,7 @@ def rank_phases(
 
 def workload(config: RunConfig) -> Workload:
     """Return the largest forward of one rank, assuming response tokens only."""
-    rollout, world = config.rollout, world_size(config)
+    rollout, world = config.rollout, max(1, training_ranks(config))
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     budget = max(config.actor.max_tokens_per_gpu, -(-longest // config.fsdp.ulysses_size))
     mini_batch = -(-config.actor.mini_batch_size * longest // world)

@@ -20,10 +20,12 @@ from hybridrl.config.planner.memory import (
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import (
     data_shards,
+    engine_ranks,
     is_nested,
+    num_engines,
     ranks_by_shard,
     slots_on_nodes,
-    world_size,
+    training_ranks,
     world_text,
 )
 from hybridrl.config.schema import RunConfig
@@ -47,7 +49,7 @@ def plan(
     return Group(
         table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),
         *_placement(config, machine),
-        table("Every rank holds", roles, _roles(config)),
+        table(_holders(config), roles, _roles(config)),
         table("Batches", (), _batches(config)),
         *memory_tables(config, shape, machine, reward_shape),
         *_remarks(config),
@@ -106,7 +108,7 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     device = "GPU" if config.hardware.accelerator is Accelerator.gpu else "CPU slot"
     title = (
         f"Placement: {world_text(config)}; mesh dp_replicate {fsdp.dp_replicate} x dp_shard "
-        f"{fsdp.dp_shard}; vLLM engines {world_size(config) // tp} x tensor_parallel_size {tp}"
+        f"{fsdp.dp_shard}; vLLM engines {num_engines(config)} x tensor_parallel_size {tp}"
     )
     names = sorted(node.name for node in machine.nodes)
     if len(names) != config.cluster.nodes:
@@ -115,13 +117,23 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     counts = enumerate(slots_on_nodes(config))
     places = [(names[node], slot) for node, count in counts for slot in range(count)]
     rows = []
+    trainers, first = training_ranks(config), len(places) - (engine_ranks(config) or len(places))
     for rank, (node, slot) in enumerate(places[:MAX_RANKS_LISTED]):
-        copy, shard = rank // fsdp.shards, order.index(rank % fsdp.shards)
-        rows.append([str(rank), node, *map(str, (slot, copy, shard, rank // tp, rank % tp))])
+        copy, shard = str(rank // fsdp.shards), str(order.index(rank % fsdp.shards))
+        trains = (copy, shard) if rank < trainers else ("", "")
+        engine, place = divmod(rank - first, tp)
+        samples = (str(engine), str(place)) if rank >= first else ("", "")
+        rows.append([str(rank), node, str(slot), *trains, *samples])
     columns = ("rank", "node", device, "dp_replicate", "dp_shard", "engine", "tp")
     if len(places) > len(rows):
         rows.append(["..."] * len(columns))
     return title, table(None, columns, rows)
+
+
+def _holders(config: RunConfig) -> str:
+    if not engine_ranks(config):
+        return "Every rank holds"
+    return "The ranks of an engine hold (rollout), with a shadow copy; each other rank (all else)"
 
 
 def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -146,7 +158,7 @@ def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     actor, rollout, prompts = config.actor, config.rollout, config.data.prompts_per_step
-    engines = world_size(config) // rollout.tensor_parallel_size
+    engines = num_engines(config)
     responses = prompts * rollout.responses_per_prompt
     minis = responses // actor.mini_batch_size
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens

@@ -31,7 +31,7 @@ from hybridrl.config.planner.memory import (
 )
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES
-from hybridrl.config.planner.world import world_size
+from hybridrl.config.planner.world import engine_ranks, num_engines, training_ranks
 from hybridrl.config.schema import RunConfig
 
 # Shares of the peak in updates and forwards, with compiled and with eager layers.
@@ -56,12 +56,15 @@ def step_seconds(
 ) -> dict[str, float]:
     """Estimate a step: part -> seconds. An unknown GPU counts as an H100."""
     sheet = data_sheet(gpu.name) or H100
-    parts = {
-        "rollout": _rollout(config, shape, sheet, gpu),
+    rollout = {"rollout": _rollout(config, shape, sheet, gpu)}
+    training = {
         **_training(config, shape, reward_shape, sheet),
         "exchange of weights and gradients": _exchange(config, shape),
         "offload": _offload(config, shape, reward_shape),
     }
+    parts = rollout | training
+    if engine_ranks(config) and config.rollout.max_versions:  # the slower ranks decide
+        parts = max(rollout, training, key=lambda lane: sum(lane.values()))
     outside = sum(parts.values()) * OUTSIDE / (1 - OUTSIDE)
     return {name: seconds for name, seconds in parts.items() if seconds} | {"other": outside}
 
@@ -70,8 +73,7 @@ def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -
     """Return the time of prefill and of all decoding steps of one engine."""
     rollout, tp = config.rollout, config.rollout.tensor_parallel_size
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    engines = max(1, world_size(config) // tp)
-    prompts = -(-config.data.prompts_per_step // engines)
+    prompts = -(-config.data.prompts_per_step // num_engines(config))
     sequences = prompts * rollout.responses_per_prompt
     size = BYTES[rollout.dtype]
     of_token = 2 * size * shape.layers * shape.kv_heads * shape.head_dim / tp
@@ -96,7 +98,7 @@ def _training(
     rollout, actor, fsdp = config.rollout, config.actor, config.fsdp
     sequences = config.data.prompts_per_step * rollout.responses_per_prompt
     tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    rate = sheet.peak * (MFU if fsdp.compile else EAGER_MFU) * world_size(config)
+    rate = sheet.peak * (MFU if fsdp.compile else EAGER_MFU) * training_ranks(config)
     halvings = math.log2(max(1.0, MEASURED_TOKENS / workload(config).tokens))
     rate /= 1 + HALVING * halvings
     forward = forward_flops(shape, tokens, sequences) / rate

@@ -11,6 +11,8 @@ a slice; rank (d, t) holds shard t * R + d, so that its shard lies inside its ow
     holds, plain         shard 0   shard 1   shard 2   shard 3
 """
 
+from dataclasses import replace
+
 from hybridrl.config.choices import Layout
 from hybridrl.config.schema import FSDPConfig, RunConfig
 
@@ -24,8 +26,33 @@ def slots_on_nodes(config: RunConfig) -> list[int]:
 
 
 def world_size(config: RunConfig) -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks, of both kinds."""
     return sum(slots_on_nodes(config))
+
+
+def engine_ranks(config: RunConfig) -> int:
+    """Return the number of ranks, the last ones, that only sample; 0: each rank trains, too."""
+    return config.placement.rollout_gpus or 0
+
+
+def training_ranks(config: RunConfig) -> int:
+    """Return the number of ranks that train, the first ones."""
+    return world_size(config) - engine_ranks(config)
+
+
+def sampling_slots_on_nodes(config: RunConfig) -> list[int]:
+    """Return the ranks on each node that sample; nodes without any are left out."""
+    left, found = engine_ranks(config) or world_size(config), []
+    for slots in reversed(slots_on_nodes(config)):
+        found.append(min(slots, left))
+        left -= found[-1]
+    return [slots for slots in reversed(found) if slots]
+
+
+def num_engines(config: RunConfig) -> int:
+    """Return the number of rollout engines, at least 1."""
+    ranks = engine_ranks(config) or world_size(config)
+    return max(1, ranks // config.rollout.tensor_parallel_size)
 
 
 def world_text(config: RunConfig) -> str:
@@ -40,9 +67,33 @@ def world_text(config: RunConfig) -> str:
     )
 
 
+def training_text(config: RunConfig) -> str:
+    """Return `world_text`, or '3 of 4 ranks, which train (placement.rollout_gpus = 1 sample)'."""
+    if not (sampling := engine_ranks(config)):
+        return world_text(config)
+    trainers = f"{training_ranks(config)} of {world_size(config)} ranks, which train"
+    return f"{trainers} (placement.rollout_gpus = {sampling} sample)"
+
+
+def sampling_text(config: RunConfig) -> str:
+    """Return `world_text`, or 'placement.rollout_gpus = 1'."""
+    sampling = engine_ranks(config)
+    return f"placement.rollout_gpus = {sampling}" if sampling else world_text(config)
+
+
 def data_shards(config: RunConfig) -> int:
     """Return the data-parallel size of training: ranks, or sequence-parallel groups."""
-    return max(1, world_size(config) // config.fsdp.ulysses_size)
+    return max(1, training_ranks(config) // config.fsdp.ulysses_size)
+
+
+def part_mesh(fsdp: FSDPConfig, part: range) -> FSDPConfig:
+    """Return the mesh of a part of the ranks: the spec's for the first, those that train.
+
+    That of engines has no shards to order.
+    """
+    if part.start == 0:
+        return fsdp
+    return replace(fsdp, layout=Layout.plain, dp_replicate=1, dp_shard=len(part))
 
 
 def is_nested(fsdp: FSDPConfig) -> bool:

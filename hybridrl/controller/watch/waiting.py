@@ -179,36 +179,42 @@ class Death(RemoteError):
 
 
 def wait_for_all(
-    hosts: Sequence[Host], refs: Sequence[ObjectRef], phase: str, detector: StallDetector
+    refs: Sequence[ObjectRef],
+    running: Mapping[ObjectRef, tuple[Host, str]],
+    phase: str,
+    detector: StallDetector,
 ) -> list[Any]:
-    """Return the results of a call on all hosts, in order; the detector looks every second.
+    """Return the results of a call, in order; the detector looks every second.
+
+    `running` has the host and the phase of these and of other calls that run now, whose failure
+    ends the wait, too.
 
     Raises:
         ConfigError: a worker raised a ConfigError.
         WorkerError: a worker raised or died; at once unless it only echoes another failure. Or
             the call has stalled.
     """
-    waiting = dict(zip(refs, hosts, strict=True))
+    waiting = dict(running)
     results: dict[ObjectRef, Any] = {}
-    failures: list[tuple[Host, RemoteError]] = []
+    failures: list[tuple[Host, RemoteError, str]] = []
     deadline = math.inf
-    while waiting and time.monotonic() < deadline:
+    while (late := [ref for ref in refs if ref in waiting]) and time.monotonic() < deadline:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
         if not (ready or failures):
-            detector.check(list(waiting.values()))
+            detector.check([waiting[ref][0] for ref in late])
         for ref in ready:
-            host = waiting.pop(ref)
+            host, its_phase = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
                 cause = _cause(host, error, detector)
-                failures.append((host, cause))
+                failures.append((host, cause, its_phase))
                 is_echo = any(echo in cause.summary.lower() for echo in ECHOES)
                 if isinstance(cause, Death) or not is_echo:
-                    _raise(host, cause, phase)
+                    _raise(host, cause, its_phase)
                 deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
     if failures:
-        _raise(*failures[0], phase)
+        _raise(*failures[0])
     return [results[ref] for ref in refs]
 
 

@@ -174,6 +174,13 @@ function tokenFacts(event) {
 
 const total = (spans) => spans.reduce((sum, span) => sum + span.seconds, 0);
 
+// A rank's calls in a section; of ranks that only sample, the parts of all their calls that are in it.
+function within(one, section, rank) {
+  if (!(one.beside ?? []).includes(rank)) return section.ranks[rank] ?? [];
+  const end = section.start + section.seconds, calls = one.sections.flatMap((other) => other.ranks[rank] ?? []);
+  return calls.map((span) => ({ ...span, seconds: Math.max(0, Math.min(end, span.start + span.seconds) - Math.max(section.start, span.start)) }));
+}
+
 function timelineSteps() {
   options($("#timeline_step"), inRun("timeline").timeline.map((one) => [one.step, one.step]));
   showTimeline();
@@ -204,7 +211,7 @@ function showTimeline() {
 function showWaits(one, ranks, idle) {
   const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0);
   const rows = one.sections.map((section) => {
-    const waits = ranks.map((rank) => section.seconds - total(section.ranks[rank] ?? []));
+    const waits = ranks.map((rank) => section.seconds - total(within(one, section, rank)));
     const spans = section.ranks.flatMap((its, rank) => its.map((span) => ({ ...span, rank })));
     const last = spans.reduce((late, span) => (!late || span.start + span.seconds > late.start + late.seconds ? span : late), null);
     return [section.name, section.seconds, mean(waits), Math.max(0, ...waits), last ? `rank ${last.rank}, ${last.method}` : "the driver"];

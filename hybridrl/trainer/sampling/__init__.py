@@ -2,5 +2,6 @@
 
 base.py: `Sampling`, which samples each response to its end; start reading there.
 partial.py: partial rollouts, whose unfinished responses (in_flight.py) later steps continue.
+split.py: the same on ranks of their own, beside training.
 hybrid_engine.py: the weights that vLLM holds.
 """

@@ -1,7 +1,12 @@
 """The rollout engine as the loop sees it: which weights vLLM holds, and when it sleeps."""
 
+from collections.abc import Callable
+
 from hybridrl.config.choices import Offload
-from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.controller.worker_group import WorkerGroup, Workers
+
+# A row per rank: metrics by name.
+PerRank = list[dict[str, float]]
 
 
 class HybridEngine:
@@ -35,6 +40,9 @@ class HybridEngine:
         """Put vLLM to sleep; it frees what rollout.sleep names, perhaps its weights."""
         self.rollout_version = self._rollout.call("sleep")[0]
 
+    def end_evaluation(self) -> None:
+        """Note that sampling for evaluations has ended; vLLM keeps its prefix cache."""
+
     def make_room_for_optimizer(self) -> None:
         """Put vLLM to sleep if optimizer state is offloaded and must return to the GPU."""
         if self._offload is not Offload.none:
@@ -47,3 +55,61 @@ class HybridEngine:
         if not is_current:
             self.sleep()
             self.rollout_version = None  # even if it keeps weights: those are of another version
+
+
+class SplitEngine(HybridEngine):
+    """vLLM on ranks of its own, which never sleeps.
+
+    Weights arrive in a shadow copy, while vLLM may sample, and are swapped in between two calls.
+    """
+
+    def __init__(self, rollout: WorkerGroup, sender: WorkerGroup) -> None:
+        super().__init__(rollout, Offload.none)
+        self._sender = sender
+
+    def reshard(self) -> dict[str, float]:
+        """Move the actor's weights to vLLM, which does not sample now; return metrics."""
+        return self.swap(self.send())
+
+    def send(self) -> Callable[[], PerRank]:
+        """Begin to send the actor's weights; return a function that waits."""
+        wait: Callable[[], PerRank] = self._sender.begin("send", self.weight_version)
+        return wait
+
+    def swap(self, sent: Callable[[], PerRank] | None) -> dict[str, float]:
+        """Swap in the weights that are sent, if any, and reset the prefix cache.
+
+        Returns:
+            Maximum of each metric over ranks: split/swap_s (pause of the engines), split/arrival_s
+            (until the weights were there), reshard/<part of the sync on ranks that receive>.
+        """
+        swapped = self._rollout.begin("swap", self.weight_version)
+        if sent is not None:
+            sent()
+        per_rank: PerRank = swapped()
+        self.rollout_version = self.weight_version
+        worst = {name: max(rank[name] for rank in per_rank) for name in per_rank[0]}
+        names = {"pause_s": "split/swap_s", "wait_s": "split/arrival_s"}
+        return {
+            names.get(name, name.replace("sync.", "reshard/")): value
+            for name, value in worst.items()
+        }
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def end_evaluation(self) -> None:
+        """Empty the prefix cache, as a resumed run begins its next step."""
+        self.swap(None)
+
+    def restore(self, weight_version: int, *, is_current: bool) -> None:
+        """Restore an earlier run's state: vLLM holds the actor's weights."""
+        self.weight_version = weight_version
+        self.reshard()
+
+
+def engine_of(workers: Workers, offload: Offload) -> HybridEngine:
+    """Return the engine of a run: on the actor's ranks, or on others."""
+    if workers.sender is None:
+        return HybridEngine(workers.rollout, offload)
+    return SplitEngine(workers.rollout, workers.sender)

@@ -53,28 +53,45 @@ class PartialSampling(Sampling):
         self._continue = continue_
 
     def _sample_step(self, step: int) -> Sampled:
-        data, rollout = self._config.data, self._config.rollout
-        wanted, version = data.prompts_per_step, self._engine.weight_version
+        wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
         continued = sum(not draft.finished for g in self._state.in_flight for draft in g.drafts)
         groups = [*self._state.in_flight, *self._admitted(step, version)]
-        needed = due(groups, version, rollout.max_versions, wanted)
+        needed = due(groups, version, self._config.rollout.max_versions, wanted)
         parts: list[RolloutBatch] = []
-        missing = _missing(groups, wanted)
+        missing = missing_groups(groups, wanted)
         while missing or not parts:
             least = MIN_SHARE if parts else 0.0
             groups, part = self._continued(groups, needed, missing, least, version)
             parts.append(part)
-            missing = _missing(groups, wanted)
+            missing = missing_groups(groups, wanted)
+        sampled = self._chosen(groups, needed, parts)
+        sampled.metrics["partial/continued_responses"] = float(continued)
+        return sampled
+
+    def _chosen(
+        self, groups: Sequence[Group], needed: int, parts: Sequence[RolloutBatch]
+    ) -> Sampled:
+        """Take the oldest finished groups of a step out of flight; `parts` were sampled in it."""
+        wanted = self._config.data.prompts_per_step
         finished = [index for index, group in enumerate(groups) if group.is_finished]
         trained = set(finished[:wanted])
         assert trained.issuperset(range(needed)), "an old response was not finished"
         chosen = [groups[index] for index in finished[:wanted]]
         self._state.in_flight = tuple(g for i, g in enumerate(groups) if i not in trained)
         batch = joined(chosen, parts)
-        metrics = _metrics(batch, parts, self._state.in_flight, version)
-        metrics["partial/continued_responses"] = float(continued)
+        metrics = _metrics(batch, parts, self._engine.weight_version)
         prompts = [group.prompt for group in chosen for _ in group.drafts]
-        return Sampled(batch, prompts, metrics=metrics)
+        return Sampled(batch, prompts, metrics=metrics | self.in_flight_metrics())
+
+    def in_flight_metrics(self) -> dict[str, float]:
+        """Count the responses in flight."""
+        drafts = [draft for group in self._state.in_flight for draft in group.drafts]
+        unfinished = sum(not draft.finished for draft in drafts)
+        return {
+            "partial/in_flight": float(unfinished),
+            "partial/waiting": float(len(drafts) - unfinished),
+            "partial/length_mean": self._state.lengths.mean or 0.0,
+        }
 
     def _admitted(self, step: int, version: int) -> list[Group]:
         """Take new prompts; each goes to the engine with the fewest unfinished responses."""
@@ -82,7 +99,7 @@ class PartialSampling(Sampling):
         assert most is not None, "derived"
         load = [0] * self._num_engines
         for group in groups:
-            load[group.engine] += sum(not draft.finished for draft in group.drafts)
+            load[self._engine_of(group)] += sum(not draft.finished for draft in group.drafts)
         admitted = []
         for prompt in self._take(most - len(groups)):
             engine = load.index(min(load))
@@ -98,15 +115,20 @@ class PartialSampling(Sampling):
 
         The budget is at least the share `least` of the mean length for each response.
         """
-        places = [
-            (g, k)
-            for g, group in enumerate(groups)
-            for k, draft in enumerate(group.drafts)
-            if not draft.finished
-        ]
-        mean = self._state.lengths.mean or self._config.rollout.max_response_tokens / 2
-        budget = max(missing * self._each / len(places), least) * mean
+        places = open_places(groups)
+        budget = self._budget(places, missing, least)
         part = self._continue(self._request(groups, places, needed, budget))
+        return self._merged(groups, places, part, version), part
+
+    def _budget(self, places: Sequence[Place], missing: float, least: float = 0.0) -> float:
+        """Return the tokens of each response, in the mean, that `missing` more prompts need."""
+        mean = self._state.lengths.mean or self._config.rollout.max_response_tokens / 2
+        return max(missing * self._each / len(places), least) * mean
+
+    def _merged(
+        self, groups: Sequence[Group], places: Sequence[Place], part: RolloutBatch, version: int
+    ) -> list[Group]:
+        """Return the groups with the tokens of a call that continued the responses `places`."""
         assert part.unfinished is not None
         assert (part.weight_version == version).all(), "stale weights"
         of_rows = zip(
@@ -129,7 +151,7 @@ class PartialSampling(Sampling):
         self._state.lengths.learn(
             [new[g].prompt.prompt_id for g, _ in ended], [len(new[g].drafts[k]) for g, k in ended]
         )
-        return new, part
+        return new
 
     def _request(
         self, groups: Sequence[Group], places: Sequence[Place], needed: int, budget: float
@@ -148,11 +170,15 @@ class PartialSampling(Sampling):
             max_tokens=torch.tensor(
                 [rollout.max_response_tokens - len(draft) for _, draft in of_rows]
             ),
-            engine=torch.tensor([group.engine for group, _ in of_rows]),
+            engine=torch.tensor([self._engine_of(group) for group, _ in of_rows]),
             seeds=torch.tensor([self._seed(groups[g], k) for g, k in places]),
             token_budget=budget,
             must_finish=torch.tensor([g < needed for g, _ in places]),
         )
+
+    def _engine_of(self, group: Group) -> int:
+        """Return the group's engine; a resumed run may have fewer."""
+        return group.engine % self._num_engines
 
     def _seed(self, group: Group, sample: int) -> int:
         """Return the seed of a response's next tokens, a function of how many it has."""
@@ -180,22 +206,27 @@ def joined(groups: Sequence[Group], parts: Sequence[RolloutBatch]) -> RolloutBat
     )
 
 
-def _missing(groups: Sequence[Group], wanted: int) -> int:
+def missing_groups(groups: Sequence[Group], wanted: int) -> int:
     """Return how many finished groups are missing."""
     return max(0, wanted - sum(group.is_finished for group in groups))
 
 
-def _metrics(
-    batch: RolloutBatch, parts: Sequence[RolloutBatch], kept: Sequence[Group], version: int
-) -> dict[str, float]:
-    """Compute metrics of what was sampled, trained and kept."""
+def open_places(groups: Sequence[Group]) -> list[Place]:
+    """Return the unfinished responses."""
+    return [
+        (g, k)
+        for g, group in enumerate(groups)
+        for k, draft in enumerate(group.drafts)
+        if not draft.finished
+    ]
+
+
+def _metrics(batch: RolloutBatch, parts: Sequence[RolloutBatch], version: int) -> dict[str, float]:
+    """Compute metrics of what was sampled and trained."""
     assert batch.token_versions is not None
     lag = version - batch.token_versions.values
     sampled = sum(int(part.responses.lengths.sum()) for part in parts)
-    unfinished = [draft for group in kept for draft in group.drafts if not draft.finished]
     return {
-        "partial/in_flight": float(len(unfinished)),
-        "partial/waiting": float(sum(len(group.drafts) for group in kept) - len(unfinished)),
         "partial/version_lag_mean": float(lag.float().mean()),
         "partial/version_lag_max": float(lag.max()),
         "partial/trained_fraction": float((lag == 0).sum()) / max(sampled, 1),

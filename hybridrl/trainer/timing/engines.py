@@ -67,7 +67,7 @@ def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, 
 def engine_place(rollout: WorkerGroup, engine: int) -> str:
     """Describe an engine's ranks and GPUs: 'ranks 3-4 on node a GPU 3, node b GPU 0'."""
     per_engine = rollout.ranks_per_shard
-    hosts = rollout.pool.hosts[engine * per_engine : (engine + 1) * per_engine]
+    hosts = rollout.hosts[engine * per_engine : (engine + 1) * per_engine]
     first, last = hosts[0].rank, hosts[-1].rank
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     places = []
@@ -79,5 +79,5 @@ def engine_place(rollout: WorkerGroup, engine: int) -> str:
 
 def straddling(rollout: WorkerGroup) -> int:
     """Count engines whose ranks are on several nodes (placement.allow_straddle)."""
-    slots = [host.slot for host in rollout.pool.hosts]
+    slots = [host.slot for host in rollout.hosts]
     return len(straddling_engines(slots, rollout.ranks_per_shard))

@@ -1,109 +1,17 @@
-"""Wall time of each phase of a step, idle time of the ranks in it, and traces of a step.
+"""Wall time of each phase of a step, and profiles of steps; idle time is in timeline.py."""
 
-A rank is busy while it runs a worker's method, until its stream is synchronized; else it is idle,
-also while it waits for a straggler between calls. Waiting inside a collective counts as busy: it
-cannot be distinguished from communication. docs/metrics.md defines each number.
-"""
-
-import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hybridrl.controller.calls import Span, Stopwatch, TimedResult
 from hybridrl.controller.pool import Pool
+from hybridrl.trainer.timing.timeline import Section, Timeline, method_of, total, write_trace
 
 log = logging.getLogger(__name__)
 
 PROFILE_FOLDER = "profile"
-# Methods that count as computation: sampling, forward passes and optimizer steps.
-COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "compute_scores", "update"})
-
-
-@dataclass(frozen=True)
-class Section:
-    """Section of the driver's time, with the worker calls of each rank."""
-
-    span: Span
-    ranks: list[list[Span]]
-
-    def idle(self, rank: int) -> float:
-        """Compute the seconds in which a rank ran no worker call."""
-        return self.span.seconds - _total(self.ranks[rank])
-
-    def compute(self) -> float:
-        """Compute the seconds of the calls in COMPUTE on the slowest rank."""
-        return max(_total(s for s in spans if _method(s) in COMPUTE) for spans in self.ranks)
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Timeline of a step: its span on the driver and its disjoint sections."""
-
-    step: Span
-    sections: list[Section]
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return max((len(section.ranks) for section in self.sections), default=0)
-
-    def metrics(self) -> dict[str, float]:
-        """Compute idle seconds by rank and section, and seconds outside the calls in COMPUTE.
-
-        Returns:
-            idle/rank<k>_s: seconds in which rank k ran no worker call; idle/mean_s and idle/max_s
-            over ranks; idle/fraction: idle/mean_s as a share of the step. idle/<section>_s: mean
-            over ranks of those in a section, `between` for none; they add up to idle/mean_s.
-            time/outside_s: the step less what the slowest rank of each section spent in COMPUTE.
-        """
-        if not self.num_ranks:
-            return {}
-        between = self.step.seconds - sum(section.span.seconds for section in self.sections)
-        per_rank = [
-            between + sum(section.idle(rank) for section in self.sections)
-            for rank in range(self.num_ranks)
-        ]
-        idle = {f"rank{rank}": seconds for rank, seconds in enumerate(per_rank)}
-        idle |= {"mean": sum(per_rank) / self.num_ranks, "max": max(per_rank), "between": between}
-        for section in self.sections:
-            mean = sum(map(section.idle, range(self.num_ranks))) / self.num_ranks
-            idle[section.span.name] = idle.get(section.span.name, 0.0) + mean
-        outside = self.step.seconds - sum(section.compute() for section in self.sections)
-        return {f"idle/{name}_s": seconds for name, seconds in idle.items()} | {
-            "idle/fraction": idle["mean"] / self.step.seconds,
-            "time/outside_s": outside,
-        }
-
-    def record(self, step: int) -> dict[str, Any]:
-        """Return the step as a line of timeline.jsonl: starts since its begin, seconds.
-
-        Ranks of other nodes use their own clocks.
-        """
-
-        def times(span: Span) -> dict[str, float]:
-            start = span.start - self.step.start
-            return {"start": round(start, 6), "seconds": round(span.seconds, 6)}
-
-        return {
-            "step": step,
-            "seconds": round(self.step.seconds, 6),
-            "num_ranks": self.num_ranks,
-            "sections": [
-                {
-                    "name": section.span.name,
-                    **times(section.span),
-                    "ranks": [
-                        [{"method": span.name, **times(span)} for span in spans]
-                        for spans in section.ranks
-                    ],
-                }
-                for section in self.sections
-            ],
-        }
 
 
 class Phases:
@@ -112,6 +20,7 @@ class Phases:
     Args:
         take_spans: returns the ranks' calls since the last time (`SpanLog.take`).
         on_enter: called with the name of each phase at its beginning.
+        beside: see `Timeline`.
 
     Attributes:
         timeline: the last whole step.
@@ -126,7 +35,9 @@ class Phases:
         self,
         take_spans: Callable[[], list[list[Span]]],
         on_enter: Callable[[str], None] = lambda name: None,
+        beside: range = range(0),
     ) -> None:
+        self._beside = beside
         self._take_spans = take_spans
         self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
@@ -140,7 +51,7 @@ class Phases:
         self._take_spans()  # of work between steps
         with Stopwatch("step") as watch:
             yield
-        self.timeline = Timeline(watch.span, self._sections)
+        self.timeline = Timeline(watch.span, self._sections, self._beside)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -156,9 +67,9 @@ class Phases:
         switches = []
         for rank, spans in enumerate(section.ranks):
             for span in spans:
-                if _method(span) == "update":
+                if method_of(span) == "update":
                     self._updated[rank] = span.start + span.seconds
-                elif _method(span) == "generate" and rank in self._updated:
+                elif method_of(span) == "generate" and rank in self._updated:
                     switches.append(span.start - self._updated.pop(rank))
         return max(switches, default=None)
 
@@ -166,7 +77,7 @@ class Phases:
         """Count calls in a finished phase, on their slowest ranks, as separate phases."""
         for part, call in calls.items():
             self._seconds[part] = self.seconds(part) + call.span.seconds
-        rest = self.seconds(name) - _total(call.span for call in calls.values())
+        rest = self.seconds(name) - total(call.span for call in calls.values())
         self._seconds[name] = max(0.0, rest)
 
     def seconds(self, name: str) -> float:
@@ -211,38 +122,6 @@ class StepProfiler:
         log.info("traces of step %d: %s, %s", step, phases, files[0].parent / f"step_{step}_rank*")
 
 
-def write_trace(path: Path, timeline: Timeline, title: str) -> None:
-    """Write a step in the Chrome trace format (Perfetto, chrome://tracing).
-
-    It has one row for the driver's step and sections, and one for each rank's worker calls. Times
-    are relative to the step's begin; ranks of other nodes use their own clocks.
-
-    Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    """
-    origin = timeline.step.start
-    events = [_named("process_name", 0, title), _named("thread_name", 0, "driver")]
-    events.append(_event(timeline.step, 0, origin))
-    for rank in range(timeline.num_ranks):
-        events.append(_named("thread_name", rank + 1, f"rank {rank}"))
-    for section in timeline.sections:
-        events.append(_event(section.span, 0, origin))
-        for rank, spans in enumerate(section.ranks):
-            events += [_event(span, rank + 1, origin) for span in spans]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "utf-8")
-
-
-def _named(kind: str, row: int, name: str) -> dict[str, Any]:
-    """Build the name event of a row, or of the process."""
-    return {"ph": "M", "name": kind, "pid": 0, "tid": row, "args": {"name": name}}
-
-
-def _event(span: Span, row: int, origin: float) -> dict[str, Any]:
-    """Build the event of a span; the format's unit is microseconds."""
-    times = {"ts": 1e6 * (span.start - origin), "dur": 1e6 * span.seconds}
-    return {"ph": "X", "name": span.name, "pid": 0, "tid": row, **times}
-
-
 class GraceCheck:
     """Warning, once, if SIGTERM would end the run without a checkpoint.
 
@@ -268,11 +147,3 @@ class GraceCheck:
             "scheduler."
         )
         self._grace_s = 0.0  # no second warning
-
-
-def _method(span: Span) -> str:
-    return span.name.rpartition(".")[2]
-
-
-def _total(spans: Iterable[Span]) -> float:
-    return sum(span.seconds for span in spans)

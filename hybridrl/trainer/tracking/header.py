@@ -5,7 +5,13 @@ from pathlib import Path
 from hybridrl.config.choices import Init, RewardSignature
 from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import is_supervised
-from hybridrl.config.planner.world import data_shards, world_size
+from hybridrl.config.planner.world import (
+    data_shards,
+    engine_ranks,
+    num_engines,
+    training_ranks,
+    world_size,
+)
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
@@ -126,10 +132,11 @@ def _method(config: RunConfig) -> str:
 
 def _workers(config: RunConfig) -> str:
     num_ranks, tp = world_size(config), config.rollout.tensor_parallel_size
-    engines = num_ranks // tp
+    engines = num_engines(config)
     nodes = f"{config.cluster.nodes} nodes, " if config.cluster.nodes > 1 else ""
+    split = f", {training_ranks(config)} of them train" if engine_ranks(config) else ""
     return (
-        f"{nodes}{num_ranks} rank{'s' if num_ranks != 1 else ''} = dp_replicate "
+        f"{nodes}{num_ranks} rank{'s' if num_ranks != 1 else ''}{split} = dp_replicate "
         f"{config.fsdp.dp_replicate} x dp_shard {config.fsdp.dp_shard}; "
         f"{engines} vLLM engine{'s' if engines != 1 else ''} of tp {tp}"
     )

@@ -16,8 +16,8 @@ from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.timing.phases import Timeline
 from hybridrl.trainer.timing.throughput import Throughput
+from hybridrl.trainer.timing.timeline import Timeline
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.plot import PLOT_FILE, draw

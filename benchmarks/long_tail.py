@@ -1,0 +1,249 @@
+"""How many tokens does a run train a second if few responses are many times as long as the mean?
+
+Question   What do rollout.schedule=partial and split save where a step waits for its longest
+           response, and how near do they come to the same tokens in responses of equal length?
+Workload   The real command, once for each schedule, one after the other on the same machine. Random
+           weights of Qwen2.5-1.5B's shape (or --shape), bfloat16 compute, 128 prompts x 4
+           responses, GRPO without a reference, one optimizer step a step, every weight sync
+           verified. The engine ends a response at its drawn length: log-normal, sigma 1, mean about
+           600 before a cap of 4,096 tokens, a function of (seed, step, prompt, sample), so that
+           sync and partial draw the same ones. `equal` is sync with all lengths equal to the mean.
+             sync, partial, equal   all GPUs train and sample
+             split                  with several GPUs: --rollout-gpus of them sample, the others
+                                    train
+Measures   Over the steps after the first --settling ones: trained response tokens a second (all of
+           them by all seconds), median seconds of a step, longest response over the mean, idle
+           share; of partial and split the age of trained tokens in updates and calls of the
+           engines; of split the seconds that trainers and engines idle, milliseconds of the swap
+           and of the transfer.
+Run        python benchmarks/long_tail.py                                     (1 GPU)
+           python benchmarks/long_tail.py --gpus 2                            (2 GPUs)
+           python benchmarks/long_tail.py --gpus 2 --shape 7b fsdp.offload=idle_all
+           python benchmarks/long_tail.py --small                             (CPU, 3 minutes)
+           Further arguments are overrides of every run.
+
+Prints one JSON line for each schedule; append them to benchmarks/results/long_tail.jsonl.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shapes import QWEN2_5, make_model
+from benchmarks.timing import min_median_max, result
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.models.cache import cache_folder
+from hybridrl.models.resolve import model_folder
+from hybridrl.rollout.sampling import sample_seeds
+from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.workers.rollout import RolloutWorker
+
+ROOT = Path(__file__).resolve().parents[1]
+SIGMA = 1.0
+# Of SmolLM2's tokenizer.
+VOCABULARY = 49152
+COMMON = [
+    "+recipe=gsm8k_grpo",
+    f"rollout.worker={Path(__file__).resolve()}:DrawnLengths",
+    "data=embedded",
+    "algorithm.kl.coef=0",
+    "actor.optim.lr=1e-6",
+    "trainer.max_log_prob_diff=10",
+    "eval.every_steps=0",
+    "eval.greedy=false",
+    "eval.samples=1",
+    "trainer.samples_every_steps=0",
+    "trainer.save_final_model=false",
+    "checkpoint.every_steps=0",
+    "tracking.tensorboard=false",
+    "tracking.report=false",
+]
+ON_GPU = [
+    "hardware=gpu",
+    "cluster.nvlink_multicast=off",
+    "model.init=random",
+    "rollout.max_prompt_tokens=256",
+    "rollout.max_response_tokens=4096",
+    "data.prompts_per_step=128",
+    "rollout.responses_per_prompt=4",
+    "actor.mini_batch_size=512",
+    "data.num_eval_problems=8",
+]
+SMALL = [
+    "hardware=cpu",
+    "rollout.max_response_tokens=160",
+    "data.prompts_per_step=16",
+    "rollout.responses_per_prompt=4",
+    "actor.mini_batch_size=64",
+    "data.num_eval_problems=8",
+]
+MEAN_TOKENS, SMALL_MEAN_TOKENS = 600, 24
+
+
+@dataclass(kw_only=True)
+class DrawnConfig(RolloutConfig):
+    """Config of a rollout whose responses have drawn lengths; all equal with sigma 0."""
+
+    mean_tokens: float
+    sigma: float
+
+
+def drawn_length(seed: int, mean: float, sigma: float, longest: int) -> int:
+    """Return a response's length, log-normal with this mean, cut at the longest."""
+    noise = float(torch.randn((), generator=torch.Generator().manual_seed(seed)))
+    return max(1, min(longest, round(mean * math.exp(sigma * noise - sigma**2 / 2))))
+
+
+class DrawnLengths(RolloutWorker):
+    """Rollout worker whose responses end at drawn lengths alone.
+
+    A response that goes on in a later call is known by its tokens.
+    """
+
+    config_class = DrawnConfig
+    config: DrawnConfig
+
+    def build_engine(self) -> VLLMEngine:
+        """Build the engine, without tokens that end a response."""
+        self.left: dict[tuple[int, ...], int] = {}
+        folder = model_folder(self.config.model)
+        return VLLMEngine(self.config, folder, [], self.mesh.device_type)
+
+    def generate(self, prompts: PromptBatch) -> RolloutBatch:
+        """Sample one response for each row, up to what is left of its length."""
+        seeds, each = sample_seeds(self.config.seed, prompts), prompts.responses_per_prompt
+        index = torch.arange(len(prompts)).repeat_interleave(each)
+        longest = self.config.max_response_tokens
+        limits = [
+            self.left.pop(tuple(row.tolist()), None) or self._draw(seed)
+            for row, seed in zip(prompts.prompts.select(index).rows(), seeds, strict=True)
+        ]
+        rows = replace(
+            prompts,
+            prompts=prompts.prompts.select(index),
+            prompt_id=prompts.prompt_id[index],
+            responses_per_prompt=1,
+            seeds=torch.tensor(seeds, dtype=torch.int64),
+            max_tokens=torch.tensor(limits, dtype=torch.int64),
+            expected_tokens=None,
+            first_sample=None,
+            engine=None,
+        )
+        batch = super().generate(rows)
+        if batch.unfinished is not None:
+            open_rows = batch.unfinished.nonzero().flatten().tolist()
+            prefixes, responses = rows.prompts.rows(), batch.responses.rows()
+            for row in open_rows:
+                tokens = torch.cat([prefixes[row], responses[row]]).tolist()
+                self.left[tuple(tokens)] = limits[row] - len(responses[row])
+        return replace(batch, truncated=batch.responses.lengths >= longest)
+
+    def _draw(self, seed: int) -> int:
+        config = self.config
+        return drawn_length(seed, config.mean_tokens, config.sigma, config.max_response_tokens)
+
+
+def run(args: argparse.Namespace, schedule: str, extra: list[str], folder: Path) -> list[Any]:
+    """Train with a schedule; return the rows of its metrics, and print its output to stderr.
+
+    Raises:
+        SystemExit: the run failed.
+    """
+    mean = SMALL_MEAN_TOKENS if args.small else MEAN_TOKENS
+    cap, sigma = (160 if args.small else 4096), SIGMA
+    if schedule == "equal":  # the mean of what the others draw
+        lengths = [drawn_length(seed, mean, SIGMA, cap) for seed in range(20_000)]
+        mean, sigma = statistics.fmean(lengths), 0.0
+    overrides = [
+        *COMMON,
+        *(SMALL if args.small else ON_GPU),
+        f"+rollout.mean_tokens={mean}",
+        f"+rollout.sigma={sigma}",
+        f"cluster.gpus_per_node={args.gpus}",
+        f"trainer.total_steps={args.settling + args.steps}",
+        f"rollout.schedule={'sync' if schedule == 'equal' else schedule}",
+        *([f"placement.rollout_gpus={args.rollout_gpus}"] if schedule == "split" else []),
+        f"hydra.run.dir={folder / schedule}",
+    ]
+    if not args.small:
+        model = cache_folder() / "benchmarks" / f"long_tail_{args.shape}"
+        make_model(model, QWEN2_5[args.shape] | {"vocab_size": VOCABULARY})
+        overrides.append(f"model.path={model}")
+    command = [sys.executable, "-m", "hybridrl.main", *overrides, *extra]
+    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr)
+    if done.returncode:
+        raise SystemExit(f"the run with {schedule} failed with exit code {done.returncode}")
+    lines = (folder / schedule / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def summarize(rows: list[dict[str, Any]], settling: int) -> dict[str, Any]:
+    """Return the numbers of one schedule; step 0 and the first steps are left out."""
+    timed = rows[1 + settling :]
+    seconds = [row["time/step_s"] - row.get("time/evaluate_s", 0.0) for row in timed]
+    tokens = sum(row["response/length_mean"] * row["batch/responses"] for row in timed)
+
+    def median(name: str, scale: float = 1.0) -> float | None:
+        found = [row[name] for row in timed if row.get(name) is not None]
+        return round(scale * statistics.median(found), 3) if found else None
+
+    found = {
+        "steps_timed": len(timed),
+        "trained_tokens_per_s": round(tokens / sum(seconds), 1),
+        "step_s": min_median_max(seconds),
+        "length_mean": round(tokens / sum(row["batch/responses"] for row in timed), 1),
+        "length_max": max(row["response/length_max"] for row in timed),
+        "idle_fraction": median("idle/fraction"),
+        "version_lag_mean": median("partial/version_lag_mean"),
+        "rounds": median("partial/rounds"),
+        "idle_trainers_s": median("idle/trainers_s"),
+        "idle_engines_s": median("idle/engines_s"),
+        "swap_ms": median("split/swap_s", 1e3),
+        "move_ms": median("reshard/move_s", 1e3),
+        "verify_ms": median("reshard/verify_s", 1e3),
+        "received_gib": median("reshard/received_bytes", 2**-30),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def main() -> None:
+    """Run the schedules and print a JSON line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--rollout-gpus", type=int, default=1, help="those that split samples with")
+    parser.add_argument("--shape", choices=QWEN2_5, default="1.5b")
+    parser.add_argument("--schedules", nargs="+", help="of: sync partial equal split")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--settling", type=int, default=4, help="steps before them")
+    parser.add_argument("--small", action="store_true", help="the tiny model on two CPU cores")
+    args, extra = parser.parse_known_args()
+    if args.small:
+        args.gpus, args.shape = 2, "embedded"
+    schedules = args.schedules or ["sync", "partial", "equal", *["split"] * (args.gpus > 1)]
+    for schedule in schedules:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = run(args, schedule, extra, Path(folder))
+        settings = {
+            "schedule": schedule,
+            "shape": args.shape,
+            "ranks": args.gpus,
+            "rollout_gpus": args.rollout_gpus if schedule == "split" else 0,
+            "overrides": extra,
+        }
+        print(json.dumps(result("long_tail", settings, summarize(rows, args.settling))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

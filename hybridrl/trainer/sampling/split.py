@@ -1,0 +1,126 @@
+"""Split: some ranks sample for later steps while the others train.
+
+    trainers   | step n: forward, update -> weights n | send | step n + 1 ...
+    engines    | sample with weights n - 1, until the budget is spent | swap | sample with weights n
+
+A step trains the oldest prompts_per_step prompts whose responses are all finished. Before its
+update the engines begin one call: they continue all unfinished responses, up to a budget of tokens
+that is fixed then. Weights arrive in a shadow copy meanwhile, and are swapped in after the call. So
+it follows from seeds and lengths alone which weights sample a token, and which step trains it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.trainer.sampling.base import Sampled, total_stats
+from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
+from hybridrl.trainer.sampling.in_flight import Group, due
+from hybridrl.trainer.sampling.partial import (
+    MIN_SHARE,
+    PartialSampling,
+    Place,
+    missing_groups,
+    open_places,
+)
+from hybridrl.trainer.timing.engines import engine_metrics
+
+# Finished prompts beyond those of the next step to which calls lead, as a share of a step's: so
+# that few steps wait for their last response.
+SPARE = 0.25
+# Share of the distance to that number which a call makes up for. The rest of its budget is what a
+# step trains in the mean, so that calls take equally long.
+GAIN = 0.25
+# Begins a call of the engines, with the version of weights that arrive meanwhile.
+BeginAhead = Callable[[Any, int | None], Callable[[], RolloutBatch]]
+
+
+class _Ahead(NamedTuple):
+    """Call of the engines that runs beside the training.
+
+    Attributes:
+        groups: those in flight when it began.
+        places: the responses that it continues.
+        version: of the weights that sample.
+        wait: waits for its end.
+    """
+
+    groups: list[Group]
+    places: list[Place]
+    version: int
+    wait: Callable[[], RolloutBatch]
+
+
+class SplitSampling(PartialSampling):
+    """Sampling for the next step beside training. `begin_ahead` begins a call of the engines.
+
+    `trains_policy` returns true if a step trains the policy. `parts` are those of
+    `PartialSampling`.
+    """
+
+    _engine: SplitEngine
+
+    def __init__(
+        self, begin_ahead: BeginAhead, trains_policy: Callable[[int], bool], *parts: Any
+    ) -> None:
+        super().__init__(*parts)
+        self._begin_ahead = begin_ahead
+        self._trains_policy = trains_policy
+        self._ahead: _Ahead | None = None
+        self._parts: list[RolloutBatch] = []
+
+    def sample(self, step: int) -> Sampled:
+        """Return the step's responses, most of them sampled before; begin to sample for the next.
+
+        With rollout.max_versions=0 nothing is sampled ahead.
+        """
+        sampled = super().sample(step)
+        if self._config.rollout.max_versions:
+            self._ahead = self._begin(step)
+        return sampled
+
+    def finish_ahead(self, step: int) -> dict[str, float]:
+        """After the update: send the weights, wait for the engines, swap; return metrics."""
+        if self._ahead is None:
+            return {}
+        groups, places, version, wait = self._ahead
+        sent = self._engine.send() if self._trains_policy(step) else None
+        part = wait()
+        self._ahead = None
+        metrics = self._engine.swap(sent)
+        self._state.in_flight = tuple(self._merged(groups, places, part, version))
+        stats = total_stats([*self._parts, part], first_token=lambda times: times[0])
+        seconds = max(engine.seconds for engine in stats)
+        metrics |= engine_metrics(stats, seconds) if seconds else {}
+        sampled = float(sum(engine.tokens for engine in stats))
+        return metrics | self.in_flight_metrics() | {"split/sampled_tokens": sampled}
+
+    def _sample_step(self, step: int) -> Sampled:
+        """Take finished groups; sample before only as far as they are missing."""
+        wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
+        groups, self._parts = list(self._state.in_flight), []
+        continued = float(len(open_places(groups)))
+        if missing_groups(groups, wanted):
+            groups += self._admitted(step, version)
+        needed = due(groups, version, self._config.rollout.max_versions, wanted)
+        while missing := missing_groups(groups, wanted):
+            least = MIN_SHARE if self._parts else 0.0
+            groups, part = self._continued(groups, needed, missing, least, version)
+            self._parts.append(part)
+        sampled = self._chosen(groups, needed, self._parts)
+        del sampled.metrics["partial/trained_fraction"]  # most is trained in later steps
+        sampled.metrics["partial/continued_responses"] = continued
+        return sampled
+
+    def _begin(self, step: int) -> _Ahead:
+        """Begin to sample what the next step trains, and some more."""
+        wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
+        groups = [*self._state.in_flight, *self._admitted(step, version)]
+        places = open_places(groups)
+        # The next step trains after this step's update.
+        needed = due(groups, version + 1, self._config.rollout.max_versions, wanted)
+        finished = sum(group.is_finished for group in groups)
+        missing = (1 - GAIN) * wanted + GAIN * ((1 + SPARE) * wanted - finished)
+        request = self._request(groups, places, needed, self._budget(places, max(missing, 0.0)))
+        arriving = version + 1 if self._trains_policy(step) else None
+        return _Ahead(groups, places, version, self._begin_ahead(request, arriving))
