@@ -10,22 +10,7 @@ import pytest
 from hybridrl.report.page import write_report
 from tests.run_folders import response, timeline, write_lines, write_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)"
-)
-# Software rendering of WebGL, which parallel coordinates need; root has no sandbox.
-ARGUMENTS = ["--no-sandbox", "--enable-unsafe-swiftshader"]
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\">"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +91,9 @@ def test_curves_zoom_together_are_smoothed_and_go_by_wall_time(page, report):
     box = kl.bounding_box()
     page.mouse.move(box["x"] + 200, box["y"] + 120)
     assert kl.locator(".hoverlayer text").count() > 0
+    names = "title => traces(panels.find((panel) => panel.title === title)).map((t) => t.name)"
+    assert {*page.evaluate(names, "KL")} >= {"kl"}
+    assert {*page.evaluate(names, "Learning rate")} >= {"actor/lr", "critic/lr"}
 
 
 def test_responses_are_filtered_sorted_and_compared_over_time(page):

@@ -121,6 +121,12 @@ function smooth(values, weight) {
   });
 }
 
+// Without its prefix, unless several of the panel's metrics would then have one name.
+function shortName(name, names) {
+  const ending = name.slice(name.indexOf("/") + 1);
+  return names.some((other) => other !== name && other.endsWith("/" + ending)) ? name : ending;
+}
+
 function traces(panel) {
   const weight = +$("#smoothing").value, wall = $("#x_axis").value === "wall", found = [];
   const scale = wallUnit()[1];
@@ -131,7 +137,7 @@ function traces(panel) {
       const x = wall ? run.series.wall.map((seconds) => seconds / scale) : run.series.step;
       const count = y.filter((value) => value !== null).length, several = runs.length > 1;
       const color = PALETTE[(several ? r : m) % PALETTE.length], dash = DASHES[several ? m % DASHES.length : Math.floor(m / PALETTE.length) % DASHES.length];
-      const label = literal([panel.names.length > 1 || !several ? name.slice(name.indexOf("/") + 1) : "", several ? run.label : ""].filter(Boolean).join(" "));
+      const label = literal([panel.names.length > 1 || !several ? shortName(name, panel.names) : "", several ? run.label : ""].filter(Boolean).join(" "));
       const base = { x, type: "scatter", connectgaps: name.startsWith("eval/") || count < y.length / 2, line: { color, dash, width: 1.6 }, marker: { color, size: 5 }, mode: count < 30 ? "lines+markers" : "lines", legendgroup: `${r} ${name}` };
       const width = name.startsWith("eval/accuracy") && run.series[name.replace("eval/accuracy", "eval/ci95")];
       if (width) {
