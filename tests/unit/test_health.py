@@ -1,6 +1,7 @@
 """Health checks and rewards of reference answers: what is said, when, and how often."""
 
 import re
+import time
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -280,6 +281,16 @@ def test_measures_of_responses_hand_worked():
     assert health_of().measures(cut)["response/unended_fraction"] == 0.0
     turns = replace(batch, turns=torch.ones(4))
     assert health_of().measures(turns)["response/unended_fraction"] is None
+
+
+def test_checks_cost_below_one_percent_of_a_step():
+    """A step of a million tokens takes 30 s on a fast GPU: benchmarks/RESULTS.md."""
+    batch = responses([[*range(10, 1010)]] * 1024, [0.5] * 1024, [k // 8 for k in range(1024)])
+    rows = [GOOD | {"step": float(step)} for step in range(1000)]
+    start = time.process_time()
+    health, row = health_of(rows=rows), dict(GOOD)
+    health.examine(row | health.measures(batch), {}, 1001)
+    assert time.process_time() - start < 0.3
 
 
 def test_the_tokens_that_carry_a_distance_are_named():
