@@ -1,6 +1,7 @@
 """docs/extending.md: each example as written, through all checks and the real calls.
 
-Also the tutorial on own code, whose example is one run. The workers are in runs: tests/end_to_end/test_layouts.py.
+Also the tutorial on own code, whose example is one run. Workers train in
+tests/end_to_end/test_layouts.py.
 """
 
 import re
