@@ -123,7 +123,9 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _command(argv: Sequence[str]) -> str:
     """Return the command to type; `hybridrl train` leaves its second word out of sys.argv."""
     program, words = "".join(argv[:1]), shlex.join(argv[1:])
-    return f"hybridrl train {words}" if Path(program).name in TRAIN else f"{program} {words}".strip()
+    return (
+        f"hybridrl train {words}" if Path(program).name in TRAIN else f"{program} {words}".strip()
+    )
 
 
 def _data(facts: DataSetSummary) -> str:

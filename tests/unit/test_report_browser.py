@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from random import Random
 
@@ -225,6 +226,24 @@ def test_damaged_and_short_runs_have_a_page(opened, tmp_path, damage):
     state = "unknown" if damage == "nothing" else "killed"
     assert page.locator("h2 .state").text_content() == state
     assert page.locator("#failure").is_hidden()
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_open_and_answer_in_seconds(opened, tmp_path):
+    run = write_run(tmp_path / "run", 1000, words=200, tokens=500, ranks=16, others=100)
+    path = write_report([run], run / "report.html")
+    start = time.monotonic()
+    page = opened(path)
+    page.click("[data-tab=curves]")
+    page.locator(".plot .xtitle").first.wait_for()
+    page.click("[data-tab=responses]")
+    page.fill("[name=step_min]", "1000")
+    assert {*numbers(page, 1)} == {1000.0}
+    page.click("[data-tab=tokens]")
+    assert page.locator("#token_text span").count() == 500
+    page.click("[data-tab=timeline]")
+    assert page.locator("#lanes .yaxislayer-above text").count() == 17
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.slow
