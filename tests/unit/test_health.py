@@ -22,6 +22,7 @@ from hybridrl.trainer.reference_answers import references, show_reference_reward
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from tests.batches import batch_of
 from tests.conf.composing import composed
+from tests.end_to_end import test_health_slow
 from tests.run_configs import CONF, run_config
 from tests.tokenizer_folders import model_folder
 from tests.unit.scorers import reward_scorer
@@ -220,6 +221,13 @@ def test_every_check_has_its_threshold_and_its_line_in_the_docs():
     assert [*CHECKS] == [*thresholds] == [field.name for field in fields(HealthConfig)]
     page = (Path(CONF).parent / "docs" / "health.md").read_text()
     assert re.findall(r"^\| `(\w+)`", page, re.MULTILINE) == [*CHECKS]
+
+
+def test_every_check_has_a_fault_in_the_slow_suite():
+    source = Path(test_health_slow.__file__).read_text()
+    others = re.findall(r'check\(tmp_path / "run", "(\w+)"', source)
+    faults = [check for check, _ in test_health_slow.FAULTS.values()] + others
+    assert {*faults} == {*CHECKS} and len(faults) >= 30
 
 
 def test_remedies_name_keys_that_exist():
