@@ -25,8 +25,9 @@ def metrics_row(step: int, rng: Random, others: int) -> dict[str, Any]:
     row |= {"reward/part_format": 0.5, "reward/std": 0.4, "actor/kl": step * 1e-5}
     row |= {"actor/entropy": 0.3 * math.exp(-step / 500), "actor/clip_fraction": rng.random() / 20}
     row |= {"actor/ratio_mean": 1.0, "actor/ratio_max": 1 + rng.random(), "actor/lr": 1e-5}
-    row |= {"actor/grad_norm": rng.random(), "response/length_mean": 90 + rng.random()}
-    row |= {"response/truncated_fraction": 0.05, "rollout/log_prob_diff_mean": rng.random() / 1e4}
+    row |= {"critic/lr": 3e-5, "actor/grad_norm": rng.random()}
+    row |= {"response/length_mean": 90 + rng.random(), "response/truncated_fraction": 0.05}
+    row |= {"rollout/log_prob_diff_mean": rng.random() / 1e4}
     row |= {"rollout/tokens_per_second": 5000 + 100 * rng.random(), "time/step_s": 12.5}
     row |= {f"other/metric_{index}": rng.random() for index in range(others)}
     for name in ("", "_greedy"):

@@ -20,12 +20,13 @@ def main() -> None:
 def table(trainer: str) -> str:
     """Return the table of one trainer's keys, in Markdown."""
     rows = [_row(other) for other in other_names() if other.trainer == trainer]
-    return "\n".join([f"| {trainer} | hybridrl | difference |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join([f"| {trainer} | hybridrl |", "|---|---|", *rows]) + "\n"
 
 
 def _row(other: OtherName) -> str:
-    ours = "" if other.ours == NO_KEY else ", ".join(f"`{k}`" for k in other.ours.split(", "))
-    return f"| `{other.key}` | {ours} | {other.difference} |"
+    ours = [] if other.ours == NO_KEY else [f"`{key}`" for key in other.ours.split(", ")]
+    parts = (", ".join(ours), other.difference)
+    return f"| `{other.key}` | {': '.join(part for part in parts if part)} |"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def train(
 
 
 class Trainer:
-    """A run, step by step. It checks the config at once, and starts Ray and workers when needed.
+    """A run, step by step. It checks the config at once, and starts Ray and workers when needed::
 
         with hybridrl.Trainer(["+recipe=gsm8k_ppo"]) as trainer:
             metrics = trainer.step()

@@ -150,7 +150,8 @@ def sweep_table(results: list[JobResult]) -> Table:
         table.add_column(name)
     alike = [result for result in results[1:] if is_within_noise(results[0], result)]
     for rank, result in enumerate(results, start=1):
-        own = " ".join(o for o in result.overrides if o not in common)
+        # Hydra writes a file's name as `my_reward.py\:score`.
+        own = " ".join(o for o in result.overrides if o not in common).replace("\\:", ":")
         status = result.status + (f": {result.error}" if result.error else "")
         table.add_row(
             "-" if result.metric is None else "1" if result in alike else str(rank),

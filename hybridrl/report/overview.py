@@ -23,6 +23,8 @@ from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text
 LOG_FILE = "main.log"
 # Messages of main.log, first and last ones of more.
 MAX_MESSAGES = 60
+# Programs that train.
+TRAIN = ("main.py", "cli.py", "hybridrl")
 # Chosen by the program for the machine.
 NOT_TYPED = ("hardware", "hardware.reason")
 # A warning of a health check: step, check, evidence, remedy.
@@ -114,8 +116,16 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("git commit", git["commit"] + (", with changes" if git["dirty"] else "") if git else ""),
         ("platform", str(manifest.get("platform", ""))),
-        ("command", shlex.join(map(str, manifest.get("argv", [])))),
+        ("command", _command(manifest.get("argv", []))),
     ]
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Return the command to type; `hybridrl train` leaves its second word out of sys.argv."""
+    program, words = "".join(argv[:1]), shlex.join(argv[1:])
+    return (
+        f"hybridrl train {words}" if Path(program).name in TRAIN else f"{program} {words}".strip()
+    )
 
 
 def _data(facts: DataSetSummary) -> str:

@@ -40,6 +40,8 @@ GROUPS: dict[str, list[Panel]] = {
         Panel("Cut off at the limit", "share", ("response/truncated_fraction",)),
         Panel("Failed rewards", "responses", ("reward/failed", "eval/failed")),
         Panel("Turns", "", ("rollout/turns_*",)),
+        Panel("Age of trained tokens", "updates", ("partial/version_lag_*",)),
+        Panel("In flight", "responses", ("partial/in_flight", "partial/waiting")),
     ],
     "vLLM against the trainer": [
         Panel("Difference of log-probs, mean", "nats", ("rollout/log_prob_diff_mean",)),

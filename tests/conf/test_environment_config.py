@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from typing import Any
 
 import pytest
 from composing import REPO, examined, problems
@@ -72,13 +73,17 @@ def test_a_stop_text_must_be_a_token_of_the_model():
     assert stop_problems("embedded", examined(CALCULATOR).config.environment) == []
 
 
-def test_the_environments_page_says_what_works(tmp_path, monkeypatch):
-    """Its class and its command as written; the second attempt is worth half."""
-    page = (REPO / "docs" / "environments.md").read_text()
-    code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+def test_the_tutorial_on_environments_says_what_works(tmp_path, monkeypatch):
+    """Its class, its test and its command as written; the second attempt is worth half."""
+    page = (REPO / "docs" / "tutorial_environment.md").read_text()
+    code, test, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
     (tmp_path / "quiz.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    result = examined([*shlex.split(command.replace("\\\n", " "))[3:], "hardware=cpu"])
+    monkeypatch.chdir(tmp_path)
+    tests: dict[str, Any] = {}
+    exec(test, tests)
+    tests["test_the_second_attempt_is_worth_half"]()
+    result = examined([*shlex.split(command.replace("\\\n", " "))[2:], "hardware=cpu"])
     assert result.report.problems == []
     config = result.config.environment
     with EnvironmentPool(config.function, config.args, timeout_s=5.0, num_processes=1) as pool:

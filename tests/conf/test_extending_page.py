@@ -1,6 +1,7 @@
 """docs/extending.md: each example as written, through all checks and the real calls.
 
-The worker's is in a run: tests/end_to_end/test_layouts.py.
+Also the tutorial on own code, whose example is one run. Workers train in
+tests/end_to_end/test_layouts.py.
 """
 
 import re
@@ -39,6 +40,18 @@ def test_every_kind_has_an_example():
     kinds = {"reward", "environment", "advantage", "loss", "actor"}
     assert EXAMPLES.keys() == {f"my_{kind}.py" for kind in kinds}
     assert PAGE.count("```") == 4 * len(EXAMPLES)
+
+
+def test_the_tutorial_on_own_code_passes_all_checks(tmp_path, monkeypatch):
+    page = (REPO / "docs" / "tutorial_own_code.md").read_text()
+    files = re.findall(r"`(my_\w+\.py)`:\n\n```python\n(.*?)```", page, re.DOTALL)
+    [command] = re.findall(r"```\n(hybridrl .*?)```", page, re.DOTALL)
+    for file, code in files:
+        (tmp_path / file).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    found = examined(["hardware=cpu", *shlex.split(command.replace("\\\n", " "))[2:]])
+    assert found.report.problems == []
+    assert len(files) == 3 and all(f"{tmp_path}/{file}" in str(found.config) for file, _ in files)
 
 
 def test_the_reward(tmp_path, monkeypatch):

@@ -84,14 +84,15 @@ def test_two_steps_otherwise(tmp_path, changes):
 
 
 @pytest.mark.slow
-def test_the_environments_page_runs_as_written(tmp_path):
-    page = (ROOT / "docs" / "environments.md").read_text()
-    code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+def test_the_tutorial_on_environments_runs_as_written(tmp_path):
+    page = (ROOT / "docs" / "tutorial_environment.md").read_text()
+    code, _, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "quiz.py").write_text(code)
-    recipe, *overrides = shlex.split(command.replace("\\\n", " "))[3:]
-    with started(run_dir, recipe, *SMALL[1:], *overrides, "eval.greedy=false") as run:
+    recipe, *overrides = shlex.split(command.replace("\\\n", " "))[2:]
+    own = [text for text in overrides if text.startswith(("+", "environment"))]
+    with started(run_dir, recipe, *SMALL[1:], *own, "eval.greedy=false") as run:
         output = run.output()
         assert run.process.returncode == 0, output
         for row in run.metrics()[1:]:

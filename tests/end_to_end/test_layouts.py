@@ -59,6 +59,24 @@ def test_random_weights_need_no_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_tutorial_on_own_code_runs_as_written(tmp_path):
+    page = (ROOT / "docs" / "tutorial_own_code.md").read_text()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for file, code in re.findall(r"`(my_\w+\.py)`:\n\n```python\n(.*?)```", page, re.DOTALL):
+        (run_dir / file).write_text(code)
+    [command] = re.findall(r"```\n(hybridrl .*?)```", page, re.DOTALL)
+    recipe, *overrides = shlex.split(command.replace("\\\n", " "))[2:]
+    own = [text for text in overrides if text.startswith(("+", "algorithm", "actor"))]
+    with started(run_dir, recipe, *SMALL[1:], *own) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        for row in run.metrics()[1:]:
+            assert row["actor/spring"] >= 0 and "actor/clip_fraction" not in row
+        run.assert_nothing_left()
+
+
+@pytest.mark.slow
 def test_the_extending_page_works_as_written(tmp_path):
     """Reward, estimator, loss and worker in one run, each from its file."""
     page = (ROOT / "docs" / "extending.md").read_text()

@@ -278,7 +278,7 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(tmp_path, monk
     console.summary(rows, 0, run)
     text = file.getvalue()
     assert f"2 more accuracies (eval/...): {run}/metrics.jsonl" in text
-    for column in ("reward: mean", "max ratio: largest new / old", "KL: from the reference"):
+    for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):
         assert column in text
     assert "MFU: " not in text  # not among these numbers
     next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-4:]]

@@ -1,6 +1,7 @@
 """Health checks and rewards of reference answers: what is said, when, and how often."""
 
 import re
+import time
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from hybridrl.trainer.reference_answers import references, show_reference_reward
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from tests.batches import batch_of
 from tests.conf.composing import composed
+from tests.end_to_end import test_health_slow
 from tests.run_configs import CONF, run_config
 from tests.tokenizer_folders import model_folder
 from tests.unit.scorers import reward_scorer
@@ -221,6 +223,13 @@ def test_every_check_has_its_threshold_and_its_line_in_the_docs():
     assert re.findall(r"^\| `(\w+)`", page, re.MULTILINE) == [*CHECKS]
 
 
+def test_every_check_has_a_fault_in_the_slow_suite():
+    source = Path(test_health_slow.__file__).read_text()
+    others = re.findall(r'check\(tmp_path / "run", "(\w+)"', source)
+    faults = [check for check, _ in test_health_slow.FAULTS.values()] + others
+    assert {*faults} == {*CHECKS} and len(faults) >= 30
+
+
 def test_remedies_name_keys_that_exist():
     known = {*leaves(composed(["+recipe=gsm8k_ppo", "hardware=cpu"]))}
     sections = {key.partition(".")[0] for key in known}
@@ -280,6 +289,16 @@ def test_measures_of_responses_hand_worked():
     assert health_of().measures(cut)["response/unended_fraction"] == 0.0
     turns = replace(batch, turns=torch.ones(4))
     assert health_of().measures(turns)["response/unended_fraction"] is None
+
+
+def test_checks_cost_below_one_percent_of_a_step():
+    """A step of a million tokens takes 30 s on a fast GPU: benchmarks/RESULTS.md."""
+    batch = responses([[*range(10, 1010)]] * 1024, [0.5] * 1024, [k // 8 for k in range(1024)])
+    rows = [GOOD | {"step": float(step)} for step in range(1000)]
+    start = time.process_time()
+    health, row = health_of(rows=rows), dict(GOOD)
+    health.examine(row | health.measures(batch), {}, 1001)
+    assert time.process_time() - start < 0.3
 
 
 def test_the_tokens_that_carry_a_distance_are_named():

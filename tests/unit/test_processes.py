@@ -12,9 +12,7 @@ from hybridrl.controller.processes import wait_or_kill
 
 # Starts a process that ends at once, prints its id and never reads its exit status.
 PARENT = (
-    "import subprocess, time\n"
-    "print(subprocess.Popen(['true']).pid, flush=True)\n"
-    "time.sleep(60)\n"
+    "import subprocess, time\nprint(subprocess.Popen(['true']).pid, flush=True)\ntime.sleep(60)\n"
 )
 
 

@@ -16,6 +16,9 @@ from hybridrl.commands.running import UsageError
 from hybridrl.report.overview import messages, overview, read_messages
 from hybridrl.report.page import find_folders, write_at_end, write_report
 from hybridrl.report.read import MAX_POINTS, read_run, series, thinned
+from hybridrl.trainer.health.checks import CHECKS
+from hybridrl.trainer.health.health import Health
+from tests.run_configs import run_config
 from tests.run_folders import write_lines, write_run
 
 
@@ -75,6 +78,7 @@ def test_the_overview_names_settings_results_and_warnings(run):
     assert facts["final accuracy"] == "0.227 +- 0.040, held out, sampled"
     assert facts["data"].endswith("400 training, 16 held out; left out: 2 longer than 192 tokens")
     assert facts["git commit"] == "0123456789abcdef, with changes"
+    assert facts["command"] == "hybridrl train +recipe=gsm8k_grpo"
     recipe = ("recipe", "gsm8k_grpo", "command line")
     assert found["settings"] == [recipe, ("algorithm", "grpo", "recipe")]
     text = "The run starts anew\nfrom step 3: restart 1"
@@ -91,22 +95,24 @@ def test_messages_of_runs_from_python_are_read_and_many_are_cut(tmp_path):
 
 
 def test_findings_are_read_with_their_first_step_and_their_count(tmp_path):
-    lines = [
-        "[2026-01-01 10:00:00,123][hybridrl.x][WARNING] - health.overlap: 5% of them.\nDrop: them.",
-        "[2026-01-01 10:00:01,123][hybridrl.x][WARNING] - step 2, health.truncated: 92%: cut.\nDo.",
-        "[2026-01-01 10:00:02,123][hybridrl.x][WARNING] - step 11, health.truncated for 10 steps "
-        "now: 93%.\nDo.",
-        "[2026-01-01 10:00:03,123][hybridrl.x][WARNING] - other",
-    ]
-    (tmp_path / "main.log").write_text("\n".join(lines))
-    rows = [{"step": step, "health/truncated": 1.0} for step in range(2, 12)]
-    write_lines(tmp_path / "metrics.jsonl", rows)
+    """From the warnings that the checks give: before the first step, and at two of ten ill ones."""
+    health, rows = Health(run_config(), []), []
+    warnings = health.examine({"data/overlap_fraction": 0.05}, {})
+    for step in range(2, 12):
+        row = {"step": step, "response/truncated_fraction": 0.92}
+        warnings += health.examine(row, {}, step)
+        rows.append(row)
+    lines = [f"[2026-01-01 10:00:00,1][hybridrl.x][WARNING] - {text}" for text in warnings]
+    (tmp_path / "main.log").write_text("\n".join([*lines, lines[0].replace("health.", "other ")]))
     found = overview(tmp_path, rows)
-    assert found["findings"] == [
-        ("overlap", "before the first step", "5% of them.", "Drop: them."),
-        ("truncated", "step 2, found in 10 of 10 steps", "92%: cut.", "Do."),
-    ]
-    assert found["messages"] == [("2026-01-01 10:00:03", "WARNING", "other")]
+    assert len(warnings) == 3
+    [overlap, truncated] = found["findings"]
+    assert overlap[:2] == ("overlap", "before the first step")
+    assert overlap[2] == "5.0% of the held-out prompts are training prompts, too."
+    assert truncated[:2] == ("truncated", "step 2, found in 10 of 10 steps")
+    assert truncated[2].startswith("92% of the responses were cut off")
+    assert truncated[3] == CHECKS["truncated"].remedy
+    assert [text[:14] for _, _, text in found["messages"]] == ["other overlap:"]
 
 
 def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path):

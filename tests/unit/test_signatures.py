@@ -68,6 +68,7 @@ def test_a_signature_that_fits_none_is_refused_with_all_three(name):
         ("own", {"bonsu": 1.0}, "auto", "Did you mean reward.args.bonus?"),
         ("verl_short", {"bonsu": 1.0}, "auto", "Did you mean reward.args.bonus?"),
         ("verl_score", {"bonus": 1.0}, "auto", "unexpected keyword argument 'bonus'"),
+        ("sleepy", {}, "auto", "Add +reward.args.seconds=<value>."),
         ("own", {}, "verl", "reward.signature = verl"),
         ("verl_score", {}, "trl", "Set reward.signature=verl"),
         ("verl_score", {}, "hybridrl", "Set reward.signature=verl"),

@@ -28,6 +28,8 @@ def test_a_result_that_cannot_be_read_is_a_failed_job_among_the_others(tmp_path)
     assert all(r.error.startswith("result.json cannot be read: ") for r in found[2:])
     # What all others have in common is still left out.
     assert list(sweep_table(found).columns[2].cells)[:3] == ["seed=4", "seed=5", ""]
+    of_file = replace(found[0], overrides=["reward.function=my.py\\:f"])
+    assert [*sweep_table([of_file]).columns[2].cells] == ["reward.function=my.py:f"]
 
 
 def begin(folder: Path) -> None:

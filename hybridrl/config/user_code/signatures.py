@@ -179,10 +179,13 @@ def check_arguments(
         signature.bind(*positional, **keywords)
     except TypeError as error:
         known = list(signature.parameters)[len(positional) :]
+        required = [name for name in known if _is_required(signature.parameters[name])]
+        missing = [f"+{key}.args.{name}=<value>" for name in required if name not in keywords]
+        remedy = f"Add {' '.join(missing)}" if missing and not {*keywords} - {*known} else ""
         raise ConfigError(
             f"{key}.function = {path} cannot be called with {key}.args = {args}: {error}.\n"
             f"Its signature is {signature}; the call is {call}. "
-            f"{_similar_args(key, args, known)}Remove or rename keys of {key}.args."
+            f"{_similar_args(key, args, known)}{remedy or f'Remove or rename keys of {key}.args'}."
         ) from error
 
 

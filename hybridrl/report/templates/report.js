@@ -27,6 +27,12 @@ async function unpack(id) {
   return new Response(stream).text();
 }
 
+// What follows the last mark, unless several of the names would then be the same.
+function shortName(name, names, mark) {
+  const ending = name.slice(name.lastIndexOf(mark) + 1);
+  return names.some((other) => other !== name && other.endsWith(mark + ending)) ? name : ending;
+}
+
 // ---- Several runs: names, table, parallel coordinates
 
 function varied() {
@@ -39,7 +45,7 @@ function nameRuns() {
   const keys = varied();
   const counts = {};
   for (const run of runs) {
-    const own = keys.map((key) => `${key.split(".").pop()}=${run.settings[key] ?? "default"}`).join(" ");
+    const own = keys.map((key) => `${shortName(key, keys, ".")}=${run.settings[key] ?? "default"}`).join(" ");
     run.label = own && own.length < 60 ? own : run.folder;
     const times = (counts[run.label] = (counts[run.label] ?? 0) + 1);
     if (times > 1) run.label += ` (${times})`;
@@ -53,14 +59,15 @@ function showRuns() {
   const rank = (run) => run.result.accuracy ?? -Infinity;
   const sorted = [...runs].sort((a, b) => rank(b) - rank(a) || 0);
   $("#runs_table").replaceChildren(
-    el("tr", {}, ...["run", ...keys, ...numbers, "state"].map((name) => el("th", {}, name))),
-    ...sorted.map((run) => el("tr", {}, ...[run.folder, ...keys.map((key) => run.settings[key] ?? "default"), ...numbers.map((name) => format(run.result[name])), run.state].map((text) => el("td", {}, text))))
+    el("tr", {}, ...["run", ...numbers, "state", ...keys].map((name) => el("th", {}, name))),
+    ...sorted.map((run) => el("tr", {}, ...[run.folder, ...numbers.map((name) => format(run.result[name])), run.state, ...keys.map((key) => run.settings[key] ?? "default")].map((text) => el("td", {}, text))))
   );
   const numeric = (values) => values.every((value) => value !== "" && value !== null && Number.isFinite(Number(value)));
   const setting = (key) => {
     const values = scored.map((run) => run.settings[key] ?? "default"), texts = [...new Set(values)];
     texts.sort(numeric(texts) ? (a, b) => a - b : undefined);
-    return { label: literal(key), values: values.map((value) => texts.indexOf(value)), tickvals: texts.map((_, index) => index), ticktext: texts.map(literal) };
+    const ticks = texts.map((text) => literal(text.length > 16 ? "…" + text.slice(-15) : text));
+    return { label: literal(shortName(key, keys, ".")), values: values.map((value) => texts.indexOf(value)), tickvals: texts.map((_, index) => index), ticktext: ticks };
   };
   const scored = sorted.filter((run) => run.result.accuracy !== null);
   if (!keys.length || scored.length < 2) return;
@@ -69,7 +76,7 @@ function showRuns() {
   const dimensions = [...keys.map(setting), ...(numeric(rewards) ? [{ label: "reward", values: rewards }] : []), { label: "accuracy", values: accuracies }];
   const style = look();
   const line = { color: accuracies, colorscale: [[0, "#7f9fe8"], [1, "#e8932a"]], showscale: true };
-  $("#parallel").style.height = "360px";
+  Object.assign($("#parallel").style, { height: "360px", minWidth: `${120 * dimensions.length}px` });
   Plotly.react("parallel", [{ type: "parcoords", dimensions, line, labelfont: { color: style.font.color }, tickfont: { color: style.font.color }, rangefont: { color: "transparent" } }], { ...style, margin: { l: 80, r: 60, t: 60, b: 30 } }, { displaylogo: false, responsive: true });
 }
 
@@ -131,7 +138,7 @@ function traces(panel) {
       const x = wall ? run.series.wall.map((seconds) => seconds / scale) : run.series.step;
       const count = y.filter((value) => value !== null).length, several = runs.length > 1;
       const color = PALETTE[(several ? r : m) % PALETTE.length], dash = DASHES[several ? m % DASHES.length : Math.floor(m / PALETTE.length) % DASHES.length];
-      const label = literal([panel.names.length > 1 || !several ? name.slice(name.indexOf("/") + 1) : "", several ? run.label : ""].filter(Boolean).join(" "));
+      const label = literal([panel.names.length > 1 || !several ? shortName(name, panel.names, "/") : "", several ? run.label : ""].filter(Boolean).join(" "));
       const base = { x, type: "scatter", connectgaps: name.startsWith("eval/") || count < y.length / 2, line: { color, dash, width: 1.6 }, marker: { color, size: 5 }, mode: count < 30 ? "lines+markers" : "lines", legendgroup: `${r} ${name}` };
       const width = name.startsWith("eval/accuracy") && run.series[name.replace("eval/accuracy", "eval/ci95")];
       if (width) {

@@ -75,8 +75,8 @@ CHECKS = {
     "constant_reward": Check(
         constant_reward,
         "Look at some responses (trainer.samples_every_steps=1); check that reward.function fits "
-        "the data. If the model never finds a right answer, it needs easier problems, a higher "
-        "rollout.temperature, or supervised fine-tuning on the form of the answers first.",
+        "the data. If all answers are right, take harder problems. If none is, take easier ones, a "
+        "higher rollout.temperature, or supervised fine-tuning on the form of the answers first.",
     ),
     "unmixed_groups": Check(
         unmixed_groups,

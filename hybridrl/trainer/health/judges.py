@@ -129,8 +129,10 @@ def fallen_accuracy(seen: Seen) -> str | None:
     for suffix in ("", *(f"_{name}" for name in seen.config.eval.rules)):
         name, interval = f"eval/accuracy{suffix}", f"eval/ci95{suffix}"
         now, width = seen.get(name), seen.get(interval)
+        if now is None or width is None:
+            continue
         known = [row for row in seen.before if row.get(name) is not None]
-        if now is None or width is None or not known:
+        if not known:
             continue
         best = max(known, key=lambda row: row[name] or 0.0)
         step, accuracy = int(best["step"] or 0), best[name] or 0.0

@@ -16,7 +16,7 @@ from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.best_effort_files import replace_text
-from hybridrl.trainer.tracking.sinks import code_block
+from hybridrl.trainer.tracking.tensorboard import code_block
 
 # Role of the policy's turns, as in chat messages.
 POLICY = "assistant"

@@ -1,14 +1,12 @@
-"""Trackers besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Trackers besides metrics.jsonl, in the background: Weights & Biases, MLflow, tensorboard.py.
 
 Each has its own thread, so that imports and slow servers delay no step. Failures are counted and
 logged once; they do not stop the run. A run stores its W&B and MLflow ids in trackers.json.
 """
 
-import errno
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,17 +15,15 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.keys import leaves
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.provenance import plain
+from hybridrl.trainer.tracking.tensorboard import Known, TensorBoardSink
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +34,9 @@ MAX_WAITING = 200
 MAX_REASON = 200
 # Holds the ids of the run.
 TRACKERS_FILE = "trackers.json"
-# Bytes of a metric in TensorBoard's file beside its name.
-METRIC_BYTES = 48
-# Most bytes of a histogram there: two float64 of each of up to 1,550 bins.
-HISTOGRAM_BYTES = 2**15
-# Values of a histogram.
-MAX_SHOWN = 100_000
-# Bytes that other files of the run may take meanwhile.
-OTHERS_BYTES = 2**13
 _REMEMBERING = Lock()
 # W&B supports one run per id and process at a time, also while it finishes.
 _ONE_WANDB_RUN = Lock()
-
-# A step and its finite metrics.
-Known = tuple[int, Mapping[str, float]]
 
 
 class BackgroundSink:
@@ -140,99 +125,6 @@ def close_all(sinks: Sequence[BackgroundSink], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for sink in sinks:
         sink.finish_closing(max(0.0, deadline - time.monotonic()))
-
-
-class TensorBoardSink:
-    """TensorBoard event files, written by torch's SummaryWriter.
-
-    Its thread prints a traceback and ends at a failed write, so nothing is written without room on
-    the disk. After another failure the next step opens another file. Each step writes what is
-    missing.
-
-    Args:
-        folder: of the files.
-        before: steps up to the checkpoint of a resumed run. Those missing in earlier files are
-            written again; later ones are purged.
-        config: shown as a text.
-    """
-
-    def __init__(self, folder: Path, before: Sequence[Known], config: Mapping[str, Any]) -> None:
-        import torch.utils.tensorboard  # noqa: F401  # imported before the first step
-
-        folder.mkdir(parents=True, exist_ok=True)
-        shown = _last_shown(folder) if before else -1
-        self._folder = folder
-        # The last one that is shown may lack metrics.
-        self._missing = [known for known in before if known[0] >= shown]
-        first = self._missing[0][0] if self._missing else 0
-        text = code_block(yaml.safe_dump(config, sort_keys=False))
-        self._shown: list[tuple[str, int, str | Tensor]] = [("config", first, text)]
-        self._writer: SummaryWriter | None = None
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write scalars, and texts and histograms before them."""
-        self._missing.append((step, metrics))
-        self._write()
-
-    def show(self, name: str, step: int, what: "str | Tensor") -> None:
-        """Keep a text, in Markdown, or values [N] for a histogram, for the next write.
-
-        Of many values, about MAX_SHOWN at even distances are shown, without NaN and infinity.
-        """
-        if not isinstance(what, str):
-            what = what[:: 1 + len(what) // MAX_SHOWN]
-            what = what[what.isfinite()]
-        if len(what):
-            self._shown.append((name, step, what))
-
-    def close(self) -> None:
-        """Write what is missing, and close the file."""
-        try:
-            if self._missing:
-                self._write()
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-
-    def _write(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        names = [name for _, metrics in self._missing for name in metrics]
-        needed = OTHERS_BYTES + sum(map(len, names)) + METRIC_BYTES * len(names)
-        for _, _, what in self._shown:
-            needed += len(what.encode()) if isinstance(what, str) else HISTOGRAM_BYTES
-        if shutil.disk_usage(self._folder).free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self._writer is None:
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._missing[0][0])
-        try:
-            for name, step, what in self._shown:
-                is_text = isinstance(what, str)
-                add = self._writer.add_text if is_text else self._writer.add_histogram
-                add(name, what, step)
-            for step, metrics in self._missing:
-                for name, value in metrics.items():
-                    self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-        except OSError:
-            self._writer = None
-            raise
-        self._missing.clear()
-        self._shown.clear()
-
-
-def _last_shown(folder: Path) -> int:
-    """Return the last step that TensorBoard shows of a folder; -1: none."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    shown = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    tags = shown.Tags()["scalars"]
-    return max((event.step for tag in tags for event in shown.Scalars(tag)), default=-1)
-
-
-def code_block(text: str) -> str:
-    """Return a text as Markdown that is shown as it is."""
-    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 class WandbSink:

@@ -58,7 +58,13 @@ COLUMNS = (
     Column("held-out", "eval/accuracy", "{:.3f}".format, 9, "mean reward, sampled, not trained on"),
     Column("greedy", "eval/accuracy_greedy", "{:.3f}".format, 7, "the same, decoded greedily", 100),
     Column("KL", "actor/kl", _kl, 8, "from the reference model, nats per token"),
-    Column("max ratio", "actor/log_ratio_max", _ratio, 9, "largest new / old probability, a token"),
+    Column(
+        "max ratio",
+        "actor/log_ratio_max",
+        _ratio,
+        9,
+        "largest factor by which a token's probability changed",
+    ),
     Column("length", "response/length_mean", "{:.1f}".format, 7, "mean tokens of a response"),
     Column(
         "cut off", "response/truncated_fraction", "{:.1%}".format, 8, "at the length limit", 100
