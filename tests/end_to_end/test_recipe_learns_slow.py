@@ -39,12 +39,15 @@ STRICT_RULE = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args:
         ("gsm8k_gspo", 1),
         ("calculator_tool", 1),
         ("gsm8k_lora", 1),
+        ("gsm8k_ppo model=embedded_moe", 1),
     ],
 )
 def test_held_out_accuracy_rises(tmp_path, recipe, seed):
     KEPT.mkdir(exist_ok=True)
     start = time.monotonic()
-    with started(tmp_path / "run", f"+recipe={recipe}", "hardware=cpu", f"seed={seed}") as run:
+    recipe, *choices = recipe.split()
+    changes = ["hardware=cpu", f"seed={seed}", *choices]
+    with started(tmp_path / "run", f"+recipe={recipe}", *changes) as run:
         output = run.output(timeout=380)
         seconds = time.monotonic() - start
         assert run.process.returncode == 0, output
@@ -52,7 +55,8 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
         rows = [row for row in run.metrics() if row["eval/accuracy"] is not None]
         run.assert_nothing_left()
         for name in ("metrics.png", "metrics.jsonl"):
-            shutil.copy(run.run_dir / name, KEPT / f"{recipe}_{seed}_{name}")
+            kept = "_".join([recipe, *choices, str(seed), name]).replace("model=", "")
+            shutil.copy(run.run_dir / name, KEPT / kept)
     first, last = rows[0], rows[-1]
     assert last["eval/accuracy"] - first["eval/accuracy"] >= 0.35
     assert last["eval/accuracy_flexible"] - first["eval/accuracy_flexible"] >= 0.15
