@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.distributed.forward.log_probs import Entropy
@@ -15,7 +16,7 @@ from hybridrl.distributed.fsdp import (
     load_sharded_policy,
 )
 from hybridrl.distributed.mesh import build_mesh, device_of
-from hybridrl.distributed.regions import named_shards
+from hybridrl.distributed.regions import named_shards, shards_of
 from hybridrl.distributed.storage.export import write_model
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import fsdp_config, model_config
@@ -144,3 +145,24 @@ def test_the_critic_has_the_backbone_and_one_small_head(loaded):
         # 32 normal numbers over 33: the norm is near sqrt(32) / 33 = 0.17
         assert 0.05 < float(head["weight"].norm()) < 0.5
         assert float(head["bias"]) == 0.0 and math.isfinite(float(head["weight"].sum()))
+
+
+def both_kinds_of_shards(folder):
+    """Of transformers' own module with fused experts under FSDP2, and of the trainer's policy."""
+    spec = fsdp_config(dp_shard=dist.get_world_size())
+    mesh = build_mesh(spec, "cpu")
+    policy = load_sharded_policy(model_config(folder), spec, mesh, chunk_tokens=7)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in (*module.model.layers, module):
+        fully_shard(layer, mesh=mesh["dp_shard"])
+    found = [shards_of(module), named_shards(policy)]
+    return [[(s.name, s.shape, s.dim, s.local().clone()) for s in shards] for shards in found]
+
+
+def test_a_module_with_fused_experts_has_the_shards_of_the_policy(tmp_path):
+    """So `hybridrl.Resharder` takes it."""
+    folder = tiny_folder("qwen3_moe", tmp_path / "model")
+    for module, policy in run_on_ranks(both_kinds_of_shards, 2, folder):
+        for (*one, values), (*other, expected) in zip(module, policy, strict=True):
+            assert one == other
+            assert torch.equal(values, expected), one

@@ -65,6 +65,26 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_the_embedded_mixture_of_experts_learns(tmp_path):
+    """Its warm start knows less arithmetic than that of the dense model."""
+    changes = ["model=embedded_moe", "hardware=cpu", "seed=1"]
+    with started(tmp_path / "run", "+recipe=gsm8k_ppo", *changes) as run:
+        output = run.output(timeout=380)
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+        run.assert_nothing_left()
+    scores = [row for row in rows if row["eval/accuracy"] is not None]
+    assert scores[-1]["eval/accuracy"] - scores[0]["eval/accuracy"] >= 0.3
+    assert scores[0]["eval/accuracy_greedy"] <= 0.3
+    assert scores[-1]["eval/accuracy_greedy"] >= 0.65
+    for row in rows[1:]:
+        assert row["actor/first_log_ratio_max"] == 0.0
+        assert row["rollout/log_prob_diff_mean"] < 1e-5
+        assert 0 <= row["router/load_min"] < 1 / 8 < row["router/load_max"] < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_rewards_that_do_not_depend_on_the_answer_teach_nothing(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
