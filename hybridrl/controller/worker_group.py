@@ -237,7 +237,7 @@ def start_roles(
     if config.placement.rollout_gpus:
         never_sleeps = replace(configs["rollout"], sleep=SleepMode.none)
         sender = SenderConfig(worker=SENDER, rollout=never_sleeps)
-        configs = {**configs, "rollout": never_sleeps, "sender": sender}
+        configs = {"sender": sender, **configs, "rollout": never_sleeps}
     modules = [module_of(role.worker) for role in configs.values()]
     pool_config = PoolConfig(
         cluster=config.cluster,

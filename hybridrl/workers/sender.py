@@ -1,8 +1,11 @@
 """Sender: sends the actor's weights to engines on other ranks."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import SenderConfig
 from hybridrl.distributed.mesh import device_of, everyone
@@ -18,6 +21,13 @@ class SenderWorker(Worker):
 
     config_class = SenderConfig
     config: SenderConfig
+
+    def __init__(self, config: SenderConfig, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh)
+        # As vLLM does on the ranks that it is on, before other roles are built.
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
 
     def connect(self, roles: dict[str, Any]) -> None:
         """Plan the reshard from the actor to the engines of other ranks."""

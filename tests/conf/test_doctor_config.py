@@ -45,6 +45,13 @@ def test_two_steps_of_every_recipe_can_be_had(recipe, ranks, tmp_path):
         ["trainer.max_restarts=2", "checkpoint.every_steps=5"],
         ["algorithm.max_sampling_rounds=4"],
         ["algorithm=grpo", "trainer.total_steps=5"],
+        ["rollout.schedule=partial", "rollout.max_in_flight=100"],
+        [
+            "rollout.schedule=split",
+            "rollout.max_in_flight=100",
+            "placement.rollout_gpus=3",
+            "cluster.gpus_per_node=5",
+        ],
     ],
 )
 def test_two_steps_can_be_had_of_what_belongs_to_long_runs(overrides, tmp_path):

@@ -204,6 +204,26 @@ def test_on_one_node_the_ranks_meet_in_a_file_of_the_user_and_at_no_port(groups,
     assert not {*heard} & {*port_band(29500, 29599)}
 
 
+def test_two_kinds_of_ranks_work_at_the_same_time_and_a_failure_of_one_ends_the_others_call(
+    runtime, tmp_path
+):
+    """Each is rank 0 of a group of its own, and messages number all ranks."""
+    config = pool_config(tmp_path)
+    fsdp = replace(config.fsdp, dp_shard=1)
+    with Pool(replace(config, fsdp=fsdp, engine_ranks=1)) as pool:
+        assert pool.parts == [range(1), range(1, 2)]
+        second = build_roles(pool, {"second": AdderConfig()}, pool.parts[1])["second"]
+        first = build_roles(pool, {"first": AdderConfig()}, pool.parts[0])["first"]
+        wait = second.begin("add", Numbers([1, 2]), 10)
+        assert first.call("who") == 0
+        assert wait() == Numbers([11, 12])
+        second.begin("complain", 0)
+        since = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 on .* failed in second\.complain"):
+            first.call("add_slowly", Numbers([1]), 30.0)
+        assert time.monotonic() - since < 15.0
+
+
 def test_what_cannot_be_imported_ahead_is_told_when_a_role_is_built(runtime, tmp_path):
     config = replace(pool_config(tmp_path), ahead=[AdderConfig(ahead="not_there")])
     with Pool(config) as pool, pytest.raises(WorkerError, match="No module named 'not_there'"):

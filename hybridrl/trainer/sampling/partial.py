@@ -120,10 +120,15 @@ class PartialSampling(Sampling):
         part = self._continue(self._request(groups, places, needed, budget))
         return self._merged(groups, places, part, version), part
 
-    def _budget(self, places: Sequence[Place], missing: float, least: float = 0.0) -> float:
-        """Return the tokens of each response, in the mean, that `missing` more prompts need."""
+    def _budget(
+        self, places: Sequence[Place], missing: float, least: float = 0.0, length: float = 0.0
+    ) -> float:
+        """Return the tokens of each response, in the mean, that `missing` more prompts need.
+
+        Responses are expected to have the mean length of all so far, and at least `length`.
+        """
         mean = self._state.lengths.mean or self._config.rollout.max_response_tokens / 2
-        return max(missing * self._each / len(places), least) * mean
+        return max(missing * self._each / len(places), least) * max(mean, length)
 
     def _merged(
         self, groups: Sequence[Group], places: Sequence[Place], part: RolloutBatch, version: int

@@ -27,10 +27,10 @@ from hybridrl.trainer.timing.engines import engine_metrics
 
 # Finished prompts beyond those of the next step to which calls lead, as a share of a step's: so
 # that few steps wait for their last response.
-SPARE = 0.25
+SPARE = 0.5
 # Share of the distance to that number which a call makes up for. The rest of its budget is what a
 # step trains in the mean, so that calls take equally long.
-GAIN = 0.25
+GAIN = 0.5
 # Begins a call of the engines, with the version of weights that arrive meanwhile.
 BeginAhead = Callable[[Any, int | None], Callable[[], RolloutBatch]]
 
@@ -76,7 +76,8 @@ class SplitSampling(PartialSampling):
         """
         sampled = super().sample(step)
         if self._config.rollout.max_versions:
-            self._ahead = self._begin(step)
+            length = float(sampled.batch.responses.lengths.float().mean())
+            self._ahead = self._begin(step, length)
         return sampled
 
     def finish_ahead(self, step: int) -> dict[str, float]:
@@ -112,8 +113,11 @@ class SplitSampling(PartialSampling):
         sampled.metrics["partial/continued_responses"] = continued
         return sampled
 
-    def _begin(self, step: int) -> _Ahead:
-        """Begin to sample what the next step trains, and some more."""
+    def _begin(self, step: int, length: float) -> _Ahead:
+        """Begin to sample what the next step trains, and some more.
+
+        `length` is the mean of this step's responses: lengths may grow during training.
+        """
         wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
         groups = [*self._state.in_flight, *self._admitted(step, version)]
         places = open_places(groups)
@@ -121,6 +125,7 @@ class SplitSampling(PartialSampling):
         needed = due(groups, version + 1, self._config.rollout.max_versions, wanted)
         finished = sum(group.is_finished for group in groups)
         missing = (1 - GAIN) * wanted + GAIN * ((1 + SPARE) * wanted - finished)
-        request = self._request(groups, places, needed, self._budget(places, max(missing, 0.0)))
+        budget = self._budget(places, max(missing, 0.0), length=length)
+        request = self._request(groups, places, needed, budget)
         arriving = version + 1 if self._trains_policy(step) else None
         return _Ahead(groups, places, version, self._begin_ahead(request, arriving))
