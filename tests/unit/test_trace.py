@@ -178,3 +178,18 @@ def test_a_view_that_wraps_around_a_row_is_no_rectangle():
     whole = torch.zeros(4, 3)
     assert rectangle(whole.as_strided((2, 2), (3, 1), 4), whole) == Region((1, 1), (2, 2))
     assert rectangle(whole.as_strided((2, 2), (3, 1), 5), whole) is None
+
+
+def test_an_expert_of_a_checkpoint_is_a_region_of_both_parameters():
+    """Rows 2 and 3 of the up projection of expert 1: index 3 of gate and up, in turn."""
+    model = nn.Module()
+    model.w13 = nn.Parameter(torch.zeros(2, 4, 3))
+    source = CheckpointTensor("experts.1.up.weight", (4, 3), "gate_up", at=(3,))
+
+    def load(weights):
+        (tensor,) = (tensor for _, tensor in weights)
+        model.w13.data[1].narrow(0, 2, 2).copy_(tensor.narrow(0, 2, 2))
+
+    trace = trace_loader(model, load, [source], torch.float32)
+    region = Region((3, 2, 0), (1, 2, 3))
+    assert trace.copies == [TracedCopy("gate_up", region, "w13", (1, 2, 0))]
