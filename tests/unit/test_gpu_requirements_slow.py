@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import vllm_compat
+from hybridrl.rollout import vllm_compat, vllm_experts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -20,8 +20,11 @@ PINS = dict(
     for line in (ROOT / "requirements/gpu.txt").read_text().splitlines()
     if not line.startswith("#")
 )
-# The pinned release, and the oldest that is supported.
-VLLM_RELEASES = (PINS["vllm"], "0.25.1")
+# Names in the pinned release, and in the oldest that is supported; experts have other kernels there.
+VLLM_RELEASES = [
+    (PINS["vllm"], vllm_compat.NAMES + vllm_experts.NAMES),
+    ("0.25.1", vllm_compat.NAMES),
+]
 
 
 def normalised(name):
@@ -46,8 +49,8 @@ def test_the_set_resolves_and_pins_everything_it_needs(pip, tmp_path):
     assert {normalised(one["name"]): one["version"] for one in found} == PINS
 
 
-@pytest.mark.parametrize("release", VLLM_RELEASES)
-def test_names_exist_in_the_wheel(pip, tmp_path, release):
+@pytest.mark.parametrize(("release", "names"), VLLM_RELEASES)
+def test_names_exist_in_the_wheel(pip, tmp_path, release, names):
     """Its Python modules import without a GPU, with the CPU build of torch that is installed."""
     command = [*pip, "download", "--no-deps", "--dest", tmp_path, f"vllm=={release}"]
     subprocess.run(command, check=True)
@@ -61,7 +64,7 @@ def test_names_exist_in_the_wheel(pip, tmp_path, release):
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
         "import vllm\n"
         "from tests.unit.test_compat import missing\n"
-        f"print(vllm.__file__, missing({vllm_compat.NAMES!r}))"
+        f"print(vllm.__file__, missing({names!r}))"
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     ran = subprocess.run(
