@@ -20,7 +20,7 @@ PINS = dict(
     for line in (ROOT / "requirements/gpu.txt").read_text().splitlines()
     if not line.startswith("#")
 )
-# Names in the pinned release, and in the oldest that is supported; experts have other kernels there.
+# Names in the pinned release, and in the oldest supported one, whose experts have other kernels.
 VLLM_RELEASES = [
     (PINS["vllm"], vllm_compat.NAMES + vllm_experts.NAMES),
     ("0.25.1", vllm_compat.NAMES),
