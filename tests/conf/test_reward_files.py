@@ -98,7 +98,7 @@ def test_any_argument_may_be_garbage_without_a_crash(name):
 
 def commands() -> list[list[str]]:
     """The overrides of each command on the page, and the code reward's isolation for anywhere."""
-    lines = PAGE.read_text().splitlines()
+    lines = PAGE.read_text().replace("\\\n", " ").splitlines()
     found = [shlex.split(line) for line in lines if line.startswith("    python -m hybridrl.main ")]
     return [c[3:] + (ANYWHERE["code"] if "reward=code" in c else []) for c in found]
 

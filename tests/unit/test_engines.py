@@ -16,7 +16,7 @@ def rollout_group(ranks_per_engine: int, *places: tuple[str, int]) -> SimpleName
         Host(rank, None, Slot(f"id of {node}", "10.0.0.1", gpu), 100 + rank, node, Path("log"))
         for rank, (node, gpu) in enumerate(places)
     ]
-    return SimpleNamespace(ranks_per_shard=ranks_per_engine, pool=SimpleNamespace(hosts=hosts))
+    return SimpleNamespace(ranks_per_shard=ranks_per_engine, hosts=hosts)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ from hybridrl.controller.processes import wait_or_kill
 
 # Starts a process that ends at once, prints its id and never reads its exit status.
 PARENT = (
-    "import subprocess, time\nprint(subprocess.Popen(['true']).pid, flush=True)\ntime.sleep(60)\n"
+    "import subprocess, time\n"
+    "child = subprocess.Popen(['true'])\n"  # a Popen that is deleted reaps
+    "print(child.pid, flush=True)\n"
+    "time.sleep(60)\n"
 )
 
 
