@@ -24,6 +24,8 @@ STACK_SIGNAL = signal.SIGUSR1
 # A killed process that still exists after these seconds hangs in the kernel.
 KILL_TIMEOUT_S = 2.0
 POLL_S = 0.02
+# A parent that reaps has done so after these seconds.
+REAP_TIMEOUT_S = 1.0
 
 
 class Footprint(NamedTuple):
@@ -102,14 +104,16 @@ def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> int:
 def _wait(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait for processes, reap children of this one, and return those that still run.
 
-    A zombie has ended. In a container whose first process reaps none, it stays.
+    A zombie has ended, and is waited for only until its parent should have reaped it. In a
+    container whose first process reaps none, it stays.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        processes = [p for p in psutil.wait_procs(processes, timeout=0)[1] if not _is_zombie(p)]
-        if not processes or time.monotonic() > deadline:
-            return processes
-        time.sleep(POLL_S)
+    while running := [p for p in processes if not _is_zombie(p)]:
+        if time.monotonic() > deadline:
+            return running
+        _, processes = psutil.wait_procs(processes, timeout=POLL_S)
+    psutil.wait_procs(processes, timeout=REAP_TIMEOUT_S)
+    return []
 
 
 def _is_zombie(process: psutil.Process) -> bool:

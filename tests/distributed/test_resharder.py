@@ -48,9 +48,9 @@ def test_frozen_weights_move_once_and_are_still_watched(ranks, tp, replicas):
     [
         (1, 1, 1, 1, False),
         (2, 1, 2, 1, True),
-        (4, 2, 1, 2, False),
-        (4, 2, 2, 2, True),
-        (3, 3, 1, 1, True),
+        pytest.param(4, 2, 1, 2, False, marks=pytest.mark.slow),
+        pytest.param(4, 2, 2, 2, True, marks=pytest.mark.slow),
+        pytest.param(3, 3, 1, 1, True, marks=pytest.mark.slow),
         (4, 1, 1, 4, False),
     ],
 )
