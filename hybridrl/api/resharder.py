@@ -48,8 +48,8 @@ class Resharder(resharder.Resharder):
         self._module, self._llm = module, llm
         mesh = _mesh_of(module)
         shards = shards_of(module)
-        names = mixture_of(module)
-        sources = [t for s in shards for t in checkpoint_tensors(s.name, s.shape, names)]
+        mixture = mixture_of(module)
+        sources = [t for s in shards for t in checkpoint_tensors(s.name, s.shape, mixture)]
         trace, tensors = loader_trace(llm, sources)
         super().__init__(shards, trace, tensors, Route.colocated(mesh), bucket_mb)
 

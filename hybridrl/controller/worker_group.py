@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.choices import SleepMode
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.planner.world import slots_on_nodes
+from hybridrl.config.planner.world import engine_ranks, slots_on_nodes
 from hybridrl.config.schema import RunConfig, SaverConfig, SenderConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.files import module_of
@@ -247,7 +247,7 @@ def start_roles(
         modules=modules,
         ahead=[config.rollout],
         log_folder=run_dir / "logs",
-        engine_ranks=config.placement.rollout_gpus or 0,
+        engine_ranks=engine_ranks(config),
     )
     # Calls need the roles' classes; importing them here would delay the processes.
     imported = import_in_background(modules)

@@ -10,6 +10,7 @@ from hybridrl.config.planner.world import (
     data_shards,
     engine_ranks,
     num_engines,
+    sampling_ranks,
     sampling_slots_on_nodes,
     sampling_text,
     training_ranks,
@@ -73,7 +74,7 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
         where = f"{ranks} of the placement.rollout_gpus = {engine_ranks(config)} on a node"
         more = ""
     if placement.allow_straddle:
-        ranks, where = engine_ranks(config) or world_size(config), sampling_text(config)
+        ranks, where = sampling_ranks(config), sampling_text(config)
     else:
         more += ", or placement.allow_straddle=true, which is slow"
     if ranks % tp:

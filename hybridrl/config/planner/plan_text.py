@@ -24,6 +24,7 @@ from hybridrl.config.planner.world import (
     is_nested,
     num_engines,
     ranks_by_shard,
+    sampling_ranks,
     slots_on_nodes,
     training_ranks,
     world_text,
@@ -117,7 +118,7 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     counts = enumerate(slots_on_nodes(config))
     places = [(names[node], slot) for node, count in counts for slot in range(count)]
     rows = []
-    trainers, first = training_ranks(config), len(places) - (engine_ranks(config) or len(places))
+    trainers, first = training_ranks(config), len(places) - sampling_ranks(config)
     for rank, (node, slot) in enumerate(places[:MAX_RANKS_LISTED]):
         copy, shard = str(rank // fsdp.shards), str(order.index(rank % fsdp.shards))
         trains = (copy, shard) if rank < trainers else ("", "")

@@ -35,6 +35,11 @@ def engine_ranks(config: RunConfig) -> int:
     return config.placement.rollout_gpus or 0
 
 
+def sampling_ranks(config: RunConfig) -> int:
+    """Return the number of ranks that sample, the last ones."""
+    return engine_ranks(config) or world_size(config)
+
+
 def training_ranks(config: RunConfig) -> int:
     """Return the number of ranks that train, the first ones."""
     return world_size(config) - engine_ranks(config)
@@ -42,7 +47,7 @@ def training_ranks(config: RunConfig) -> int:
 
 def sampling_slots_on_nodes(config: RunConfig) -> list[int]:
     """Return the ranks on each node that sample; nodes without any are left out."""
-    left, found = engine_ranks(config) or world_size(config), []
+    left, found = sampling_ranks(config), []
     for slots in reversed(slots_on_nodes(config)):
         found.append(min(slots, left))
         left -= found[-1]
@@ -51,8 +56,7 @@ def sampling_slots_on_nodes(config: RunConfig) -> list[int]:
 
 def num_engines(config: RunConfig) -> int:
     """Return the number of rollout engines, at least 1."""
-    ranks = engine_ranks(config) or world_size(config)
-    return max(1, ranks // config.rollout.tensor_parallel_size)
+    return max(1, sampling_ranks(config) // config.rollout.tensor_parallel_size)
 
 
 def world_text(config: RunConfig) -> str:
