@@ -26,6 +26,8 @@ CASES = [
     (2, Case("qwen3_moe", BFLOAT, tp=2)),
     (2, Case("qwen2_moe", BFLOAT, tp=1)),
     (4, Case("olmoe", BFLOAT, tp=2)),
+    *((1, Case(f, BFLOAT, tp=1)) for f in ("mistral", "phi3", "olmo2", "granite")),
+    *((1, Case(f, BFLOAT, tp=1)) for f in ("smollm3", "gemma3", "olmoe", "mixtral")),
 ]
 
 
