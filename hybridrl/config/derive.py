@@ -20,7 +20,14 @@ from hybridrl.config.planner.fitting import (
     memory_changes,
 )
 from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
-from hybridrl.config.planner.memory import gib
+from hybridrl.config.planner.memory import (
+    LEFT_FOR_CACHE,
+    MIB,
+    VLLM_BUFFER_BYTES,
+    gib,
+    rollout_parts,
+    useful_cache_mb,
+)
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import num_engines, training_ranks, training_text
 from hybridrl.config.schema import RunConfig
@@ -163,6 +170,7 @@ def choose_for_memory(
     found: list[Change] = []
     with suppress(Unusable):
         if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
+            _limit_cache(config, shape, machine)
             case = MemoryCase(config, shape, reward_shape, machine)
             keys = {change.key for change in nulls}
             changes = [of_key for of_key in memory_changes(config) if of_key[0].key in keys]
@@ -177,6 +185,16 @@ def choose_for_memory(
     for change in found:
         _set(config, *change)
     return found
+
+
+def _limit_cache(config: RunConfig, shape: ModelShape, machine: Machine) -> None:
+    """Set rollout.kv_cache_mb if a step uses less than rollout.gpu_memory_utilization leaves."""
+    if _is_null(config, "rollout.kv_cache_mb"):
+        smallest = min(gpu.memory_bytes for gpu in machine.gpus)
+        useful = useful_cache_mb(config, shape)
+        left = rollout_parts(config, shape, smallest)[LEFT_FOR_CACHE]
+        if useful * MIB + VLLM_BUFFER_BYTES < left:
+            config.rollout.kv_cache_mb = useful
 
 
 def _is_null(config: RunConfig, key: str) -> bool:

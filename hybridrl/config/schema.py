@@ -244,7 +244,7 @@ class RolloutConfig(RoleConfig):
     kv_cache_mb: Annotated[int | None, at_least_one("vLLM needs a KV cache"), FREE]
     max_num_seqs: Annotated[int | None, at_least_one("vLLM decodes at least one sequence"), FREE]
     enforce_eager: Annotated[bool, FREE]
-    sleep: Annotated[SleepMode, FREE]
+    sleep: Annotated[SleepMode, FREE, CHOSEN]
     reshard_bucket_mb: Annotated[int, at_least_one("weights are moved in buckets"), FREE]
     verify_reshard: Annotated[bool, FREE]
 

@@ -104,7 +104,14 @@ def test_memory_of_an_update_is_the_sum_of_its_parts():
     # Tied, so a critic lacks no head of its own; it has a scalar one of 896 weights and a bias.
     assert parts["critic weights"] == 4 * (parameters + 897) // 8
     assert parts["critic AdamW"] == 8 * (parameters + 897) // 8
-    assert "rollout weights" not in parts  # vLLM sleeps
+    # vLLM does not sleep: everything fits side by side.
+    assert parts["rollout weights"] == 2 * parameters
+
+
+def test_the_cache_has_what_a_step_can_use():
+    """128 responses of 1,040 tokens an engine; 24 layers x 2 x 2 x 64 x 2 bytes a token."""
+    assert gpu_phases()["rollout"]["KV cache"] == pytest.approx(128 * 1040 * 12_288, rel=1e-3)
+    assert "KV cache" not in gpu_phases("rollout.gpu_memory_utilization=0.02")["rollout"]
 
 
 def test_activations_and_logits_of_half_a_billion_parameters():
@@ -159,12 +166,12 @@ def test_offload_leaves_what_the_phase_uses(offload, phase, present):
     [
         ("all", set()),
         ("kv_cache", {"rollout weights"}),
-        ("none", {"rollout weights", "KV cache and vLLM's buffers"}),
+        ("none", {"rollout weights", "KV cache"}),
     ],
 )
 def test_what_vllm_keeps_asleep_counts_in_training(sleep, present):
     parts = gpu_phases(f"rollout.sleep={sleep}")["update actor"]
-    assert parts.keys() & {"rollout weights", "KV cache and vLLM's buffers"} == present
+    assert parts.keys() & {"rollout weights", "KV cache", "vLLM's buffers"} == present
 
 
 def test_a_run_that_does_not_fit_is_told_of_offload():

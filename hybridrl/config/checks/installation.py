@@ -52,11 +52,7 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
             f"{_dotted(TOO_NEW)}: "
             f"others have a different interface.\nInstall the version pinned in requirements/"
         )
-    elif (
-        accelerator is Accelerator.gpu
-        and sleep == SleepMode.kv_cache
-        and _generation(version) < OLDEST_FOR_KV_CACHE_SLEEP
-    ):
+    elif accelerator is Accelerator.gpu and sleep == SleepMode.kv_cache and not frees_cache_alone():
         problems.append(
             f"rollout.sleep=kv_cache needs vllm {_dotted(OLDEST_FOR_KV_CACHE_SLEEP)}, found "
             f"{version}: older ones free weights and KV cache together.\n"
@@ -69,6 +65,12 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
         known = ", ".join(tested)
         logger.warning("vllm %s is untested on %s; tested: %s", version, accelerator.value, known)
     return version
+
+
+def frees_cache_alone() -> bool:
+    """Return whether a vLLM for GPUs, if one is installed, can free its KV cache alone."""
+    version = _version("vllm")
+    return version is None or _generation(version) >= OLDEST_FOR_KV_CACHE_SLEEP
 
 
 def check_ray() -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from itertools import chain, product
 from typing import Any, NamedTuple
 
+from hybridrl.config.checks.installation import frees_cache_alone
 from hybridrl.config.checks.sizes import engine_problems, tensor_parallel_problems
-from hybridrl.config.choices import Accumulation, Offload
+from hybridrl.config.choices import Accumulation, Offload, SleepMode
 from hybridrl.config.planner.machine import GPU, Machine
 from hybridrl.config.planner.memory import (
     GIB,
@@ -51,6 +52,7 @@ FASTEST = (
     Change("fsdp.accumulation", Accumulation.full),
     Change("fsdp.activation_checkpointing", False),
     Change("fsdp.offload", Offload.none),
+    Change("rollout.sleep", SleepMode.none),
     Change("actor.max_tokens_per_gpu", 16384),
 )
 
@@ -174,13 +176,17 @@ def advice(case: MemoryCase, found: list[Change] | None) -> str:
 
 def memory_changes(config: RunConfig) -> list[list[Change]]:
     """List settings that need less memory in updates, by key, weaker ones first."""
-    offloads = list(Offload)
+    offloads, modes = list(Offload), list(SleepMode)
     stronger = offloads[offloads.index(config.fsdp.offload) + 1 :]
+    deeper = modes[modes.index(config.rollout.sleep) + 1 :]
+    if not frees_cache_alone():
+        deeper = [mode for mode in deeper if mode is not SleepMode.kv_cache]
     changes = [
         [Change("fsdp.accumulation", Accumulation.sharded)],
         [Change("fsdp.activation_checkpointing", True)],
         [Change("fsdp.reshard_after_forward", True)],
         [Change("fsdp.offload", value) for value in stronger],
+        [Change("rollout.sleep", value) for value in deeper],
         [*_smaller_batches(config)],
     ]
     return [different for of_key in changes if (different := _different(config, of_key))]

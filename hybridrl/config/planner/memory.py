@@ -16,7 +16,12 @@ from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB, Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
-from hybridrl.config.planner.world import engine_ranks, slots_on_nodes, training_ranks
+from hybridrl.config.planner.world import (
+    engine_ranks,
+    num_engines,
+    slots_on_nodes,
+    training_ranks,
+)
 from hybridrl.config.schema import RunConfig
 
 MIB = 2**20
@@ -30,8 +35,13 @@ GPU_PROCESS_BYTES = 2 * GIB
 GPU_PROCESS_RAM_BYTES = 4 * GIB
 # Separate phase of the reward model, whose activations differ from the policy's.
 REWARD_PHASE = "score reward_model"
+# Activations and logits of vLLM during generation; assumed, not measured.
+VLLM_BUFFER_BYTES = 2 * GIB
 # vLLM's share of a GPU without its weights.
 LEFT_FOR_CACHE = "KV cache and vLLM's buffers"
+VLLM_BUFFERS = "vLLM's buffers"
+# Tokens that a sequence's cache may have beyond its own: blocks have 16.
+CACHE_BLOCK = 16
 # Adam's two moments are float32.
 ADAM_BYTES = 8
 
@@ -216,17 +226,33 @@ def rollout_parts(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -
     size = BYTES[config.rollout.dtype]
     weights = size * shape.parameters // config.rollout.tensor_parallel_size
     if config.rollout.kv_cache_mb is not None:
-        return {"rollout weights": weights, "KV cache": config.rollout.kv_cache_mb * MIB}
+        parts = {"rollout weights": weights, "KV cache": config.rollout.kv_cache_mb * MIB}
+        return parts if gpu_bytes is None else parts | {VLLM_BUFFERS: VLLM_BUFFER_BYTES}
     if gpu_bytes is None:
         return {"rollout weights": weights}
     budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
     return {"rollout weights": weights, LEFT_FOR_CACHE: max(0, budget - weights)}
 
 
+def token_cache_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the KV cache of a token on one rank; tensor parallelism splits heads."""
+    kv_heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
+    return 2 * BYTES[config.rollout.dtype] * shape.layers * kv_heads * shape.head_dim
+
+
+def useful_cache_mb(config: RunConfig, shape: ModelShape) -> int:
+    """Return the MiB of KV cache that a step can use: its responses together, at full length."""
+    rollout = config.rollout
+    prompts = -(-config.data.prompts_per_step // num_engines(config))
+    sequences = max(rollout.max_num_seqs or 0, prompts * rollout.responses_per_prompt)
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens + CACHE_BLOCK
+    return -(-sequences * longest * token_cache_bytes(config, shape) // MIB)
+
+
 def _asleep(config: RunConfig, rollout: dict[str, int], gpu_bytes: int | None) -> dict[str, int]:
     """Return vLLM's memory between rollouts, by rollout.sleep; on CPU vLLM cannot sleep."""
     if gpu_bytes is None or config.rollout.sleep is SleepMode.none:
-        return rollout
+        return {name: size for name, size in rollout.items() if name != VLLM_BUFFERS}
     if config.rollout.sleep is SleepMode.kv_cache:
         return {"rollout weights": rollout["rollout weights"]}
     return {}

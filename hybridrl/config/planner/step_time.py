@@ -12,7 +12,7 @@ Units:    seconds, bytes, operations
 
 import math
 
-from hybridrl.config.choices import Accumulation, Offload
+from hybridrl.config.choices import Accumulation, Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.flops import (
     H100,
@@ -25,8 +25,10 @@ from hybridrl.config.planner.machine import GPU
 from hybridrl.config.planner.memory import (
     ADAM_BYTES,
     LEFT_FOR_CACHE,
+    VLLM_BUFFERS,
     roles_of,
     rollout_parts,
+    token_cache_bytes,
     workload,
 )
 from hybridrl.config.planner.model_shape import ModelShape
@@ -43,6 +45,8 @@ DECODE_S, DECODE_SEQUENCE_S = 1.5e-3, 7.8e-6
 NVLINK, NETWORK = 264e9, 50e9
 # Bytes per second between GPU and pinned host memory.
 TO_HOST = 53e9
+# Bytes per second of mapping vLLM's memory and freeing it: 67 GiB took 0.29 s and as long again.
+MAPPING = 125e9
 # Time that a micro-batch of half the tokens adds: smaller products. Assumed, not measured.
 HALVING = 0.02
 # Tokens of the micro-batches that the rates were measured with.
@@ -62,11 +66,20 @@ def step_seconds(
         "exchange of weights and gradients": _exchange(config, shape),
         "offload": _offload(config, shape, reward_shape),
     }
-    parts = rollout | training
+    parts = rollout | training | {"sleep of vLLM": _sleep(config, shape, gpu)}
     if engine_ranks(config) and config.rollout.max_versions:  # the slower ranks decide
         parts = max(rollout, training, key=lambda lane: sum(lane.values()))
     outside = sum(parts.values()) * OUTSIDE / (1 - OUTSIDE)
     return {name: seconds for name, seconds in parts.items() if seconds} | {"other": outside}
+
+
+def _sleep(config: RunConfig, shape: ModelShape, gpu: GPU) -> float:
+    """Return the time in which vLLM frees memory and maps it again, by rollout.sleep."""
+    awake = rollout_parts(config, shape, gpu.memory_bytes)
+    weights = awake.pop("rollout weights")
+    cache = sum(size for name, size in awake.items() if name != VLLM_BUFFERS)
+    freed = {SleepMode.none: 0, SleepMode.kv_cache: cache, SleepMode.all: cache + weights}
+    return freed[config.rollout.sleep] / MAPPING
 
 
 def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -> float:
@@ -75,14 +88,13 @@ def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     prompts = -(-config.data.prompts_per_step // num_engines(config))
     sequences = prompts * rollout.responses_per_prompt
-    size = BYTES[rollout.dtype]
-    of_token = 2 * size * shape.layers * shape.kv_heads * shape.head_dim / tp
+    of_token = token_cache_bytes(config, shape)
     awake = rollout_parts(config, shape, gpu.memory_bytes)
     cache = awake.get(LEFT_FOR_CACHE, awake.get("KV cache", 0))
     room = max(1.0, cache / (longest * of_token))
     together = min(sequences, rollout.max_num_seqs or sequences, room)
     products = 2 * shape.active_parameters * together / tp / (sheet.peak * MFU)
-    weights = size * shape.parameters / tp / sheet.bandwidth
+    weights = awake["rollout weights"] / sheet.bandwidth
     context = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
     read = together * context * of_token / sheet.bandwidth
     step = DECODE_S + DECODE_SEQUENCE_S * together + max(products, weights) + read

@@ -28,6 +28,7 @@ COSTS = {
     "fsdp.accumulation": "reduce-scatter after every micro-batch",
     "fsdp.activation_checkpointing": "a second forward in every update",
     "fsdp.reshard_after_forward": "weights are gathered again for backward",
+    "rollout.sleep": "memory of vLLM is freed and mapped again",
     "fsdp.offload": "copies to the host and back",
     "actor.max_tokens_per_gpu": "more and smaller micro-batches",
     "rollout.tensor_parallel_size": "fewer, larger engines that communicate at every token",

@@ -68,7 +68,7 @@ def untrusted_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def refuse_untrusted_code(
     config: Mapping[str, Any],
     origin: str,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | None = None,
     *,
     runs_rewards: bool = False,
 ) -> None:
@@ -77,7 +77,7 @@ def refuse_untrusted_code(
     Args:
         config: as plain data, the sections that are used.
         origin: its source, for the message.
-        overrides: of the command line.
+        overrides: of the command line; None: it takes none.
         runs_rewards: true if its rewards and environments run. Then URLs, names of environment
             variables and missing sandboxes are refused too, unless set on the command line.
 
@@ -87,12 +87,13 @@ def refuse_untrusted_code(
     own = [
         (key, value)
         for key, value in _texts(config)
-        if not any(_replaces(override, key) for override in overrides)
+        if not any(_replaces(override, key) for override in overrides or ())
     ]
+    advice = "If you trust its author, add --run-code."
+    if overrides is not None:
+        advice = f"Set these keys on the command line (key=value). {advice}"
     problems = [
-        f"{origin} {what}: {', '.join(found)}.\n{why}\n"
-        f"Set these keys on the command line (key=value), or, if you trust its author, add "
-        f"--run-code."
+        f"{origin} {what}: {', '.join(found)}.\n{why}\n{advice}"
         for is_refused, what, why in _KINDS[: None if runs_rewards else 1]
         if (found := [f"{key} = {value}" for key, value in own if is_refused(key, value)])
     ]
