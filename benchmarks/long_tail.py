@@ -143,9 +143,10 @@ class DrawnLengths(RolloutWorker):
         )
         batch = super().generate(rows)
         if batch.unfinished is not None:
-            open_rows = batch.unfinished.nonzero().flatten().tolist()
+            # One without tokens is drawn again, by the same seed.
+            begun = batch.unfinished & (batch.responses.lengths > 0)
             prefixes, responses = rows.prompts.rows(), batch.responses.rows()
-            for row in open_rows:
+            for row in begun.nonzero().flatten().tolist():
                 tokens = torch.cat([prefixes[row], responses[row]]).tolist()
                 self.left[tuple(tokens)] = limits[row] - len(responses[row])
         return replace(batch, truncated=batch.responses.lengths >= longest)
