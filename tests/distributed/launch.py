@@ -19,6 +19,7 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "hybridrl.workers.actor",
 ]
+PRELOADED_FOR_CUDA = 2
 
 
 def run_on_ranks(
@@ -44,12 +45,11 @@ def run_on_ranks(
         torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback.
         TimeoutError: the ranks were not done in time; they are killed.
     """
-    # What is imported may touch CUDA, after which no process can be forked.
-    start_method = "forkserver" if device_type == "cpu" else "spawn"
-    method = mp.get_context(start_method)
-    if device_type == "cpu":
-        method.set_forkserver_preload(PRELOADED)
-    all_done = method.Barrier(num_ranks)
+    forkserver = mp.get_context("forkserver")
+    # Importing transformers' models touches CUDA, after which a fork cannot use it.
+    preloaded = PRELOADED if device_type == "cpu" else PRELOADED[:PRELOADED_FOR_CUDA]
+    forkserver.set_forkserver_preload(preloaded)
+    all_done = forkserver.Barrier(num_ranks)
     deadline = time.monotonic() + time_limit_s
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
@@ -57,7 +57,7 @@ def run_on_ranks(
             (function, num_ranks, args, device_type, folder, all_done, time_limit_s),
             nprocs=num_ranks,
             join=False,
-            start_method=start_method,
+            start_method="forkserver",
         )
         try:
             while not context.join(timeout=max(deadline - time.monotonic(), 0.0)):
