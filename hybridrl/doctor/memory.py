@@ -94,14 +94,16 @@ def judge_gpu_memory(
         peak = largest(rank_phases(context.config, context.shape, total, context.reward_shape))
         others = [process for process in facts.processes if process.uuid == gpu.uuid]
         listed = ", ".join(f"{p.name} (pid {p.pid}, {p.used_mib} MiB)" for p in others)
-        evidence = (
-            f"GPU {index}: {peak.name} needs {describe(peak)}; {gib(free)} of {gib(total)} are "
-            f"free{f'; in use by {listed}' if listed else ''}"
-        )
+        there = f"{gib(free)} of {gib(total)} are free{f'; in use by {listed}' if listed else ''}"
+        evidence = f"GPU {index}: {peak.name} needs {describe(peak)}; {there}"
+        # vLLM refuses to start with less, whatever it will allocate.
+        share = context.config.rollout.gpu_memory_utilization
+        at_start = f"GPU {index}: vLLM starts with {gib(share * total)} free memory; {there}"
         end = f"kill {' '.join(p.pid for p in others)}" if others else "End what uses that GPU"
         fix = "or lower rollout.gpu_memory_utilization and actor.max_tokens_per_gpu"
         rules: list[Rule] = [
             (fails_if(peak.total > free), evidence, f"{end}; {fix}, or fsdp.offload=idle_all"),
+            (fails_if(share * total > free), at_start, f"{end}; {fix}"),
             (warns_if(others), evidence, f"{end}, unless it shall share the GPU"),
         ]
         found.append(first(check, node, rules, evidence))

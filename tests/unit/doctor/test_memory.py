@@ -84,7 +84,7 @@ IDLE = GPUFacts(
 def test_free_gpus_pass(gpu):
     findings = list(judge_gpu_memory("a", IDLE, gpu, 8))
     assert [finding.verdict for finding in findings] == [Verdict.ok] * 8
-    assert findings[7].evidence.startswith("GPU 7: rollout needs")
+    assert findings[7].evidence.startswith("GPU 7: update actor needs")
 
 
 def test_a_gpu_that_another_process_fills_fails_and_names_it(gpu):
