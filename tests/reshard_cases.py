@@ -29,7 +29,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from hybridrl.config.choices import DType, Layout, Offload, Schedule, SleepMode
+from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, Schedule, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
@@ -230,6 +230,7 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "tensor_parallel_size": case.tp,
         "responses_per_prompt": 2,
         "schedule": Schedule.sync,
+        "router_replay": RouterReplay.none,
         "max_in_flight": 3,
         "max_versions": 0,
         "temperature": 1.0,
@@ -289,6 +290,8 @@ def forget_tensor_parallel_groups() -> None:
 
 
 def build_worker(case: Case, folder: Path, device_type: str, **changes: Any) -> RolloutWorker:
+    recorded = RouterReplay.record if case.model in BY_COLUMNS else RouterReplay.none
+    changes = {"router_replay": recorded} | changes
     config = rollout_config(case, folder / "A", **changes)
     return RolloutWorker(config, build_mesh(case.spec(), device_type))
 
@@ -311,6 +314,9 @@ def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
         seen[f"again_{which}"] = worker.generate(prompts())
         seen[f"differs_{which}"] = differences(live, loaded_by_vllm(worker.config, folder / which))
         seen[f"errors_{which}"] = log_prob_errors(seen[f"rollout_{which}"], folder / which)
+        if case.model in BY_COLUMNS:
+            batches = [seen[f"{name}_{which}"] for name in ("rollout", "again")]
+            seen[f"experts_{which}"] = [differing_experts(b, folder / which) for b in batches]
         worker.sleep()
         seen["asleep"] = error_of(lambda: worker.generate(prompts()))
     seen["greedy"] = greedy_pair(worker)
@@ -468,3 +474,24 @@ def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
         exact = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
         errors.append((exact - reported).abs())
     return torch.cat(errors)
+
+
+@torch.no_grad()
+def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
+    """How many choices of experts are not those of transformers in float32, and of how many."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layers, chosen = model.model.layers, []
+    for layer in layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+    differing = total = 0
+    rows = (rollout.prompts.rows(), rollout.responses.rows(), rollout.routed_experts.rows())
+    for prompt, response, routed in zip(*rows, strict=True):
+        tokens = torch.cat([prompt, response])
+        *recorded, last = routed.view(len(tokens), len(layers), -1).long()
+        assert not last.any(), "the last token was sampled, not computed"
+        model(tokens[None])
+        expected = torch.stack(chosen, 1)[:-1] + 1
+        chosen.clear()
+        differing += int((torch.stack(recorded) != expected).any(-1).sum())
+        total += expected[..., 0].numel()
+    return differing, total

@@ -131,6 +131,9 @@ class RolloutBatch:
             environment's tokens between them.
         response_mask: ragged bool, true on tokens the policy sampled.
         rollout_log_probs: ragged float32, log-prob of each token as vLLM reported it.
+        routed_experts: ragged `expert_dtype`, [T, L, K] of each row: of all T tokens, prompt
+            included, in L layers the K experts that vLLM chose, as 1 + their index; 0 where it
+            computed none, as for the last token. None if they were not recorded.
         group_id: [B] int64, responses of one prompt share it.
         weight_version: [B] int64, number of the reshard whose weights sampled the response.
         truncated: [B] bool, true if max_response_tokens cut off the response, or
@@ -166,6 +169,7 @@ class RolloutBatch:
     weight_version: Tensor
     truncated: Tensor
     unfinished: Tensor | None = None
+    routed_experts: Ragged | None = None
     token_versions: Ragged | None = None
     engine: Tensor | None = None
     turns: Tensor | None = None
@@ -242,6 +246,11 @@ class RolloutBatch:
                 whole = torch.cat(values)
                 joined[name] = whole if order is None else whole[order]
         return cls(**joined)
+
+
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """Return the smallest dtype of `RolloutBatch.routed_experts`."""
+    return torch.uint8 if num_experts < 256 else torch.int16
 
 
 # Answers prompts; the responses to each prompt lie together.

@@ -96,6 +96,8 @@ def check_case(case, by_rank):
     for rank, one in enumerate(by_rank):
         check_weights(case, one, len(by_rank))
         check_rollouts(case, one)
+        if case.model in BY_COLUMNS:
+            check_experts(case, one)
         check_sleep(case, one)
         check_guards(case, one, rank, len(by_rank))
     if case.tp > 1:
@@ -131,6 +133,13 @@ def check_rollouts(case, one):
     assert first.tolist() != second.tolist(), "two samples of a prompt have seeds of their own"
     assert one["greedy"][0] == one["greedy"][1]
     assert one["nobody"] == 0
+
+
+def check_experts(case, one):
+    """vLLM records the experts of all tokens, also of those that it finds in its prefix cache."""
+    for differing, total in one["experts_A"] + one["experts_B"]:
+        assert total > 2 * 2 * (4 + 5 + 140)  # two layers, two responses to each prompt
+        assert differing == 0 if case.dtype is FLOAT else differing < 0.05 * total
 
 
 def check_sleep(case, one):
