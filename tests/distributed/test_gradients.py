@@ -4,7 +4,6 @@ Reference: transformers' own model in one process, one response at a time, no pa
 with the objective written out from its formula.
 """
 
-from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -15,7 +14,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.choices import Accumulation, RouterReplay
 from hybridrl.data.partition import partitioner_for
-from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -23,7 +21,13 @@ from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
 from tests.tiny_hf import MORE, tiny_folder
-from tests.training_batches import PROMPTS, RESPONSES, scheduled, training_batch
+from tests.training_batches import (
+    PROMPTS,
+    RESPONSES,
+    batch_with_experts,
+    scheduled,
+    training_batch,
+)
 
 KL_COEF, CLIP, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP = 0.1, 0.2, 0.01, 0.8, 0.2
 LONGEST = max(p + r for p, r in zip(PROMPTS, RESPONSES, strict=True))
@@ -217,18 +221,6 @@ def test_balance_loss_is_that_of_each_sequence(ranks, changes, tmp_path):
         assert report["balance_loss"] == pytest.approx(float(losses.mean().detach()), rel=1e-5)
         assert 0 <= report["load_min"] < 1 / 6 < report["load_max"] <= 1
         assert 0 < report["entropy"] < 1.80  # log 6
-
-
-def batch_with_experts():
-    """The batch with 2 of 6 experts in 2 layers that no router would choose, none for last ones."""
-    batch = training_batch()
-    generator = torch.Generator().manual_seed(9)
-    routed = []
-    for tokens in batch.num_tokens.tolist():
-        ids = torch.rand(tokens, 2, 6, generator=generator).topk(2).indices + 1
-        ids[-1] = 0
-        routed.append(ids.flatten())
-    return replace(batch, routed_experts=Ragged.from_rows(routed, torch.uint8))
 
 
 def replayed_gradients(folder, spec_changes):
