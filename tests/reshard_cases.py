@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     Qwen2Config,
@@ -44,7 +45,7 @@ from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import EXPERTS, FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, spread
+from tests.tiny_hf import EXPERTS, FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, YARN, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -85,6 +86,13 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
     "olmo2": Olmo2Config(**SIZES, num_key_value_heads=2),
+    "olmo3": Olmo3Config(
+        **SIZES,
+        num_key_value_heads=2,
+        sliding_window=16,
+        layer_types=FULL_AND_WINDOW,
+        rope_parameters=YARN,
+    ),
     "granite": GraniteConfig(**SIZES, **GRANITE, num_key_value_heads=2),
     "granite_tied": GraniteConfig(
         **SIZES, **GRANITE, mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True

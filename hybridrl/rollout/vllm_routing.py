@@ -24,7 +24,7 @@ from hybridrl.data.batch import expert_dtype
 from hybridrl.data.ragged import Ragged, joined
 
 NAMES: tuple[tuple[str, str], ...] = (
-    ("vllm.model_executor.layers.fused_moe.layer", "MoERunner"),
+    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
     ("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter.set_capture_fn"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model"),
     ("vllm.v1.core.sched.output", "SchedulerOutput.num_scheduled_tokens"),
@@ -47,7 +47,7 @@ class RoutedExperts:
     """
 
     def __init__(self, runner: Any) -> None:
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         model, self._runner = runner.get_model(), runner
         routers = [layer.router for layer in model.modules() if isinstance(layer, MoERunner)]

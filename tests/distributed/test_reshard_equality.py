@@ -53,18 +53,19 @@ def each(cases):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """What every rank saw in a case. One start of the processes serves all cases of a size."""
+def seen(request, tmp_path_factory):
+    """What every rank saw in a case. One start serves all cases of a size that are asked for."""
+    items = request.session.items
+    asked = [item.callspec.params["case"] for item in items if "case" in item.fixturenames]
     results = {}
 
     def of(cases, ranks, case):
         key = (id(cases), ranks)
-        if key not in results:
+        if key not in results or str(case) not in results[key][0]:
             root = tmp_path_factory.mktemp("models")
-            write_folders(root, sorted({c.model for c in cases[ranks]}))
-            results[key] = run_on_ranks(
-                run_cases, ranks, cases[ranks], root, "cpu", time_limit_s=900
-            )
+            chosen = [c for c in cases[ranks] if c in asked or c == case]
+            write_folders(root, sorted({c.model for c in chosen}))
+            results[key] = run_on_ranks(run_cases, ranks, chosen, root, "cpu", time_limit_s=900)
         return [by_case[str(case)] for by_case in results[key]]
 
     return of
