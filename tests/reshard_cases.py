@@ -266,6 +266,7 @@ def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:
         responses_per_prompt=2,
         temperature=temperature,
         top_p=1.0,
+        returns_experts=True,
     )
 
 

@@ -41,6 +41,7 @@ class PromptBatch(Shardable):
             (data/lengths.py); None: the prompts' own lengths.
         first_sample: [P] int64, index of each prompt's first sample; None: 0.
         turn: index of the turn of conversations.
+        returns_experts: the responses need `RolloutBatch.routed_experts`, if these are recorded.
         max_tokens: [P] int64, longest response to each prompt; None: rollout.max_response_tokens.
         stop_token_ids: tokens that end a response, besides the model's end tokens; they are part
             of the response.
@@ -62,6 +63,7 @@ class PromptBatch(Shardable):
     expected_tokens: Tensor | None = None
     first_sample: Tensor | None = None
     turn: int = 0
+    returns_experts: bool = False
     max_tokens: Tensor | None = None
     stop_token_ids: tuple[int, ...] = ()
     engine: Tensor | None = None
