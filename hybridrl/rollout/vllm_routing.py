@@ -75,8 +75,7 @@ class RoutedExperts:
 
         def copy_after(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             result = execute(scheduled, *args, **kwargs)
-            # The next forward may begin before this one's output arrives; its tokens do so after
-            # this copy, which needs no event therefore.
+            # Tokens are sampled after this copy, on the same stream: with them, it has arrived.
             rows = self._buffer[: sum(scheduled.num_scheduled_tokens.values())].flatten(1)
             copied = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
             self._steps[id(scheduled)] = copied.copy_(rows, non_blocking=True)
