@@ -1,17 +1,29 @@
-"""What replay gains where vLLM and the trainer round: bfloat16 on both sides, one rank."""
+"""Router replay on one rank: what it gains in bfloat16, and preempted requests."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.config.choices import DType, RouterReplay
+from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.rollout import RolloutWorker
 from tests.distributed.launch import run_on_ranks
-from tests.reshard_cases import SIZES, Case, prompts, rollout_config, set_rank_environment
+from tests.reshard_cases import (
+    SIZES,
+    Actor,
+    Case,
+    build_worker,
+    differing_experts,
+    prompts,
+    rollout_config,
+    set_rank_environment,
+    write_folders,
+)
 from tests.role_configs import actor_config, fsdp_config
 from tests.training_batches import scheduled
 
@@ -60,3 +72,32 @@ def test_replay_brings_log_probs_closer_to_those_of_vllm(tmp_path):
         assert metrics["router/differing_tokens"] > 0.3
     record, replayed = (seen[mode] for mode in MODES)
     assert replayed[0].mean() < 0.8 * record[0].mean()
+
+
+def preempted(folder):
+    """Preemptions in a cache of three blocks of 128 tokens, and experts other than transformers'.
+
+    Six prompts fill a block each, and their responses need a second one.
+    """
+    set_rank_environment()
+    case = Case("qwen3_moe", DType.float32, tp=1)
+    worker = build_worker(case, folder, "cpu", kv_cache_mb=1)
+    actor = Actor(folder / "A", replace(case.spec(), columns=[]), worker.mesh)
+    worker.connect({"actor": actor})
+    actor.take_weights(folder / "A")
+    worker.reshard(1)
+    rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(121 + i)] for i in range(6)]
+    long = replace(prompts(), prompts=Ragged.from_rows(rows, torch.int64), responses_per_prompt=1)
+    scheduler = worker.engine._llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+    with patch.object(scheduler, "_preempt_request", side_effect=preempt) as count:
+        batch = worker.generate(replace(long, prompt_id=torch.arange(6)))
+    return count.call_count, differing_experts(batch, folder / "A")
+
+
+@pytest.mark.slow
+def test_experts_of_preempted_requests_are_those_of_the_last_forward(tmp_path):
+    write_folders(tmp_path, ["qwen3_moe"])
+    ((count, (differing, total)),) = run_on_ranks(preempted, 1, tmp_path / "qwen3_moe")
+    assert count > 0
+    assert differing == 0 and total > 2 * 6 * 121
