@@ -145,6 +145,7 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
         lora=None,
         seed=1,
         tensor_parallel_size=args.tp,
+        expert_parallel=False,
         responses_per_prompt=args.responses,
         schedule=Schedule.sync,
         router_replay=RouterReplay.none,

@@ -178,9 +178,12 @@ class Case:
     dp_replicate: int = 1
     enforce_eager: bool = True
     layout: Layout = Layout.aligned
+    expert_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}-{self.layout}"
+        experts = "-experts_whole" * self.expert_parallel
+        layout = f"{self.layout}{experts}"
+        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}-{layout}"
 
     def spec(self) -> FSDPConfig:
         """The sharding spec on the ranks of the process group; columns not yet known."""
@@ -236,6 +239,7 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "lora": None,
         "seed": 5,
         "tensor_parallel_size": case.tp,
+        "expert_parallel": case.expert_parallel,
         "responses_per_prompt": 2,
         "schedule": Schedule.sync,
         "router_replay": RouterReplay.none,
@@ -442,6 +446,7 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
             skip_tokenizer_init=True,
             dtype=config.dtype.value,
             tensor_parallel_size=config.tensor_parallel_size,
+            enable_expert_parallel=config.expert_parallel,
             distributed_executor_backend="external_launcher",
             max_model_len=MAX_PROMPT + MAX_RESPONSE,
             enforce_eager=True,

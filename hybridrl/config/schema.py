@@ -233,6 +233,7 @@ class RolloutConfig(RoleConfig):
     lora: LoRAConfig | None
     seed: Annotated[int, SEED]
     tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
+    expert_parallel: Annotated[bool, FREE]
     responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
     schedule: Schedule
     max_in_flight: Annotated[int | None, at_least_one("a step trains on some prompts")]

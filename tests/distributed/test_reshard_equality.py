@@ -21,6 +21,7 @@ CASES = {
         Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
         Case("gemma3", FLOAT, tp=2),
         Case("qwen3_moe", FLOAT, tp=2),
+        Case("qwen3_moe", FLOAT, tp=2, expert_parallel=True),
     ],
 }
 SLOW_CASES = {
@@ -32,6 +33,7 @@ SLOW_CASES = {
         Case("qwen3_moe", FLOAT, tp=2),
         Case("qwen3_moe", BFLOAT, tp=2, layout=Layout.plain),
         Case("qwen2_moe", FLOAT, tp=1, dp_replicate=2),
+        Case("qwen2_moe", FLOAT, tp=2, expert_parallel=True),
     ]
     + [
         Case(model, dtype, tp=tp, dp_replicate=replicas, layout=layout)
@@ -110,6 +112,8 @@ def check_case(case, by_rank):
 def check_weights(case, one, ranks):
     nested = case.layout is Layout.aligned and 1 < case.tp <= ranks // case.dp_replicate
     names = BY_COLUMNS.get(case.model, ROW_PARALLEL)
+    if case.expert_parallel:  # each rank holds experts whole, cut by rows as they are
+        names = [name for name in names if ".experts." not in name]
     expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in names]
     assert one["columns"] == (expected if nested else [])
     assert one["differs_A"] == one["differs_B"] == []
@@ -175,13 +179,13 @@ def test_only_what_is_replicated_moves_where_layouts_agree(seen):
     assert [one["metrics_B"]["received_bytes"] for one in seen(CASES, 2, case)] == [0, 0]
 
 
-def test_experts_stay_where_they_are_if_shards_lie_in_slices(seen):
-    """Two ranks, tp 2, float32, untied: of experts, cut along their intermediate size, none moves.
+@pytest.mark.parametrize("case", CASES[2][5:])
+def test_experts_stay_where_they_are_if_shards_lie_in_slices(case, seen):
+    """Two ranks, tp 2, float32, untied: of experts, cut or whole, none moves.
 
     Half of what vLLM replicates comes from the other rank: routers of 6 rows, norms of 256 and of
     heads of 64. Vocabulary: shards of 251 rows, slices of 256.
     """
-    case = CASES[2][5]
     received = [one["metrics_B"]["received_bytes"] for one in seen(CASES, 2, case)]
     routers, norms = 2 * 3 * 256, 5 * 128 + 2 * 2 * 32
     assert received == [4 * (routers + norms + 2 * rows * 256) for rows in (5, 0)]

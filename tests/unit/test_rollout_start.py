@@ -17,6 +17,7 @@ def config(**changes):
         "lora": None,
         "seed": 1,
         "tensor_parallel_size": 1,
+        "expert_parallel": False,
         "responses_per_prompt": 2,
         "schedule": Schedule.sync,
         "router_replay": RouterReplay.none,

@@ -190,17 +190,23 @@ def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"{fsdp.ulysses_size}: the loss is of whole sequences, which ranks share.\n"
             "Set actor.router_balance_coef=0 or fsdp.ulysses_size=1."
         )
+    tp, number = config.rollout.tensor_parallel_size, shape.experts and shape.experts.number
+    if config.rollout.expert_parallel and (number is None or number % tp):
+        yield (
+            f"rollout.expert_parallel = true with {number or 'no'} experts in model.path and "
+            f"rollout.tensor_parallel_size = {tp}: each rank of an engine holds equally many.\n"
+            "Set rollout.expert_parallel=false."
+        )
     yield from replay_problems(config, shape)
 
 
 def replay_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Check that a run samples what it trains, whole and with experts, if it records these."""
+    """Check that responses are sampled whole and by experts, if a run records these."""
     rollout = config.rollout
     if rollout.router_replay is RouterReplay.none:
         return
     for is_so, why in (
         (shape.experts is None, "model.path has no experts to record"),
-        (is_supervised(config), "supervised fine-tuning trains on tokens that were not sampled"),
         (
             rollout.schedule is not Schedule.sync,
             f"with rollout.schedule = {rollout.schedule}, experts of earlier weights are not kept",
