@@ -21,13 +21,12 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.rollout import requests, vllm_compat, vllm_experts
+from hybridrl.rollout import requests, vllm_compat, vllm_experts, vllm_routing
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places, trace_loader
-from hybridrl.rollout.vllm_routing import RoutedExperts
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
         self._calls = 0
-        self._experts: RoutedExperts | None = None
+        self._experts: vllm_routing.RoutedExperts | None = None
         self.awake = frozenset(EnginePart)
         times = StartTimes()
         with in_process(device_type, enforce_eager=config.enforce_eager):
@@ -239,15 +238,11 @@ class VLLMEngine:
         return trace_loader(model, model.load_weights, sources, dtype)  # type: ignore[arg-type]
 
     def _adapt(self, runner: Any) -> None:
-        """Check a loaded model and add adapters and recorder, if any, before it is compiled.
-
-        Raises:
-            ConfigError: its experts are not as they were loaded.
-        """
+        """Check a loaded model and add adapters and recorder, if any, before it is compiled."""
         model = runner.get_model()
         vllm_experts.check_experts(model)
         if self._config.router_replay is not RouterReplay.none:
-            self._experts = RoutedExperts(runner)
+            self._experts = vllm_routing.RoutedExperts(runner)
         if self._config.lora is not None:
             sources = checkpoint_sources(self._config.model)
             add_adapters(model, self._trace(model, sources), self._config.lora)
