@@ -74,6 +74,7 @@ def test_absent_and_impossible_sizes_are_named():
         ),
         (["rollout.router_replay=replay"], TINY, "no experts to record"),
         (["rollout.router_replay=record", "+recipe=gsm8k_sft"], MOE, "samples no responses"),
+        (["actor.router_replay=replay"], MOE, "expected rollout.router_replay = none"),
         (["rollout.expert_parallel=true"], TINY, "with no experts in model.path"),
         (
             ["rollout.expert_parallel=true", "rollout.tensor_parallel_size=16"],
