@@ -141,10 +141,14 @@ def check_rollouts(case, one):
 
 
 def check_experts(case, one):
-    """vLLM records the experts of all tokens, also of those that it finds in its prefix cache."""
+    """vLLM records the experts of all tokens, also of those that it finds in its prefix cache.
+
+    transformers computes in float32, from which bfloat16 differs in 3 to 6 % of the choices. The
+    experts of other tokens would differ in 14 of 15.
+    """
     for differing, total in one["experts_A"] + one["experts_B"]:
         assert total > 2 * 2 * (4 + 5 + 140)  # two layers, two responses to each prompt
-        assert differing == 0 if case.dtype is FLOAT else differing < 0.05 * total
+        assert differing == 0 if case.dtype is FLOAT else differing < 0.1 * total
 
 
 def check_sleep(case, one):

@@ -46,7 +46,7 @@ def test_vllm_holds_what_it_would_load(ranks, case, tmp_path):
         assert one["errors_A"].mean() < 0.1
         assert one["errors_B"].mean() < 0.1
         if case.model in BY_COLUMNS:  # recorded, in the first case in CUDA graphs
-            assert all(differing < 0.05 * total for differing, total in one["experts_B"])
+            assert all(differing < 0.1 * total for differing, total in one["experts_B"])
         for name, message in one["corrupted"].items():
             assert f"\n  {name} on ranks [{ranks - 1}]" in message, (rank, message)
         assert "before reshard" in one["early"]
