@@ -67,7 +67,7 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
 @pytest.mark.timeout(400)
 def test_the_embedded_mixture_of_experts_learns(tmp_path):
     """Its warm start knows less arithmetic than that of the dense model."""
-    changes = ["model=embedded_moe", "hardware=cpu", "seed=1", "rollout.router_replay=replay"]
+    changes = ["model=embedded_moe", "hardware=cpu", "seed=1"]
     with started(tmp_path / "run", "+recipe=gsm8k_ppo", *changes) as run:
         output = run.output(timeout=380)
         assert run.process.returncode == 0, output
@@ -81,7 +81,6 @@ def test_the_embedded_mixture_of_experts_learns(tmp_path):
         assert row["actor/first_log_ratio_max"] == 0.0
         assert row["rollout/log_prob_diff_mean"] < 1e-5
         assert 0 <= row["router/load_min"] < 1 / 8 < row["router/load_max"] < 0.6
-        assert row["router/differing_choices"] < 1e-3  # float32 on both sides
 
 
 @pytest.mark.slow
