@@ -36,7 +36,7 @@ docs: env
 # For contributors: config, algorithms, data, reshard plan and one run on two ranks.
 NOT_FAST := checkpoint doctor test_benchmarks test_code_reward test_compat test_copies test_deploy_* \
 	test_driver_step test_environments test_full_disk test_http_reward test_models test_position \
-	test_report_browser test_reshard_scale test_rollout_start test_sandbox* test_scorer test_stalls test_untrusted_input
+	test_report_browser test_reshard_scale test_rollout_start test_sandbox* test_scorer test_stall_reports test_untrusted_input
 test_fast: export OMP_WAIT_POLICY = passive
 test_fast: env
 	$(PY) -m pytest tests/conf tests/unit tests/distributed/test_first_ratio_is_one.py -m "not slow" \

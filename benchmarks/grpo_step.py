@@ -211,7 +211,8 @@ def main() -> None:
     """Run, read metrics.jsonl, print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSON lines")
-    parser.add_argument("--preset", choices=["one_gpu", "field", "whole_step"], default="field")
+    on_gpus = [name for name in PRESETS if name != "small"]
+    parser.add_argument("--preset", choices=on_gpus, default="field")
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPE)
     parser.add_argument("--shape", choices=SHAPES, default=SHAPE, help="of the model on GPUs")
     parser.add_argument("--small", action="store_true", help="the tiny model on a CPU")

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import min_median_max, result
-from hybridrl.config.choices import DType, Init, Schedule, SleepMode
+from hybridrl.config.choices import DType, Init, RouterReplay, Schedule, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
@@ -145,8 +145,10 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
         lora=None,
         seed=1,
         tensor_parallel_size=args.tp,
+        expert_parallel=False,
         responses_per_prompt=args.responses,
         schedule=Schedule.sync,
+        router_replay=RouterReplay.none,
         max_in_flight=args.prompts,
         max_versions=0,
         temperature=1.0,

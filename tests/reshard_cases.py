@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     Qwen2Config,
@@ -29,7 +30,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from hybridrl.config.choices import DType, Layout, Offload, Schedule, SleepMode
+from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, Schedule, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
@@ -44,7 +45,7 @@ from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import EXPERTS, FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, spread
+from tests.tiny_hf import EXPERTS, FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, YARN, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -85,6 +86,13 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
     "olmo2": Olmo2Config(**SIZES, num_key_value_heads=2),
+    "olmo3": Olmo3Config(
+        **SIZES,
+        num_key_value_heads=2,
+        sliding_window=16,
+        layer_types=FULL_AND_WINDOW,
+        rope_parameters=YARN,
+    ),
     "granite": GraniteConfig(**SIZES, **GRANITE, num_key_value_heads=2),
     "granite_tied": GraniteConfig(
         **SIZES, **GRANITE, mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True
@@ -170,9 +178,12 @@ class Case:
     dp_replicate: int = 1
     enforce_eager: bool = True
     layout: Layout = Layout.aligned
+    expert_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}-{self.layout}"
+        experts = "-experts_whole" * self.expert_parallel
+        layout = f"{self.layout}{experts}"
+        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}-{layout}"
 
     def spec(self) -> FSDPConfig:
         """The sharding spec on the ranks of the process group; columns not yet known."""
@@ -228,8 +239,10 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "lora": None,
         "seed": 5,
         "tensor_parallel_size": case.tp,
+        "expert_parallel": case.expert_parallel,
         "responses_per_prompt": 2,
         "schedule": Schedule.sync,
+        "router_replay": RouterReplay.none,
         "max_in_flight": 3,
         "max_versions": 0,
         "temperature": 1.0,
@@ -257,6 +270,7 @@ def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:
         responses_per_prompt=2,
         temperature=temperature,
         top_p=1.0,
+        returns_experts=True,
     )
 
 
@@ -289,6 +303,8 @@ def forget_tensor_parallel_groups() -> None:
 
 
 def build_worker(case: Case, folder: Path, device_type: str, **changes: Any) -> RolloutWorker:
+    recorded = RouterReplay.record if case.model in BY_COLUMNS else RouterReplay.none
+    changes = {"router_replay": recorded} | changes
     config = rollout_config(case, folder / "A", **changes)
     return RolloutWorker(config, build_mesh(case.spec(), device_type))
 
@@ -311,6 +327,9 @@ def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
         seen[f"again_{which}"] = worker.generate(prompts())
         seen[f"differs_{which}"] = differences(live, loaded_by_vllm(worker.config, folder / which))
         seen[f"errors_{which}"] = log_prob_errors(seen[f"rollout_{which}"], folder / which)
+        if case.model in BY_COLUMNS:
+            batches = [seen[f"{name}_{which}"] for name in ("rollout", "again")]
+            seen[f"experts_{which}"] = [differing_experts(b, folder / which) for b in batches]
         worker.sleep()
         seen["asleep"] = error_of(lambda: worker.generate(prompts()))
     seen["greedy"] = greedy_pair(worker)
@@ -427,6 +446,7 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
             skip_tokenizer_init=True,
             dtype=config.dtype.value,
             tensor_parallel_size=config.tensor_parallel_size,
+            enable_expert_parallel=config.expert_parallel,
             distributed_executor_backend="external_launcher",
             max_model_len=MAX_PROMPT + MAX_RESPONSE,
             enforce_eager=True,
@@ -468,3 +488,24 @@ def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
         exact = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
         errors.append((exact - reported).abs())
     return torch.cat(errors)
+
+
+@torch.no_grad()
+def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
+    """How many choices of experts are not those of transformers in float32, and of how many."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layers, chosen = model.model.layers, []
+    for layer in layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+    differing = total = 0
+    rows = (rollout.prompts.rows(), rollout.responses.rows(), rollout.routed_experts.rows())
+    for prompt, response, routed in zip(*rows, strict=True):
+        tokens = torch.cat([prompt, response])
+        *recorded, last = routed.view(len(tokens), len(layers), -1).long()
+        assert not last.any(), "the last token was sampled, not computed"
+        model(tokens[None])
+        expected = torch.stack(chosen, 1)[:-1] + 1
+        chosen.clear()
+        differing += int((torch.stack(recorded) != expected).any(-1).sum())
+        total += expected[..., 0].numel()
+    return differing, total

@@ -15,6 +15,7 @@ from hybridrl.config.choices import (
     Layout,
     LRSchedule,
     Offload,
+    RouterReplay,
 )
 from hybridrl.config.schema import (
     ActorConfig,
@@ -126,6 +127,7 @@ def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
         "max_tokens_per_gpu": 64,
         "max_response_tokens": 16,
         "entropy_coef": 0.01,
+        "router_replay": RouterReplay.none,
         "router_balance_coef": 0.0,
         "log_prob_chunk_tokens": 7,
         "optim": optim_config(),

@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     PreTrainedModel,
@@ -48,6 +49,16 @@ LONG_ROPE = {
     "long_factor": [1.5, 4.0],
     "original_max_position_embeddings": 64,
 }
+# Frequencies of OLMo 3: of layers with a window, and of others.
+YARN = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -69,6 +80,9 @@ MORE = {
         **SIZES, rope_parameters=LONG_ROPE, pad_token_id=0, tie_word_embeddings=True
     ),
     "olmo2": Olmo2Config(**SIZES),
+    "olmo3": Olmo3Config(
+        **SIZES, sliding_window=4, layer_types=FULL_AND_WINDOW, rope_parameters=YARN
+    ),
     "granite": GraniteConfig(**SIZES, **GRANITE),
     "granite_tied": GraniteConfig(**SIZES, **GRANITE, mlp_bias=True, tie_word_embeddings=True),
     "smollm3": SmolLM3Config(

@@ -1,5 +1,7 @@
 """A batch as it reaches the updates: random tokens and made-up statistics of them."""
 
+from dataclasses import replace
+
 import torch
 
 from hybridrl.data.batch import RolloutBatch
@@ -40,6 +42,18 @@ def training_batch() -> RolloutBatch:
         advantages=normal(),
         returns=normal(),
     )
+
+
+def batch_with_experts():
+    """The batch with 2 of 6 experts in 2 layers that no router would choose, none for last ones."""
+    batch = training_batch()
+    generator = torch.Generator().manual_seed(9)
+    routed = []
+    for tokens in batch.num_tokens.tolist():
+        ids = torch.rand(tokens, 2, 6, generator=generator).topk(2).indices + 1
+        ids[-1] = 0
+        routed.append(ids.flatten())
+    return replace(batch, routed_experts=Ragged.from_rows(routed, torch.uint8))
 
 
 def scheduled(

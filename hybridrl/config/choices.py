@@ -39,6 +39,8 @@ Init = StrEnum("Init", ["pretrained", "random"])
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
 # Whether a response may take several steps, and on which ranks (trainer/sampling/).
 Schedule = StrEnum("Schedule", ["sync", "partial", "split"])
+# Use of the experts that vLLM chose (rollout/vllm_routing.py).
+RouterReplay = StrEnum("RouterReplay", ["none", "record", "replay"])
 # Treatment of prompts longer than rollout.max_prompt_tokens.
 TooLongPrompts = StrEnum("TooLongPrompts", ["error", "drop"])
 # Treatment of training problems with a repeated question.

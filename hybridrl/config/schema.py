@@ -35,6 +35,7 @@ from hybridrl.config.choices import (
     NVLinkMulticast,
     Offload,
     RewardSignature,
+    RouterReplay,
     Schedule,
     SleepMode,
 )
@@ -180,6 +181,7 @@ class ActorConfig(RoleConfig):
     epochs: Annotated[int, at_least_one("responses must be used at least once")]
     max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE, CHOSEN]
     entropy_coef: Annotated[float, Range("a negative bonus punishes exploration", 0)]
+    router_replay: RouterReplay
     router_balance_coef: Annotated[float, Range("a negative loss favours few experts", 0)]
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
     optim: OptimConfig
@@ -231,9 +233,11 @@ class RolloutConfig(RoleConfig):
     lora: LoRAConfig | None
     seed: Annotated[int, SEED]
     tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
+    expert_parallel: Annotated[bool, FREE]
     responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
     schedule: Schedule
     max_in_flight: Annotated[int | None, at_least_one("a step trains on some prompts")]
+    router_replay: RouterReplay
     max_versions: Annotated[int, at_least_zero("0 means only tokens of the present weights")]
     temperature: Annotated[float, above_zero("eval.greedy=true evaluates greedily")]
     top_p: Annotated[float, share("it is a share of probability; 1 means all", low_open=True)]

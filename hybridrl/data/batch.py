@@ -41,6 +41,7 @@ class PromptBatch(Shardable):
             (data/lengths.py); None: the prompts' own lengths.
         first_sample: [P] int64, index of each prompt's first sample; None: 0.
         turn: index of the turn of conversations.
+        returns_experts: the responses need `RolloutBatch.routed_experts`, if these are recorded.
         max_tokens: [P] int64, longest response to each prompt; None: rollout.max_response_tokens.
         stop_token_ids: tokens that end a response, besides the model's end tokens; they are part
             of the response.
@@ -62,6 +63,7 @@ class PromptBatch(Shardable):
     expected_tokens: Tensor | None = None
     first_sample: Tensor | None = None
     turn: int = 0
+    returns_experts: bool = False
     max_tokens: Tensor | None = None
     stop_token_ids: tuple[int, ...] = ()
     engine: Tensor | None = None
@@ -131,6 +133,9 @@ class RolloutBatch:
             environment's tokens between them.
         response_mask: ragged bool, true on tokens the policy sampled.
         rollout_log_probs: ragged float32, log-prob of each token as vLLM reported it.
+        routed_experts: ragged `expert_dtype`, [T, L, K] of each row: of all T tokens, prompt
+            included, in L layers the K experts that vLLM chose, as 1 + their index; 0 where it
+            computed none, as for the last token. None if they were not recorded.
         group_id: [B] int64, responses of one prompt share it.
         weight_version: [B] int64, number of the reshard whose weights sampled the response.
         truncated: [B] bool, true if max_response_tokens cut off the response, or
@@ -166,6 +171,7 @@ class RolloutBatch:
     weight_version: Tensor
     truncated: Tensor
     unfinished: Tensor | None = None
+    routed_experts: Ragged | None = None
     token_versions: Ragged | None = None
     engine: Tensor | None = None
     turns: Tensor | None = None
@@ -242,6 +248,11 @@ class RolloutBatch:
                 whole = torch.cat(values)
                 joined[name] = whole if order is None else whole[order]
         return cls(**joined)
+
+
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """Return the smallest dtype of `RolloutBatch.routed_experts`."""
+    return torch.uint8 if num_experts < 256 else torch.int16
 
 
 # Answers prompts; the responses to each prompt lie together.

@@ -32,7 +32,12 @@ from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
 from hybridrl.distributed.experts import column_dim, mixture_of
 from hybridrl.distributed.forward.attention import warn_of_padding
-from hybridrl.distributed.forward.routing import has_experts, keep_routing, layer_forward
+from hybridrl.distributed.forward.routing import (
+    has_experts,
+    keep_routing,
+    layer_forward,
+    pick_recorded,
+)
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
 from hybridrl.distributed.lora import (
     adapters,
@@ -193,11 +198,12 @@ def _shard(
         mp_policy=policy,
         shard_placement_fn=_placement(root, fsdp),
     )
-    for layer in layers:
+    for index, layer in enumerate(layers):
         warn_of_padding(device_of(mesh), param_dtype, layer.self_attn.head_dim)
         _set_forward(layer, fsdp)
         wrap(layer, reshard_after_forward=fsdp.reshard_after_forward)
         if has_experts(layer):
+            layer.register_forward_pre_hook(partial(pick_recorded, index), with_kwargs=True)
             layer.register_forward_hook(keep_routing)
     # Backward begins with the root, so its weights stay gathered after forward.
     wrap(root, reshard_after_forward=False)

@@ -48,6 +48,7 @@ GROUPS: dict[str, list[Panel]] = {
         Panel("Difference of log-probs, largest", "nats", ("rollout/log_prob_diff_max",)),
         Panel("Mismatch", "nats per token", ("rollout/mismatch_kl", "rollout/mismatch_kl_k3")),
         Panel("Effective sample size", "share", ("rollout/mismatch_ess",)),
+        Panel("Choices of other experts", "share", ("router/differing_*",)),
     ],
     "Speed": [
         Panel("Sampling", "tokens/s", ("rollout/tokens_per_second",)),

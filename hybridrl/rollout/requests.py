@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed import position
 from hybridrl.rollout.vllm_compat import StepLogProbs, core_request
+from hybridrl.rollout.vllm_routing import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Generated:
         unfinished: [B] bool, true where the token budget ended it; None without a budget.
         first_token_s: seconds from the call to the first sampled token; 0 where there was none.
         seconds: seconds of the whole call.
+        routed_experts: as in `RolloutBatch`.
     """
 
     responses: Ragged
@@ -42,6 +45,7 @@ class Generated:
     unfinished: Tensor | None
     first_token_s: float
     seconds: float
+    routed_experts: Ragged | None
 
 
 class _Responses:
@@ -96,6 +100,7 @@ def generate(
     stop_token_ids: Sequence[int],
     *,
     call: int,
+    experts: RoutedExperts | None = None,
 ) -> Generated:
     """Sample `responses_per_prompt` responses of each prompt, or as many tokens as their budget.
 
@@ -106,13 +111,15 @@ def generate(
         max_tokens: longest length of the responses to each prompt, at least 1.
         stop_token_ids: tokens that end a response and stay part of it.
         call: number of this call, unique in this engine; request ids derive from it.
+        experts: recorder of the tokens' experts.
 
     Raises:
         RuntimeError: vLLM aborted a response.
     """
     start = time.perf_counter()
     requests = _requests(prompts, seeds, max_tokens, stop_token_ids, call)
-    responses = _Responses([request.request_id for request in requests])
+    ids = [request.request_id for request in requests]
+    responses = _Responses(ids)
     for request in requests:
         core.add_request(request)
     first_token_s, step = 0.0, 0
@@ -120,7 +127,7 @@ def generate(
     per_prompt, must = prompts.token_budget, prompts.must_finish
     budget = math.inf if per_prompt is None else len(prompts) * per_prompt
     needed = set() if must is None else set(must.nonzero().flatten().tolist())
-    with step_log_probs.recorded(core):
+    with step_log_probs.recorded(core), experts.recorded(core) if experts else nullcontext():
         while not responses.is_over(budget, needed):
             step += 1
             position.at("decoding step", step)
@@ -139,6 +146,7 @@ def generate(
         unfinished=None if per_prompt is None else is_open,
         first_token_s=first_token_s,
         seconds=time.perf_counter() - start,
+        routed_experts=None if experts is None else experts.take(ids),
     )
 
 

@@ -55,6 +55,7 @@ def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
         "generation_config": "vllm",
         "dtype": config.dtype.value,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_expert_parallel": config.expert_parallel,
         "distributed_executor_backend": "external_launcher",
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
         "max_num_seqs": config.max_num_seqs,

@@ -151,7 +151,7 @@ def start_hooks(
     Args:
         device_type: "cuda" or "cpu".
         part: counts the time of a context as that of the named part.
-        adapt: changes the loaded model.
+        adapt: changes the model that a model runner has loaded.
     """
     worker = worker_class(device_type)
     load = worker.load_model
@@ -162,7 +162,7 @@ def start_hooks(
 
         def load_and_adapt(**kwargs: Any) -> None:
             load_into_runner(**kwargs)
-            adapt(runner.get_model())
+            adapt(runner)
 
         with patch.object(runner, "load_model", load_and_adapt):
             return load(self, **kwargs)

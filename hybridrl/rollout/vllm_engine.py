@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.config.checks.installation import check_installation
-from hybridrl.config.choices import Accelerator, SleepMode
+from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.rollout import requests, vllm_compat, vllm_experts
+from hybridrl.rollout import requests, vllm_compat, vllm_experts, vllm_routing
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import sample_seeds
@@ -117,6 +117,7 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
         self._calls = 0
+        self._experts: vllm_routing.RoutedExperts | None = None
         self.awake = frozenset(EnginePart)
         times = StartTimes()
         with in_process(device_type, enforce_eager=config.enforce_eager):
@@ -229,19 +230,19 @@ class VLLMEngine:
             self._max_tokens(prompts).tolist(),
             [*self._stop_token_ids, *prompts.stop_token_ids],
             call=self._calls,
+            experts=self._experts,
         )
 
     def _trace(self, model: nn.Module, sources: Sequence[CheckpointTensor]) -> Trace:
         dtype = getattr(torch, self._config.dtype.value)
         return trace_loader(model, model.load_weights, sources, dtype)  # type: ignore[arg-type]
 
-    def _adapt(self, model: nn.Module) -> None:
-        """Check a loaded model and add the adapters of the config, if any, before it is compiled.
-
-        Raises:
-            ConfigError: its experts are not as they were loaded.
-        """
+    def _adapt(self, runner: Any) -> None:
+        """Check a loaded model and add adapters and recorder, if any, before it is compiled."""
+        model = runner.get_model()
         vllm_experts.check_experts(model)
+        if self._config.router_replay is not RouterReplay.none:
+            self._experts = vllm_routing.RoutedExperts(runner)
         if self._config.lora is not None:
             sources = checkpoint_sources(self._config.model)
             add_adapters(model, self._trace(model, sources), self._config.lora)

@@ -102,11 +102,13 @@ def _weighted_sum(
 ) -> None:
     """Write the weighted sum of each token's experts to `output`, [N, H].
 
-    `w1` is [E, 2 I, H], gate then up; `w2` [E, H, I]; ids and weights are [N, K].
+    `w1` is [E, 2 I, H], gate then up; `w2` [E, H, I]; ids and weights are [N, K]. `expert_map` has
+    the index of each expert of the layer in `w1` and `w2`, -1 if another rank holds it.
     """
-    assert activation.value == "silu" and expert_map is None and not apply_router_weight_on_input
+    assert activation.value == "silu" and not apply_router_weight_on_input
     output.zero_()
-    for expert in topk_ids.unique().tolist():
+    topk_ids = topk_ids if expert_map is None else expert_map[topk_ids]
+    for expert in topk_ids[topk_ids >= 0].unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
         states = F.linear(F.silu(gate) * up, w2[expert])

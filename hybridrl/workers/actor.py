@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, ratio_maxima
 from hybridrl.algorithms.token_loss import aggregate, as_token_loss
+from hybridrl.config.choices import RouterReplay
 from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.schema import ActorConfig
 from hybridrl.config.user_code.classes import locate
@@ -17,8 +18,8 @@ from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
-from hybridrl.distributed.forward.packing import to_device
-from hybridrl.distributed.forward.routing import Routing, RoutingTotals
+from hybridrl.distributed.forward.packing import States, to_device
+from hybridrl.distributed.forward.routing import Router, Routing, RoutingTotals
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.distributed.storage.policy_weights import GatheredWeights, adapter_state_dict
@@ -49,6 +50,9 @@ class ActorWorker(TrainedWorker):
                 config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
             )
         )
+        for module in self.model.modules():
+            if isinstance(module, Router):
+                module.replays = config.router_replay is RouterReplay.replay
         self.kl_coef, self.routing = 0.0, RoutingTotals()
         loss, args = policy_loss_of(config.algorithm.loss.function), config.algorithm.loss.args
         settings = {name: args[name] for name in loss.settings}
@@ -95,6 +99,7 @@ class ActorWorker(TrainedWorker):
         with self.training(self.policy_loss, step) as training:
             for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(*mini)
+                self.routing.compares = False
                 # Not reported for reference answers, nor by the loss of some subclasses.
                 if index == 0 and "log_ratio_max" in training.maxima:
                     training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
@@ -169,7 +174,8 @@ class ActorWorker(TrainedWorker):
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
         """Compute log-probs, and optionally entropy, of the response tokens, on the device."""
-        return self.model(self.pack(micro), self.config.temperature, entropy)
+        packed = self.pack(micro, States.predicting, micro.routed_experts)
+        return self.model(packed, self.config.temperature, entropy)
 
     @on_all_ranks(Dispatch.RANK_ZERO)
     def save(self, folder: str) -> str | None:

@@ -70,9 +70,14 @@ class ModelWorker(Worker):
         """Return this rank's shards of the weights, for a reshard in the same process."""
         return named_shards(self.model)
 
-    def pack(self, micro: RolloutBatch, states: States = States.predicting) -> Packed:
-        """Pack this rank's part of a micro-batch, on the device."""
-        return pack(micro, self.device, self.sequence_group, states)
+    def pack(
+        self,
+        micro: RolloutBatch,
+        states: States = States.predicting,
+        routed_experts: Ragged | None = None,
+    ) -> Packed:
+        """Pack this rank's part of a micro-batch, on the device, with its experts if given."""
+        return pack(micro, self.device, self.sequence_group, states, routed_experts)
 
     def on_device(self, values: Ragged | None) -> Tensor:
         """Copy the flat values of a field of the batch, not None, to the device."""

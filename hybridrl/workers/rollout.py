@@ -214,5 +214,6 @@ class RolloutWorker(Worker):
             weight_version=torch.full((len(each),), self.weight_version),
             truncated=generated.truncated,
             unfinished=generated.unfinished,
+            routed_experts=generated.routed_experts if prompts.returns_experts else None,
             engines=(EngineStats(tokens, generated.seconds, generated.first_token_s),),
         )

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.choices import DType
+from hybridrl.config.choices import DType, RouterReplay
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.reference import ReferenceWorker
@@ -13,7 +13,7 @@ from tests.distributed.launch import run_on_ranks
 from tests.lora_cases import move_away
 from tests.role_configs import actor_config, fsdp_config, lora_config, reference_config
 from tests.tiny_hf import MORE, OTHER_HEADS, tiny_folder
-from tests.training_batches import scheduled, training_batch
+from tests.training_batches import batch_with_experts, scheduled, training_batch
 
 # Experts can be compiled in bfloat16 only.
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")
@@ -91,7 +91,7 @@ def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, name, 
         assert 1 <= num_graphs <= (8 if lora_rank or name in MORE else 4)
 
 
-def experts_in_bfloat16(folder):
+def experts_in_bfloat16(folder, replay):
     """Metrics of an update with eager and with compiled, recomputed layers; graphs compiled."""
     found = []
     for compile_layers in (False, True):
@@ -101,9 +101,10 @@ def experts_in_bfloat16(folder):
             activation_checkpointing=compile_layers,
             param_dtype=DType.bfloat16,
         )
-        config = actor_config(folder, spec, router_balance_coef=0.1)
+        config = actor_config(folder, spec, router_replay=replay, router_balance_coef=0.1)
         actor = ActorWorker(config, build_mesh(spec, "cpu"))
-        dealt, mine = my_part(training_batch(), 4, 30)
+        batch = training_batch() if replay is RouterReplay.none else batch_with_experts()
+        dealt, mine = my_part(batch, 4, 30)
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, actor.compute_log_probs(mine))
         batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
@@ -112,10 +113,13 @@ def experts_in_bfloat16(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXTURES)
-def test_compiled_experts_train_in_bfloat16_and_ratio_is_one(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "replay"),
+    [*((name, RouterReplay.none) for name in MIXTURES), ("qwen3_moe", RouterReplay.replay)],
+)
+def test_compiled_experts_train_in_bfloat16_and_ratio_is_one(tmp_path, name, replay):
     folder = tiny_folder(name, tmp_path / name)
-    for (eager, compiled), num_graphs in run_on_ranks(experts_in_bfloat16, 2, folder):
+    for (eager, compiled), num_graphs in run_on_ranks(experts_in_bfloat16, 2, folder, replay):
         assert num_graphs == 1
         assert compiled["actor/first_log_ratio_max"] == 0.0
         assert compiled["actor/grad_norm"] == pytest.approx(eager["actor/grad_norm"], rel=0.03)

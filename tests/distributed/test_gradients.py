@@ -4,12 +4,15 @@ Reference: transformers' own model in one process, one response at a time, no pa
 with the objective written out from its formula.
 """
 
+from functools import partial
+from itertools import count
+
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.config.choices import Accumulation
+from hybridrl.config.choices import Accumulation, RouterReplay
 from hybridrl.data.partition import partitioner_for
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
@@ -18,24 +21,31 @@ from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
 from tests.tiny_hf import MORE, tiny_folder
-from tests.training_batches import PROMPTS, RESPONSES, scheduled, training_batch
+from tests.training_batches import (
+    PROMPTS,
+    RESPONSES,
+    batch_with_experts,
+    scheduled,
+    training_batch,
+)
 
 KL_COEF, CLIP, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP = 0.1, 0.2, 0.01, 0.8, 0.2
 LONGEST = max(p + r for p, r in zip(PROMPTS, RESPONSES, strict=True))
 ALL = sum(PROMPTS) + sum(RESPONSES)
 
 
-def gradients(worker, loss, max_tokens):
+def gradients(worker, loss, max_tokens, batch=None):
     """Full gradients by name, of the whole batch as one mini-batch."""
     ranks = dist.get_world_size()
+    shards = ranks // worker.config.fsdp.ulysses_size
     dealt = scheduled(
-        training_batch(),
-        num_ranks=ranks,
+        batch or training_batch(),
+        num_ranks=shards,
         mini_batch_size=8,
         max_tokens=max_tokens,
         partition=partitioner_for(worker.config.fsdp),
     )
-    (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
+    (mini,) = dealt.shard(shards)[dist.get_rank() * shards // ranks].mini_batches()
     training = Training(worker.optimizer, loss, worker.config.fsdp)
     training.accumulate_gradients(*mini)
     full = {name: p.grad.full_tensor() for name, p in worker.model.named_parameters()}
@@ -65,7 +75,10 @@ def rows(batch, *names):
 
 def expected_policy_gradients(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = training_batch()
+    return policy_gradients(model, training_batch())
+
+
+def policy_gradients(model, batch):
     total = 0.0
     fields = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs")
     for prompt, response, mask, old, ref, advantage in rows(batch, *fields, "advantages"):
@@ -208,3 +221,57 @@ def test_balance_loss_is_that_of_each_sequence(ranks, changes, tmp_path):
         assert report["balance_loss"] == pytest.approx(float(losses.mean().detach()), rel=1e-5)
         assert 0 <= report["load_min"] < 1 / 6 < report["load_max"] <= 1
         assert 0 < report["entropy"] < 1.80  # log 6
+
+
+def replayed_gradients(folder, spec_changes):
+    """By mode: gradients, and what routers are said to do."""
+    spec = fsdp_config(dp_shard=dist.get_world_size(), **spec_changes)
+    found = {}
+    for mode in (RouterReplay.replay, RouterReplay.record):
+        actor = ActorWorker(actor_config(folder, spec, router_replay=mode), build_mesh(spec, "cpu"))
+        actor.kl_coef = KL_COEF
+        _, policy = gradients(actor, actor.policy_loss, 30, batch_with_experts())
+        found[mode] = policy, actor.routing.report(whole_sequences=True)
+    return found
+
+
+def replay_in_transformers(model, batch):
+    """Have the routers of transformers choose the batch's experts, for one sequence at a time."""
+    sequences = [routed.view(-1, 2, 2).long() - 1 for routed in batch.routed_experts.rows()]
+
+    def replayed(index, calls, gate, args, output):
+        logits, _, own = output
+        recorded = sequences[next(calls)][:, index]
+        ids = torch.cat([recorded[:-1], own[-1:]])
+        weights = logits.softmax(-1).gather(1, ids)
+        return logits, weights / weights.sum(-1, keepdim=True), ids
+
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(partial(replayed, index, count()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (1, {}),
+        (2, {"activation_checkpointing": True}),
+        (2, {"ulysses_size": 2}),
+        (4, {}),
+    ],
+)
+def test_replayed_experts_get_the_weights_of_the_router(ranks, changes, tmp_path):
+    folder = tiny_folder("qwen3_moe", tmp_path / "model")
+    results = run_on_ranks(replayed_gradients, ranks, folder, changes)
+    wanted = {}
+    for mode in (RouterReplay.replay, RouterReplay.record):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        batch = batch_with_experts()
+        if mode is RouterReplay.replay:
+            replay_in_transformers(model, batch)
+        wanted[mode] = policy_gradients(model, batch)
+    for result in results:
+        for mode, (found, report) in result.items():
+            shaped = {name: wanted[mode][name].reshape(g.shape) for name, g in found.items()}
+            assert relative_difference(found, shaped) < 1e-5
+            # 1 of 15 pairs of experts is the router's own.
+            assert 0.8 < report["differing_choices"] < report["differing_tokens"] <= 1

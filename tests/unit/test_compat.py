@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
-from hybridrl.rollout import vllm_compat, vllm_experts
+from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
 
 
 def missing(names):
@@ -52,7 +52,7 @@ def test_all_names_of_vllm_exist():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
-    names = vllm_compat.NAMES + vllm_experts.NAMES
+    names = vllm_compat.NAMES + vllm_experts.NAMES + vllm_routing.NAMES
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"

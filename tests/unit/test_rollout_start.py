@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from hybridrl.config.choices import DType, Init, Schedule, SleepMode
+from hybridrl.config.choices import DType, Init, RouterReplay, Schedule, SleepMode
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes
 
@@ -17,8 +17,10 @@ def config(**changes):
         "lora": None,
         "seed": 1,
         "tensor_parallel_size": 1,
+        "expert_parallel": False,
         "responses_per_prompt": 2,
         "schedule": Schedule.sync,
+        "router_replay": RouterReplay.none,
         "max_in_flight": 3,
         "max_versions": 0,
         "temperature": 1.0,

@@ -145,7 +145,7 @@ def wide(name):
     if name == "phi3":
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
         config.rope_parameters["partial_rotary_factor"] = 1.0
-    if name in ("gemma3", "smollm3", "qwen2_moe"):
+    if config.to_dict().get("layer_types"):
         config.layer_types = ["full_attention"] * LAYERS
     return config
 
@@ -181,7 +181,7 @@ def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     assert predicted == pytest.approx(counted.peak, rel=0.1)
 
 
-FAMILIES = ("mistral", "phi3", "olmo2", "granite", "smollm3")
+FAMILIES = ("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,14 @@ import difflib
 from collections.abc import Iterator
 from operator import attrgetter
 
-from hybridrl.config.choices import CorrectionMethod, DType, KLEstimator, KLPlacement, Schedule
+from hybridrl.config.choices import (
+    CorrectionMethod,
+    DType,
+    KLEstimator,
+    KLPlacement,
+    RouterReplay,
+    Schedule,
+)
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
@@ -183,6 +190,32 @@ def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"{fsdp.ulysses_size}: the loss is of whole sequences, which ranks share.\n"
             "Set actor.router_balance_coef=0 or fsdp.ulysses_size=1."
         )
+    tp, number = config.rollout.tensor_parallel_size, shape.experts and shape.experts.number
+    if config.rollout.expert_parallel and (number is None or number % tp):
+        yield (
+            f"rollout.expert_parallel = true with {number or 'no'} experts in model.path and "
+            f"rollout.tensor_parallel_size = {tp}: each rank of an engine holds equally many.\n"
+            "Set rollout.expert_parallel=false."
+        )
+    yield from replay_problems(config, shape)
+
+
+def replay_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Check that responses are sampled whole and by experts, if a run records these."""
+    rollout = config.rollout
+    if rollout.router_replay is RouterReplay.none:
+        return
+    for is_so, why in (
+        (shape.experts is None, "model.path has no experts to record"),
+        (
+            rollout.schedule is not Schedule.sync,
+            f"with rollout.schedule = {rollout.schedule}, experts of earlier weights are not kept",
+        ),
+        (config.environment is not None, "experts of earlier turns of a conversation are not kept"),
+    ):
+        if is_so:
+            found = f"rollout.router_replay = {rollout.router_replay}, expected none"
+            yield f"{found}: {why}.\nSet rollout.router_replay=none."
 
 
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -57,7 +57,7 @@ RULES = (
     Idle(
         "algorithm.whiten_advantages algorithm.rollout_correction algorithm.overlong "
         "algorithm.max_sampling_rounds trainer.max_log_prob_diff tracking.token_samples "
-        "rollout.schedule reward_model",
+        "rollout.schedule rollout.router_replay reward_model",
         _ADVANTAGE,
         is_supervised,
         ": supervised fine-tuning samples no responses to train on",
@@ -129,6 +129,7 @@ RULES = (
         "placement.slots_on_nodes",
         lambda config: config.placement.slots_on_nodes is not None,
     ),
+    Idle("rollout.expert_parallel", "rollout.tensor_parallel_size", 1, ": it holds all experts"),
     Idle("fsdp.columns", "fsdp.layout", _is_plain),
     Idle(
         "fsdp.layout fsdp.columns",

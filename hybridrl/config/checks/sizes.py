@@ -27,6 +27,7 @@ _DISTRIBUTION = "log-probs must be of the sampled distribution"
 LINKED = (
     ("actor.temperature", "rollout.temperature", _DISTRIBUTION),
     ("ref.temperature", "rollout.temperature", _DISTRIBUTION),
+    ("actor.router_replay", "rollout.router_replay", "it uses the experts that vLLM records"),
     (
         "fsdp.tensor_parallel_size",
         "rollout.tensor_parallel_size",

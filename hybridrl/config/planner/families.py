@@ -131,6 +131,13 @@ _FAMILIES = (
         head_norm=HeadNorm.whole,
     ),
     Family(
+        "olmo3",
+        bias_keys=(_ATTENTION_BIAS,),
+        float32_norms=True,
+        head_norm=HeadNorm.whole,
+        window=Window(default=4096, full_every=4),
+    ),
+    Family(
         "granite",
         bias_keys=(_ATTENTION_BIAS, _MLP_BIAS),
         logits_divisor="logits_scaling",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup, shard_sizes
 
 
@@ -45,6 +46,7 @@ class Packed:
             predicts it. With States.last R = B, the position of each response's last token.
         response_ids: [R] int64, response tokens in the order of the batch; with States.last the
             last ones.
+        routed_experts: [1, N, L K], `RolloutBatch.routed_experts`; None: not used.
         shard: None if one rank has the whole input. Otherwise cu_seq_lens and max_length are those
             of the whole input, all else is this rank's shard; state_index counts within it.
     """
@@ -55,6 +57,7 @@ class Packed:
     max_length: int
     state_index: Tensor
     response_ids: Tensor
+    routed_experts: Tensor | None = None
     shard: SequenceShard | None = None
 
 
@@ -63,8 +66,11 @@ def pack(
     device: torch.device,
     group: SequenceGroup | None = None,
     states: States = States.predicting,
+    routed_experts: Ragged | None = None,
 ) -> Packed:
     """Pack prompts and responses on `device`; with a group, this rank's shard of them.
+
+    `routed_experts` are those of the batch, if the model uses them.
 
     Raises:
         ValueError: a prompt is empty, so the response's first token has no predicting state.
@@ -87,8 +93,10 @@ def pack(
     starts = torch.cat([ends.new_zeros(1), ends])
     parts = (input_ids, position_ids, state_index, response_ids, starts)
     shard = None
+    routed = None if routed_experts is None else routed_experts.values.view(1, total, -1)
     if group is not None:
         parts, shard = _cut(parts, group)
+        routed = None if routed is None else _cut_routed(routed, shard)
     moved = to_device(torch.cat(parts), device).split([len(part) for part in parts])
     return Packed(
         input_ids=moved[0][None],
@@ -97,6 +105,7 @@ def pack(
         max_length=int(lengths.max()),
         state_index=moved[2],
         response_ids=moved[3],
+        routed_experts=None if routed is None else to_device(routed, device),
         shard=shard,
     )
 
@@ -127,6 +136,13 @@ def _cut(whole: Parts, group: SequenceGroup) -> tuple[Parts, SequenceShard]:
         starts,
     )
     return parts, SequenceShard(group, len(input_ids), counts)
+
+
+def _cut_routed(whole: Tensor, shard: SequenceShard) -> Tensor:
+    """Cut this rank's tokens; those that were added to have one for each rank have no experts."""
+    added = whole.new_zeros(1, shard.num_tokens - whole.shape[1], whole.shape[2])
+    sizes = shard_sizes(shard.num_tokens, shard.group.size)
+    return torch.cat([whole, added], 1).split(sizes, 1)[shard.group.rank].contiguous()
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -33,6 +33,10 @@ class Router(nn.Module):
         weight: [E, H]; under mixed precision it arrives rounded to param_dtype, as in vLLM.
         top_k: K.
         normalises: the weights of a token's experts add up to 1.
+
+    Attributes:
+        recorded: [N, K], 1 + the experts that vLLM chose, 0 where it chose none; None: not known.
+        replays: the tokens pass these, with the weights that this router gives them.
     """
 
     def __init__(self, weight: nn.Parameter, top_k: int, *, normalises: bool) -> None:
@@ -40,16 +44,26 @@ class Router(nn.Module):
         self.weight = weight
         self.top_k = top_k
         self.normalises = normalises
-        self.seen: tuple[Tensor, Tensor] | None = None
+        self.recorded: Tensor | None = None
+        self.replays = False
+        self.seen: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [N, E] float32, weights [N, K] and ids of the chosen experts [N, K]."""
         logits = F.linear(states.float(), self.weight.float())
         probs = logits.softmax(-1)
-        weights, ids = probs.topk(self.top_k, dim=-1)
+        ids = probs.topk(self.top_k, dim=-1).indices
+        differs = torch.zeros(0, dtype=torch.bool, device=ids.device)
+        if self.recorded is not None:
+            known, recorded = self.recorded[:, :1] > 0, self.recorded.long() - 1
+            own, other = ids.sort(-1).values, recorded.sort(-1).values
+            differs = (own != other).any(-1) & known[:, 0]
+            if self.replays:
+                ids = torch.where(known, recorded, ids)
+        weights = probs.gather(-1, ids)
         if self.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
-        self.seen = probs, ids
+        self.seen = probs, ids, differs
         return logits, weights.to(states.dtype), ids
 
 
@@ -60,11 +74,13 @@ class LayerRouting(NamedTuple):
         probs: [B, E] float32, the router's probabilities; differentiable.
         load: [B, E] float32, choices of each expert.
         entropy: [B] float32, of the router's distributions, nats.
+        differs: [N] bool, the router chose other experts than vLLM; [0] without vLLM's choices.
     """
 
     probs: Tensor
     load: Tensor
     entropy: Tensor
+    differs: Tensor
 
 
 class Routing(NamedTuple):
@@ -75,12 +91,15 @@ class Routing(NamedTuple):
         load: [L, E] float32, choices of each expert.
         entropy: [] float32, mean over layers of the sum over tokens, nats.
         num_tokens: tokens of this rank.
+        differing: [3] float32, numbers of tokens whose experts vLLM recorded, of those among them
+            for which some router chose others, and of the choices that differ, over all layers.
     """
 
     balance: Tensor
     load: Tensor
     entropy: Tensor
     num_tokens: int
+    differing: Tensor
 
 
 def has_experts(layer: Any) -> bool:
@@ -88,11 +107,27 @@ def has_experts(layer: Any) -> bool:
     return any(isinstance(module, Router) for module in layer.mlp.children())
 
 
-def layer_forward(layer: Any, states: Tensor, **kwargs: Any) -> tuple[Tensor, LayerRouting]:
-    """Run a decoder layer with experts; `cu_seq_lens_q` [B + 1] are the bounds of sequences."""
+def pick_recorded(index: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Pick a layer's part of the recorded experts: a forward pre-hook of layer number `index`."""
+    recorded = kwargs.get("routed_experts")
+    if recorded is None:
+        return args, kwargs
+    return args, kwargs | {"routed_experts": recorded[:, :, index].contiguous()}
+
+
+def layer_forward(
+    layer: Any, states: Tensor, routed_experts: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, LayerRouting]:
+    """Run a decoder layer with experts.
+
+    `cu_seq_lens_q` [B + 1] are the bounds of sequences, `routed_experts` [1, N, K] the router's
+    `recorded`.
+    """
+    router = layer.mlp.gate
+    router.recorded = None if routed_experts is None else routed_experts[0]
     output = type(layer).forward(layer, states, **kwargs)
-    probs, ids = layer.mlp.gate.seen
-    layer.mlp.gate.seen = None
+    probs, ids, differs = router.seen
+    router.seen = router.recorded = None
     bounds = kwargs["cu_seq_lens_q"]
     token = torch.arange(probs.shape[0], device=probs.device)
     sequence = torch.bucketize(token, bounds[1:], right=True)
@@ -104,7 +139,8 @@ def layer_forward(layer: Any, states: Tensor, **kwargs: Any) -> tuple[Tensor, La
     known = probs.detach()
     chosen = torch.zeros_like(known).scatter(1, ids, 1.0)
     entropy = -(known * known.clamp(min=1e-30).log()).sum(-1)
-    return output, LayerRouting(by_sequence(probs), by_sequence(chosen), by_sequence(entropy))
+    sums = by_sequence(probs), by_sequence(chosen), by_sequence(entropy)
+    return output, LayerRouting(*sums, differs)
 
 
 def keep_routing(layer: Any, inputs: Any, outputs: tuple[Tensor, LayerRouting]) -> Tensor:
@@ -132,13 +168,25 @@ def take_routing(layers: nn.ModuleList, packed: Packed) -> Routing | None:
     shares = load / load.sum(-1, keepdim=True).clamp(min=1)
     balance = load.shape[-1] * (shares * probs / lengths).sum(-1).mean(0)
     entropy = torch.stack([one.entropy.sum() for one in seen]).mean()
-    return Routing(balance, load.sum(1), entropy, packed.input_ids.shape[1])
+    num_tokens, differing = packed.input_ids.shape[1], torch.zeros(3, device=load.device)
+    if packed.routed_experts is not None:
+        differs, known = (
+            torch.stack([one.differs for one in seen]),
+            packed.routed_experts[..., 0] > 0,
+        )
+        differing = torch.stack([known.sum(), differs.any(0).sum(), differs.sum()]).float()
+    return Routing(balance, load.sum(1), entropy, num_tokens, differing)
 
 
 class RoutingTotals:
-    """Sums of `Routing` over the micro-batches of an update."""
+    """Sums of `Routing` over the micro-batches of an update.
+
+    Attributes:
+        compares: choices are compared with vLLM's, whose weights are those of the first mini-batch.
+    """
 
     def __init__(self) -> None:
+        self.compares = True
         self._sums: list[Tensor] = []
         self._shape = torch.Size()
 
@@ -147,7 +195,8 @@ class RoutingTotals:
         balance, load = routing.balance.detach(), routing.load
         counts = balance.new_tensor([len(balance), routing.num_tokens])
         sums = torch.stack([balance.sum(), routing.entropy])
-        self._sums.append(torch.cat([counts, sums, load.flatten()]))
+        differing = routing.differing * self.compares
+        self._sums.append(torch.cat([counts, sums, differing, load.flatten()]))
         self._shape = load.shape
 
     def report(self, *, whole_sequences: bool) -> dict[str, float]:
@@ -155,18 +204,26 @@ class RoutingTotals:
 
         load_max and load_min are the largest and the smallest share that an expert has of its
         layer's choices, entropy that of a token's distribution over experts, nats. balance_loss is
-        the mean over sequences, left out if ranks share them.
+        the mean over sequences, left out if ranks share them. differing_tokens is the share of
+        tokens for which some router chose other experts than vLLM, differing_choices the share of
+        all routers' choices; left out if vLLM's were not recorded.
         """
         if not self._sums:
             return {}
         sums = torch.stack(self._sums).double().sum(0)
         dist.all_reduce(sums)
         sequences, tokens, balance, entropy = sums[:4].tolist()
-        load = sums[4:].view(self._shape)
+        known, differing_tokens, differing_choices = sums[4:7].tolist()
+        load = sums[7:].view(self._shape)
         shares = load / load.sum(-1, keepdim=True)
         found = {
             "load_max": float(shares.max()),
             "load_min": float(shares.min()),
             "entropy": entropy / tokens,
         }
-        return found | ({"balance_loss": balance / sequences} if whole_sequences else {})
+        if whole_sequences:
+            found["balance_loss"] = balance / sequences
+        if known:
+            found["differing_tokens"] = differing_tokens / known
+            found["differing_choices"] = differing_choices / (known * len(load))
+        return found

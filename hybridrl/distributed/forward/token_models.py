@@ -89,6 +89,9 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
     sharing: dict[str, Any] = {}
     if shard is not None:
         sharing = {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}
+    if packed.routed_experts is not None:
+        layers = len(backbone.layers)
+        sharing["routed_experts"] = packed.routed_experts.unflatten(2, (layers, -1))
     output = backbone(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,

@@ -216,6 +216,9 @@ def texts_of(replay: ReplayBatch) -> list[Texts]:
 def _batch(tensors: dict[str, Tensor]) -> RolloutBatch:
     lengths = {"prompts": tensors.pop(PROMPT_LENGTHS)}
     responses = tensors.pop(RESPONSE_LENGTHS)
+    if (experts := tensors.get("routed_experts")) is not None:
+        tokens = lengths["prompts"] + responses
+        lengths["routed_experts"] = tokens * (len(experts) // int(tokens.sum()))
     values: dict[str, Any] = {
         name: Ragged(tensor, lengths.get(name, responses)) if name in _RAGGED else tensor
         for name, tensor in tensors.items()

@@ -123,7 +123,7 @@ class Sampling:
             first_sample=first_sample,
         )
         of_responses = [prompt for prompt in prompts for _ in range(self._each)]
-        return Sampled(self._generate(request), of_responses)
+        return Sampled(self._generate(replace(request, returns_experts=True)), of_responses)
 
 
 def request_of(

@@ -1,0 +1,24 @@
+"""The batch of an update that was not finite, as it is stored for `hybridrl replay`."""
+
+import torch
+
+from hybridrl.data.ragged import Ragged
+from hybridrl.trainer.replay.nonfinite import ReplayBatch, read_replay, write_replay
+from tests.run_configs import run_config
+from tests.training_batches import batch_with_experts
+
+
+def test_every_field_comes_back(tmp_path):
+    """Ragged fields have the lengths of prompts, of responses, or several values for each token."""
+    batch, ranks = batch_with_experts(), [[[[[0, 2, 1], [3, 4]], [[5, 6, 7]]]]]
+    kept = ReplayBatch("actor", 3, 0.1, batch, ranks, run_config())
+    write_replay(tmp_path / "step_3", kept)
+    found = read_replay(tmp_path / "step_3", runs_code=False)
+    assert (found.role, found.step, found.kl_coef, found.ranks) == ("actor", 3, 0.1, ranks)
+    stored = batch.tensors()
+    assert found.batch.tensors().keys() == stored.keys() and "routed_experts" in stored
+    for name, value in found.batch.tensors().items():
+        if isinstance(value, Ragged):
+            assert torch.equal(value.lengths, stored[name].lengths), name
+            value, stored[name] = value.values, stored[name].values
+        assert torch.equal(value, stored[name]), name
