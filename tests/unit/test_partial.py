@@ -201,10 +201,18 @@ def test_split_keeps_the_bound_of_versions(max_versions, in_flight):
         assert all(one.metrics["partial/rounds"] == 1 for one in sampled)
 
 
-@pytest.mark.parametrize("num_steps", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_trained_lengths_are_distributed_as_sampled_ones(num_steps):
+@pytest.mark.parametrize(
+    ("num_steps", "warmup"),
+    [
+        (40, None),
+        pytest.param(400, None, marks=pytest.mark.slow),
+        pytest.param(400, 0, marks=pytest.mark.slow),
+    ],
+    ids=["partial", "partial, 10^5 responses", "split, 10^5 responses"],
+)
+def test_trained_lengths_are_distributed_as_sampled_ones(num_steps, warmup):
     """Kolmogorov-Smirnov, up to 10^5 responses: only the last ones are not trained."""
-    sampled, _, engines = run(num_steps, per_step=125, in_flight=250, num_engines=1)
+    sampled, _, engines = run(num_steps, per_step=125, in_flight=250, num_engines=1, warmup=warmup)
     trained = torch.cat([one.batch.responses.lengths for one in sampled])
     drawn = torch.tensor(engines.lengths)
     assert len(trained) == 250 * num_steps

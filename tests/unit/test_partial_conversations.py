@@ -116,19 +116,28 @@ class LengthIsReward:
         return Rewarded([""] * len(scores), scores, [])
 
 
-def run(num_steps, *, split=False, restarts=False, rounds=1, max_versions=MAX_VERSIONS):
+def run(
+    num_steps,
+    *,
+    split=False,
+    restarts=False,
+    rounds=1,
+    max_versions=MAX_VERSIONS,
+    most=IN_FLIGHT,
+    in_flight=(),
+):
     """Batches of some steps, what is in flight then, and the engines.
 
     With restarts, each step begins with what a checkpoint of the step before holds.
     """
     engines = Engines()
-    state = SimpleNamespace(lengths=ResponseLengths(), in_flight=())
+    state = SimpleNamespace(lengths=ResponseLengths(), in_flight=in_flight)
     overlong = SimpleNamespace(train_on_truncated=True)
     config = SimpleNamespace(
         algorithm=SimpleNamespace(overlong=overlong, advantage="grpo", max_sampling_rounds=rounds),
         data=SimpleNamespace(prompts_per_step=PER_STEP),
         rollout=SimpleNamespace(
-            max_in_flight=IN_FLIGHT,
+            max_in_flight=most,
             max_versions=max_versions,
             max_response_tokens=LONGEST,
             responses_per_prompt=EACH,
@@ -248,3 +257,11 @@ def test_unmixed_prompts_are_replaced_by_the_next_finished_ones(split):
         assert torch.equal(counted.sum(1) > 0, mixed)
         assert len(one.batch.group_id.unique()) == PER_STEP
     assert any(one.metrics["sampling/rounds"] > 1 for one in sampled)
+
+
+def test_a_run_that_is_resumed_with_lower_bounds_goes_on():
+    """Prompts in flight beyond the new bound are trained first; none is taken for them."""
+    _, left, _ = run(3)
+    sampled, later, _ = run(4, in_flight=left, most=PER_STEP, max_versions=0)
+    assert len(left) == IN_FLIGHT - PER_STEP > len(later) == 0
+    assert all(len(one.batch) == PER_STEP * EACH for one in sampled)

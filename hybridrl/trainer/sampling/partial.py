@@ -1,7 +1,8 @@
 """Partial rollouts: a step's sampling ends by a budget of tokens; what is unfinished goes on.
 
     admit       new prompts, until rollout.max_in_flight are in flight
-    sample      all unfinished responses, until the budget is spent; with the weights of this step
+    sample      all unfinished responses, until the budget is spent; with the weights of this step;
+                with an environment in several calls, between which it answers
     train       the oldest prompts_per_step prompts whose responses are all finished
     keep        the others, with the log-prob and the weights' version of each token
 
@@ -63,10 +64,12 @@ class PartialSampling(Sampling):
 
     def _sample_step(self, step: int) -> Sampled:
         self._parts, self._rounds, self._begun = [], 0, 0
-        continued = float(len(open_places(self._state.in_flight)))
+        groups = self._state.in_flight
+        continued = [len(groups[g].drafts[k]) for g, k in open_places(groups)]
         sampled = super()._sample_step(step)
         metrics = self._metrics(sampled.batch) | self.in_flight_metrics()
-        metrics["partial/continued_responses"] = continued
+        metrics["partial/continued_responses"] = float(len(continued))
+        metrics["partial/continued_tokens"] = float(sum(continued))
         return replace(sampled, metrics=sampled.metrics | metrics)
 
     def _round(self, missing: int, step: int, first_sample: int = 0) -> Sampled:
@@ -74,7 +77,8 @@ class PartialSampling(Sampling):
         version, per_step = self._engine.weight_version, self._config.data.prompts_per_step
         admitted = self._admitted(step, version, taken=per_step - missing)
         groups = [*self._state.in_flight, *admitted]
-        needed = due(groups, version, self._config.rollout.max_versions, per_step)
+        # More may be due where a run is resumed with a lower rollout.max_versions.
+        needed = min(missing, due(groups, version, self._config.rollout.max_versions, per_step))
         parts: list[RolloutBatch] = []
         least = 0.0
         while (lacking := lacks(groups, missing)) or lacks(groups[:needed], needed):
@@ -111,7 +115,7 @@ class PartialSampling(Sampling):
         load = [0] * self._num_engines
         for group in groups:
             load[self._engine_of(group)] += sum(not draft.finished for draft in group.drafts)
-        prompts = self._take(most - taken - len(groups))
+        prompts = self._take(max(0, most - taken - len(groups)))  # `most` may be lower than before
         opened = self._turns.open([prompt.prompt_id for prompt in prompts])
         admitted = []
         for prompt, draft in zip(prompts, opened, strict=True):
