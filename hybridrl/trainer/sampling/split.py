@@ -4,8 +4,8 @@
     engines    | sample with weights n - 1, until the budget is spent | swap | sample with weights n
 
 A step trains the oldest prompts_per_step prompts whose responses are all finished. Before its
-update the engines begin one call: they continue all unfinished responses, up to a budget of tokens
-that is fixed then. Weights arrive in a shadow copy meanwhile, and are swapped in after the call. So
+update the engines begin a call: they continue all unfinished responses, up to a budget of tokens
+that is fixed then; with an environment, several calls share it. Weights arrive in a shadow copy meanwhile, and are swapped in after the call. So
 it follows from seeds and lengths alone which weights sample a token, and which step trains it.
 """
 
