@@ -51,7 +51,8 @@ class PromptBatch(Shardable):
             prompt.
         token_budget: an engine stops once it has sampled this many tokens per prompt in the mean;
             responses without an end are `unfinished` then. None: every response is finished.
-        must_finish: [P] bool, responses that are finished whatever the budget; None: none.
+        enough_ended: an engine also stops once this share of its responses has ended; None: not.
+        must_finish: [P] bool, responses that are finished whatever ends the others; None: none.
     """
 
     prompts: Ragged
@@ -69,6 +70,7 @@ class PromptBatch(Shardable):
     engine: Tensor | None = None
     seeds: Tensor | None = None
     token_budget: float | None = None
+    enough_ended: float | None = None
     must_finish: Tensor | None = None
 
     def __len__(self) -> int:

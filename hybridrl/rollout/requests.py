@@ -33,7 +33,7 @@ class Generated:
         responses: ragged int32, the end token included.
         log_probs: ragged float32, log pi of each token under the sampled distribution, nats.
         truncated: [B] bool, true where the length limit ended the response.
-        unfinished: [B] bool, true where the token budget ended it; None without a budget.
+        unfinished: [B] bool, true where it was cut before its end; None without a budget.
         first_token_s: seconds from the call to the first sampled token; 0 where there was none.
         seconds: seconds of the whole call.
         routed_experts: as in `RolloutBatch`.
@@ -74,9 +74,13 @@ class _Responses:
             self._owners.append(index)
         self._log_probs.append(log_probs.of([output.request_id for output in outputs]))
 
-    def is_over(self, budget: float, needed: AbstractSet[int]) -> bool:
-        """Return true if `budget` tokens are sampled and no response of `needed` is open."""
-        return not self.open or (len(self._tokens) >= budget and self.open.isdisjoint(needed))
+    def is_over(self, budget: float, enough: float, needed: AbstractSet[int]) -> bool:
+        """Return true if no response of `needed` is open, and `budget` tokens are sampled or
+        `enough` responses have ended.
+        """
+        ended = len(self.truncated) - len(self.open)
+        is_enough = len(self._tokens) >= budget or ended >= enough
+        return not self.open or (is_enough and self.open.isdisjoint(needed))
 
     def open_ids(self) -> list[str]:
         """Return the ids of requests that have not ended."""
@@ -126,9 +130,10 @@ def generate(
     step_log_probs = StepLogProbs()
     per_prompt, must = prompts.token_budget, prompts.must_finish
     budget = math.inf if per_prompt is None else len(prompts) * per_prompt
+    enough = math.inf if prompts.enough_ended is None else len(requests) * prompts.enough_ended
     needed = set() if must is None else set(must.nonzero().flatten().tolist())
     with step_log_probs.recorded(core), experts.recorded(core) if experts else nullcontext():
-        while not responses.is_over(budget, needed):
+        while not responses.is_over(budget, enough, needed):
             step += 1
             position.at("decoding step", step)
             if outputs := core.get_output().outputs:

@@ -10,8 +10,9 @@ from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
+from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
 from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
-from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
+from hybridrl.trainer.multi_turn.generator import MultiTurn
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 
 
@@ -48,15 +49,15 @@ def generator_for(
     single_turn = partial(rollout.call, "generate")
     if config.environment is None or environment is None:
         return single_turn
-    return MultiTurn(
-        single_turn,
+    conversations = Conversations(
         environment.processes,
         turn_tokens(config.model.path, config.environment),
         decode,
         {prompt.prompt_id: prompt.example for prompt in [*prompts.train, *prompts.held_out]},
         Limits(config.environment.max_turns, config.rollout.max_response_tokens),
         environment.failures,
-    ).generate
+    )
+    return MultiTurn(single_turn, conversations)
 
 
 def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:

@@ -29,6 +29,7 @@ from hybridrl.trainer.callbacks import call_each
 from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
+from hybridrl.trainer.multi_turn.generator import MultiTurn
 from hybridrl.trainer.rewarding import (
     Rewarded,
     add_model_scores,
@@ -39,6 +40,7 @@ from hybridrl.trainer.rewarding import (
     overlong_shaping,
 )
 from hybridrl.trainer.sampling.base import Sampled, Sampling
+from hybridrl.trainer.sampling.drafts import OneTurn
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.partial import PartialSampling
 from hybridrl.trainer.sampling.split import SplitSampling
@@ -69,8 +71,10 @@ class PPOTrainer(TrainingLoop):
         parts = self.config, self.prompts.take, self.generate, self.rewards
         if self.config.rollout.schedule is Schedule.sync:
             return Sampling(*parts)
-        rollout = self.workers.rollout
-        partial_parts = self.state, self.engine, rollout.num_shards, self.generator, *parts
+        rollout, generator = self.workers.rollout, self.generator
+        turns = generator.conversations if isinstance(generator, MultiTurn) else OneTurn()
+        sample = partial(rollout.call, "generate")
+        partial_parts = self.state, self.engine, rollout.num_shards, sample, turns, *parts
         if not isinstance(self.engine, SplitEngine):
             return PartialSampling(*partial_parts)
         begin = partial(rollout.begin, "generate_ahead")

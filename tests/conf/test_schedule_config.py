@@ -15,8 +15,6 @@ SPLIT = ["rollout.schedule=split", "placement.rollout_gpus=1", "cluster.gpus_per
     ("overrides", "words"),
     [
         (["rollout.max_versions=2"], ["rollout.max_versions", "no effect", "rollout.schedule"]),
-        ([PARTIAL, "algorithm.max_sampling_rounds=2"], ["rollout.schedule = partial", "rounds"]),
-        ([PARTIAL, "environment=calculator"], ["rollout.schedule = partial", "conversations"]),
         (
             [PARTIAL, "algorithm.rollout_correction.method=none"],
             ["rollout_correction.method = none", "earlier weights", "method=truncate"],
@@ -32,7 +30,6 @@ SPLIT = ["rollout.schedule=split", "placement.rollout_gpus=1", "cluster.gpus_per
             [PARTIAL, "rollout.max_versions=3", *SPLIT[1:]],
             ["placement.rollout_gpus = 1", "rollout.schedule = partial"],
         ),
-        ([*SPLIT, "environment=calculator"], ["rollout.schedule = split", "conversations"]),
         (
             [*SPLIT, "algorithm.rollout_correction.method=none"],
             ["rollout_correction.method = none", "earlier weights"],
@@ -78,6 +75,7 @@ def test_one_mistake_gets_one_problem(overrides, words):
     [
         ([], 64),
         ([PARTIAL], 128),
+        ([PARTIAL, "environment=calculator", "algorithm.max_sampling_rounds=2"], 128),
         ([PARTIAL, "rollout.max_in_flight=70"], 70),
         (SPLIT, 128),
         ([*SPLIT, "rollout.max_versions=1"], 64),

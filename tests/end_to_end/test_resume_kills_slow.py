@@ -46,6 +46,18 @@ OTHERWISE = {
         "lora=default",
     ],
     "two workers": [*EVERYTHING, "cluster.gpus_per_node=2"],
+    "conversations in partial": [
+        *SCHEDULES["partial"],
+        "environment=calculator",
+        "rollout.max_response_tokens=64",
+    ],
+    "conversations and dynamic sampling in split": [
+        *(key for key in SCHEDULES["split"] if "critic" not in key),
+        "algorithm=dapo",
+        "algorithm.kl.coef=0.01",
+        "environment=calculator",
+        "rollout.max_response_tokens=64",
+    ],
 }
 
 

@@ -36,7 +36,14 @@ def run(folder, *overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "algorithm", [["trainer.critic_warmup_steps=1"], ["algorithm=remax"], ["lora=default"]]
+    "algorithm",
+    [
+        ["trainer.critic_warmup_steps=1"],
+        ["algorithm=remax"],
+        ["lora=default"],
+        ["algorithm=dapo", "environment=calculator", "rollout.max_response_tokens=64"],
+    ],
+    ids=" ".join,
 )
 def test_split_on_policy_equals_sync(tmp_path, algorithm):
     """With rollout.max_versions=0 all metrics but times are the same, and so are the weights."""

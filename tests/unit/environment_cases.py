@@ -44,6 +44,8 @@ class Misbehaves:
             raise ValueError("no such tool")
         if text == "sleeps":
             time.sleep(600)
+        if text == "process":
+            return StepResult(str(os.getpid()), 1.0, False)
         if text == "dies":
             os._exit(3)
         if text == "unpicklable":

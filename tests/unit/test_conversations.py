@@ -11,63 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import TurnTokens
-from hybridrl.environments.base import (
-    EnvironmentReply,
-    StepRequest,
-    StepResult,
-    environment_task,
-)
+from hybridrl.environments.base import EnvironmentReply, StepRequest, StepResult
 from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
 from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
-from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
+from hybridrl.trainer.multi_turn.generator import MultiTurn
 from hybridrl.trainer.timing.engines import turn_metrics
-
-# Sampled pieces merge when they are read again: "a", "b" becomes "ab".
-VOCABULARY = {token: i for i, token in enumerate(["<end>", "=", "a", "b", "ab", "aba", "1", "11"])}
-END, STOP, A, B, AB, ABA, ONE, ELEVEN = range(8)
-MERGES = [("a", "b"), ("ab", "a"), ("1", "1")]
-
-
-def merging_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE(VOCABULARY, MERGES))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<end>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-
-
-TOKENIZER = merging_tokenizer()
-
-
-def decode(rows: Sequence[list[int]]) -> list[str]:
-    return TOKENIZER.batch_decode(list(rows), skip_special_tokens=True)
-
-
-class Here:
-    """Steps environments in this process."""
-
-    def __init__(self, function: str, **args: Any) -> None:
-        self.move = environment_task(function, args)
-        self.heard: list[str] = []
-
-    def open(self, examples: Sequence[dict[str, Any]]) -> list[EnvironmentReply]:
-        return [self._reply(example) for example in examples]
-
-    def step(self, turns: Sequence[StepRequest]) -> list[EnvironmentReply]:
-        self.heard += [turn.text for turn in turns]
-        return [self._reply(turn) for turn in turns]
-
-    def _reply(self, item: dict[str, Any] | StepRequest) -> EnvironmentReply:
-        try:
-            return self.move(item)
-        except ValueError as error:
-            return EnvironmentReply("", StepResult("", 0.0, True), FailureKind.error, str(error))
+from tests.unit.talking import AB, ABA, ELEVEN, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
 
 class Engines:
@@ -123,8 +78,7 @@ def talk(
     """The rollout of a script with an environment; its engines and environments."""
     environments = environments or Here("environment_cases.Counts", turns=3)
     engines, asked = Engines(script), asked or request()
-    conversations = MultiTurn(
-        engines,
+    conversations = Conversations(
         environments,
         TurnTokens(TOKENIZER, [END], ["="], "user"),
         decode,
@@ -132,7 +86,7 @@ def talk(
         Limits(max_turns, max_tokens),
         failures or FailureReasons(),
     )
-    return conversations.generate(asked), engines, environments
+    return MultiTurn(engines, conversations)(asked), engines, environments
 
 
 def always(*ids: int) -> Callable[[int, int, int], list[int]]:
@@ -264,8 +218,7 @@ def test_an_opening_is_heard_before_the_first_turn_and_counts_in_the_budget():
 
 
 def generator(sample_turn, environments, failures) -> MultiTurn:
-    return MultiTurn(
-        sample_turn,
+    conversations = Conversations(
         environments,
         TurnTokens(TOKENIZER, [END], ["="], "user"),
         decode,
@@ -273,6 +226,7 @@ def generator(sample_turn, environments, failures) -> MultiTurn:
         Limits(2, 40),
         failures,
     )
+    return MultiTurn(sample_turn, conversations)
 
 
 def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
@@ -288,7 +242,7 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 
     environments, failures = Fails("environment_cases.Misbehaves"), FailureReasons()
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
-    batch = generator(engines, environments, failures).generate(request((0, 1), each=2))
+    batch = generator(engines, environments, failures)(request((0, 1), each=2))
     assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
     assert batch.turns.tolist() == [2, 2, 1, 1]
     prompts = [Prompt(p, [A], "a", "q", {}, {}) for p in (0, 0, 1, 1)]
@@ -333,7 +287,7 @@ def test_stale_weights_between_turns_are_noticed():
 
     with pytest.raises(AssertionError, match="the weights changed"):
         environments = Here("environment_cases.Misbehaves")
-        generator(changing, environments, FailureReasons()).generate(request((0,)))
+        generator(changing, environments, FailureReasons())(request((0,)))
 
 
 def test_engines_and_environments_are_timed_over_all_turns():

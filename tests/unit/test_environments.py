@@ -2,7 +2,9 @@
 
 import pickle
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,6 +70,18 @@ def test_a_step_that_fails_ends_its_own_conversation_only(bad_manners, text, kin
     assert bad.reason.encode() and "\n" not in bad.reason
     for reply in (good, also_good):
         assert reply.failure is None and reply.result == StepResult("fine", 1.0, False)
+
+
+def test_a_process_outlives_the_thread_in_which_another_one_died(bad_manners):
+    (opened,) = bad_manners.open([{}])
+
+    def step(*texts: str) -> str:
+        return bad_manners.step([StepRequest(opened.state, t) for t in texts])[-1].result.text
+
+    with ThreadPoolExecutor(1) as thread:
+        process = thread.submit(step, "dies", "process").result()
+    time.sleep(0.5)  # the kernel's signal would come now
+    assert step("process") == process
 
 
 def test_lone_surrogates_that_an_environment_says_are_written_out(bad_manners):

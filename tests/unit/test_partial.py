@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.sampling.in_flight import Draft, Group, due
+from hybridrl.trainer.sampling.drafts import Draft, OneTurn
+from hybridrl.trainer.sampling.in_flight import Group, due
 from hybridrl.trainer.sampling.partial import PartialSampling
 from hybridrl.trainer.sampling.split import SplitSampling
 from tests.unit.sampling_fakes import prompt
@@ -105,7 +106,9 @@ def run(
     state = SimpleNamespace(lengths=ResponseLengths(), in_flight=())
     config = SimpleNamespace(
         algorithm=SimpleNamespace(
-            overlong=SimpleNamespace(train_on_truncated=True), advantage="grpo"
+            overlong=SimpleNamespace(train_on_truncated=True),
+            advantage="grpo",
+            max_sampling_rounds=1,
         ),
         data=SimpleNamespace(prompts_per_step=per_step),
         rollout=SimpleNamespace(
@@ -120,7 +123,7 @@ def run(
     )
     numbers = iter(range(10**6))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
-    parts = state, engines, num_engines, engines.generate, config, take, None, None
+    parts = state, engines, num_engines, engines.generate, OneTurn(), config, take, None, None
     trains = lambda step: step > (warmup or 0)  # noqa: E731
     sampling = PartialSampling(*parts)
     if warmup is not None:
@@ -174,7 +177,7 @@ def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(num_e
 def test_no_step_waits_for_its_longest_response():
     sampled, _, engines = run(60, num_engines=1)
     mean = sum(engines.lengths) / len(engines.lengths)
-    tokens = [one.batch.engines[0].tokens for one in sampled[10:]]
+    tokens = [sum(engine.tokens for engine in one.batch.engines) for one in sampled[10:]]
     wanted = 8 * EACH * mean
     assert wanted * 0.8 < sum(tokens) / len(tokens) < wanted * 1.2
 
@@ -198,10 +201,18 @@ def test_split_keeps_the_bound_of_versions(max_versions, in_flight):
         assert all(one.metrics["partial/rounds"] == 1 for one in sampled)
 
 
-@pytest.mark.parametrize("num_steps", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_trained_lengths_are_distributed_as_sampled_ones(num_steps):
+@pytest.mark.parametrize(
+    ("num_steps", "warmup"),
+    [
+        (40, None),
+        pytest.param(400, None, marks=pytest.mark.slow),
+        pytest.param(400, 0, marks=pytest.mark.slow),
+    ],
+    ids=["partial", "partial, 10^5 responses", "split, 10^5 responses"],
+)
+def test_trained_lengths_are_distributed_as_sampled_ones(num_steps, warmup):
     """Kolmogorov-Smirnov, up to 10^5 responses: only the last ones are not trained."""
-    sampled, _, engines = run(num_steps, per_step=125, in_flight=250, num_engines=1)
+    sampled, _, engines = run(num_steps, per_step=125, in_flight=250, num_engines=1, warmup=warmup)
     trained = torch.cat([one.batch.responses.lengths for one in sampled])
     drawn = torch.tensor(engines.lengths)
     assert len(trained) == 250 * num_steps

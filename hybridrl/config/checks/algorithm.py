@@ -108,14 +108,6 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
     if rollout.schedule is Schedule.sync or is_supervised(config):
         return
     key, per_step = f"rollout.schedule = {rollout.schedule}", config.data.prompts_per_step
-    if config.environment is not None:
-        yield f"{key} does not continue conversations yet.\nSet rollout.schedule=sync."
-    if algorithm.max_sampling_rounds > 1:
-        yield (
-            f"{key} does not sample in rounds yet, but algorithm.max_sampling_rounds = "
-            f"{algorithm.max_sampling_rounds}.\n"
-            f"Set algorithm.max_sampling_rounds=1 or rollout.schedule=sync."
-        )
     is_against_rollout = policy_loss_of(algorithm.loss.function).is_against_rollout
     if algorithm.rollout_correction.method is CorrectionMethod.none and not is_against_rollout:
         yield (

@@ -194,16 +194,20 @@ def wait_for_all(
         WorkerError: a worker raised or died; at once unless it only echoes another failure. Or
             the call has stalled.
     """
-    waiting = dict(running)
+    waiting: dict[ObjectRef, tuple[Host, str]] = {}
+    done: set[ObjectRef] = set()
     results: dict[ObjectRef, Any] = {}
     failures: list[tuple[Host, RemoteError, str]] = []
     deadline = math.inf
-    while (late := [ref for ref in refs if ref in waiting]) and time.monotonic() < deadline:
+    while (late := [ref for ref in refs if ref not in done]) and time.monotonic() < deadline:
+        # Another thread may have begun calls, and forgets those that failed.
+        waiting |= {ref: called for ref, called in [*running.items()] if ref not in done}
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
         if not (ready or failures):
             detector.check([waiting[ref][0] for ref in late])
         for ref in ready:
             host, its_phase = waiting.pop(ref)
+            done.add(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:

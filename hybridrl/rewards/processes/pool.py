@@ -16,6 +16,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -44,8 +45,7 @@ MAX_FAILED_STARTS = 3
 class TaskPool:
     """Pool of processes that compute items. They start in the background.
 
-    Use it as a context manager or call `close`. The processes also end with the thread that created
-    the pool, and when this process dies.
+    Use it as a context manager or call `close`. The processes also end when this process dies.
 
     Args:
         setup: function to compute.
@@ -73,7 +73,9 @@ class TaskPool:
                 what,
                 ", ".join(withheld),
             )
-        self._processes = [RewardProcess(setup) for _ in range(count)]
+        # The kernel ends processes with the thread that started them; `run` may be in any thread.
+        self._starter = ThreadPoolExecutor(1, f"start {what}")
+        self._processes = [self._start() for _ in range(count)]
 
     def run(self, items: Sequence[Any]) -> list[Any]:
         """Return the value or `Failure` of each item, in order.
@@ -108,11 +110,12 @@ class TaskPool:
             if count > 1:
                 _logger.warning("%s failed %d times in all: %s", self._what, count, cause)
         self._failed.clear()
-        for process in self._processes:
+        processes, self._processes = self._processes, []
+        for process in processes:
             process.ask_to_end()
-        for process in self._processes:
+        for process in processes:
             process.kill()
-        self._processes = []
+        self._starter.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -198,8 +201,11 @@ class TaskPool:
     def _replace(self, process: RewardProcess) -> int:
         """Kill a process and start a new one; return the exit code."""
         exit_code = process.kill()
-        self._processes[self._processes.index(process)] = RewardProcess(self._setup)
+        self._processes[self._processes.index(process)] = self._start()
         return exit_code
+
+    def _start(self) -> RewardProcess:
+        return self._starter.submit(RewardProcess, self._setup).result()
 
     def _count_failed_start(self, exit_code: int) -> None:
         self._failed_starts += 1

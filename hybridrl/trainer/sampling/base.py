@@ -70,7 +70,7 @@ class Sampling:
         """Sample the responses to train on."""
         if self._config.algorithm.max_sampling_rounds > 1:
             return self._sample_mixed(step)
-        return self._round(self._take(self._config.data.prompts_per_step), step)
+        return self._round(self._config.data.prompts_per_step, step)
 
     def _sample_mixed(self, step: int) -> Sampled:
         """Dynamic sampling: replace prompts whose responses have equal rewards by the next.
@@ -85,7 +85,7 @@ class Sampling:
         kept: list[Sampled] = []
         rewards: list[tuple[Rewarded, list[int]]] = []
         while missing and len(kept) < max_rounds:
-            done = self._round(self._take(missing), step, first_sample=len(kept) * self._each)
+            done = self._round(missing, step, first_sample=len(kept) * self._each)
             rewarded = self._rewards.score(done.prompts, done.batch)
             of_prompts = torch.tensor(rewarded.scores).view(missing, self._each)
             is_mixed = (of_prompts != of_prompts[:, :1]).any(1)
@@ -112,8 +112,12 @@ class Sampling:
             sampled, torch.arange(len(sampled.prompts)) < (wanted - missing) * self._each
         )
 
-    def _round(self, prompts: list[Prompt], step: int, first_sample: int = 0) -> Sampled:
-        """Sample once; a prompt may return within a step: first_sample makes its samples differ."""
+    def _round(self, missing: int, step: int, first_sample: int = 0) -> Sampled:
+        """Sample responses to `missing` prompts.
+
+        A prompt may return within a step: first_sample makes its samples differ.
+        """
+        prompts = self._take(missing)
         request = request_of(
             prompts,
             step,
@@ -167,7 +171,7 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
     batch = replace(
         batch,
         group_id=group_id,
-        engines=total_stats(batches, first_token=max),
+        engines=total_stats([part for part in batches if part.engines], first_token=max),
         environment_s=sum(part.environment_s for part in batches),
     )
     return Sampled(batch, [prompt for part in parts for prompt in part.prompts])

@@ -10,48 +10,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.trainer.sampling.drafts import Draft
 
-_NUMPY = {"tokens": np.int32, "log_probs": np.float32, "versions": np.int32}
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A response so far.
-
-    Attributes:
-        tokens: [n] int32.
-        log_probs: [n] float32, nats, of each token when it was sampled.
-        versions: [n] int32, number of the weights that sampled each token.
-        finished: it has its last token.
-        truncated: the length limit ended it.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    versions: Tensor
-    finished: bool = False
-    truncated: bool = False
-
-    @classmethod
-    def empty(cls) -> "Draft":
-        """Return a response without tokens."""
-        none = torch.empty(0, dtype=torch.int32)
-        return cls(none, torch.empty(0, dtype=torch.float32), none)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def continued(
-        self, tokens: Tensor, log_probs: Tensor, version: int, *, finished: bool, truncated: bool
-    ) -> "Draft":
-        """Return this response with more tokens, all sampled with weights `version`."""
-        return Draft(
-            torch.cat([self.tokens, tokens]),
-            torch.cat([self.log_probs, log_probs]),
-            torch.cat([self.versions, torch.full((len(tokens),), version, dtype=torch.int32)]),
-            finished,
-            truncated,
-        )
+_NUMPY = {"tokens": np.int32, "log_probs": np.float32, "versions": np.int32, "mask": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -62,6 +24,7 @@ class Group:
         step: in which the first tokens were sampled; seeds derive from it.
         version: number of the weights in that step; no token is older.
         engine: index of the engine that samples them.
+        first_sample: index of the first response among all to this prompt in `step`.
     """
 
     prompt: Prompt
@@ -69,15 +32,16 @@ class Group:
     version: int
     engine: int
     drafts: tuple[Draft, ...]
+    first_sample: int = 0
 
     @property
     def is_finished(self) -> bool:
         """True if all responses are finished."""
         return all(draft.finished for draft in self.drafts)
 
-    def with_draft(self, index: int, draft: Draft) -> "Group":
-        """Return this group with another response at an index."""
-        drafts = (*self.drafts[:index], draft, *self.drafts[index + 1 :])
+    def with_drafts(self, new: Mapping[int, Draft]) -> "Group":
+        """Return this group with other responses at some indices."""
+        drafts = tuple(new.get(index, draft) for index, draft in enumerate(self.drafts))
         return replace(self, drafts=drafts)
 
 
@@ -106,6 +70,7 @@ def encode(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "step": group.step,
             "version": group.version,
             "engine": group.engine,
+            "first_sample": group.first_sample,
             "drafts": [_encode_draft(draft) for draft in group.drafts],
         }
         for group in groups
@@ -123,17 +88,19 @@ def decode(
             group["version"],
             group["engine"],
             tuple(_decode_draft(draft) for draft in group["drafts"]),
+            group["first_sample"],
         )
         for group in state
     )
 
 
 def _encode_draft(draft: Draft) -> dict[str, Any]:
-    arrays = {
-        name: b64encode(getattr(draft, name).numpy().astype(dtype).tobytes()).decode()
-        for name, dtype in _NUMPY.items()
+    return {
+        name: b64encode(value.numpy().astype(_NUMPY[name]).tobytes()).decode()
+        if isinstance(value, Tensor)
+        else value
+        for name, value in vars(draft).items()
     }
-    return arrays | {"finished": draft.finished, "truncated": draft.truncated}
 
 
 def _decode_draft(state: Mapping[str, Any]) -> Draft:
@@ -141,4 +108,5 @@ def _decode_draft(state: Mapping[str, Any]) -> Draft:
         name: torch.from_numpy(np.frombuffer(b64decode(state[name]), dtype).copy())
         for name, dtype in _NUMPY.items()
     }
-    return Draft(**arrays, finished=state["finished"], truncated=state["truncated"])
+    failure = state["failure"] and FailureKind(state["failure"])
+    return Draft(**{**state, **arrays, "failure": failure})

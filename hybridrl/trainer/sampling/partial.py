@@ -1,7 +1,8 @@
 """Partial rollouts: a step's sampling ends by a budget of tokens; what is unfinished goes on.
 
     admit       new prompts, until rollout.max_in_flight are in flight
-    sample      all unfinished responses, until the budget is spent; with the weights of this step
+    sample      all unfinished responses, until the budget is spent; with the weights of this step;
+                with an environment in several calls, between which it answers
     train       the oldest prompts_per_step prompts whose responses are all finished
     keep        the others, with the log-prob and the weights' version of each token
 
@@ -12,7 +13,9 @@ each is trained at most rollout.max_versions updates after it was sampled.
 Source: Kimi Team 2025, "partial rollouts", https://arxiv.org/abs/2501.12599
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +24,9 @@ from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import sample_seed
 from hybridrl.trainer.sampling.base import Sampled, Sampling, total_stats
+from hybridrl.trainer.sampling.drafts import Draft, Turns, advanced, batch_of
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
-from hybridrl.trainer.sampling.in_flight import Draft, Group, due
+from hybridrl.trainer.sampling.in_flight import Group, due
 from hybridrl.trainer.state import TrainState
 
 # Least tokens of a further round, as a share of the mean length: few rounds, little too much.
@@ -35,7 +39,7 @@ class PartialSampling(Sampling):
     """Sampling whose responses may take several steps. `state` has those in flight.
 
     `engine` is vLLM on all GPUs, `num_engines` its engines; `continue_` generates with a token
-    budget, on given ones. `parts` are those of `Sampling`.
+    budget, on given ones; `turns` says what follows a turn. `parts` are those of `Sampling`.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class PartialSampling(Sampling):
         engine: HybridEngine,
         num_engines: int,
         continue_: Generate,
+        turns: Turns,
         *parts: Any,
     ) -> None:
         super().__init__(*parts)
@@ -51,37 +56,44 @@ class PartialSampling(Sampling):
         self._engine = engine
         self._num_engines = num_engines
         self._continue = continue_
+        self._turns = turns
+        # Of the step: calls of the engines, rounds of them with a budget each, and samples begun
+        # of a prompt that is taken again.
+        self._parts: list[RolloutBatch] = []
+        self._rounds = self._begun = 0
 
     def _sample_step(self, step: int) -> Sampled:
-        wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
-        continued = sum(not draft.finished for g in self._state.in_flight for draft in g.drafts)
-        groups = [*self._state.in_flight, *self._admitted(step, version)]
-        needed = due(groups, version, self._config.rollout.max_versions, wanted)
-        parts: list[RolloutBatch] = []
-        missing = missing_groups(groups, wanted)
-        while missing or not parts:
-            least = MIN_SHARE if parts else 0.0
-            groups, part = self._continued(groups, needed, missing, least, version)
-            parts.append(part)
-            missing = missing_groups(groups, wanted)
-        sampled = self._chosen(groups, needed, parts)
-        sampled.metrics["partial/continued_responses"] = float(continued)
-        return sampled
+        self._parts, self._rounds, self._begun = [], 0, 0
+        groups = self._state.in_flight
+        continued = [len(groups[g].drafts[k]) for g, k in open_places(groups)]
+        sampled = super()._sample_step(step)
+        metrics = self._metrics(sampled.batch) | self.in_flight_metrics()
+        metrics["partial/continued_responses"] = float(len(continued))
+        metrics["partial/continued_tokens"] = float(sum(continued))
+        return replace(sampled, metrics=sampled.metrics | metrics)
 
-    def _chosen(
-        self, groups: Sequence[Group], needed: int, parts: Sequence[RolloutBatch]
-    ) -> Sampled:
-        """Take the oldest finished groups of a step out of flight; `parts` were sampled in it."""
-        wanted = self._config.data.prompts_per_step
-        finished = [index for index, group in enumerate(groups) if group.is_finished]
-        trained = set(finished[:wanted])
-        assert trained.issuperset(range(needed)), "an old response was not finished"
-        chosen = [groups[index] for index in finished[:wanted]]
-        self._state.in_flight = tuple(g for i, g in enumerate(groups) if i not in trained)
-        batch = joined(chosen, parts)
-        metrics = _metrics(batch, parts, self._engine.weight_version)
-        prompts = [group.prompt for group in chosen for _ in group.drafts]
-        return Sampled(batch, prompts, metrics=metrics | self.in_flight_metrics())
+    def _round(self, missing: int, step: int, first_sample: int = 0) -> Sampled:
+        """Take the oldest `missing` finished prompts out of flight, once there are as many."""
+        version, per_step = self._engine.weight_version, self._config.data.prompts_per_step
+        admitted = self._admitted(step, version, taken=per_step - missing)
+        groups = [*self._state.in_flight, *admitted]
+        # More may be due where a run is resumed with a lower rollout.max_versions.
+        needed = min(missing, due(groups, version, self._config.rollout.max_versions, per_step))
+        parts: list[RolloutBatch] = []
+        least = 0.0
+        while (lacking := lacks(groups, missing)) or lacks(groups[:needed], needed):
+            budget = self._budget(groups, lacking, least)
+            groups, more = self._sampled(groups, needed, budget, version, self._continue)
+            parts += more
+            self._rounds += 1
+            least = MIN_SHARE
+        finished = [index for index, group in enumerate(groups) if group.is_finished][:missing]
+        assert set(finished).issuperset(range(needed)), "an old response was not finished"
+        self._state.in_flight = tuple(g for i, g in enumerate(groups) if i not in {*finished})
+        self._parts += parts
+        chosen = [groups[index] for index in finished]
+        batch = replace(self._joined(chosen), engines=total_stats(parts, first_token=first))
+        return Sampled(batch, [group.prompt for group in chosen for _ in group.drafts])
 
     def in_flight_metrics(self) -> dict[str, float]:
         """Count the responses in flight."""
@@ -93,73 +105,65 @@ class PartialSampling(Sampling):
             "partial/length_mean": self._state.lengths.mean or 0.0,
         }
 
-    def _admitted(self, step: int, version: int) -> list[Group]:
-        """Take new prompts; each goes to the engine with the fewest unfinished responses."""
+    def _admitted(self, step: int, version: int, taken: int = 0) -> list[Group]:
+        """Take new prompts; each goes to the engine with the fewest unfinished responses.
+
+        `taken` prompts, which the step has taken out already, count as in flight until its end.
+        """
         groups, most = self._state.in_flight, self._config.rollout.max_in_flight
         assert most is not None, "derived"
         load = [0] * self._num_engines
         for group in groups:
             load[self._engine_of(group)] += sum(not draft.finished for draft in group.drafts)
+        prompts = self._take(max(0, most - taken - len(groups)))  # `most` may be lower than before
+        opened = self._turns.open([prompt.prompt_id for prompt in prompts])
         admitted = []
-        for prompt in self._take(most - len(groups)):
+        for prompt, draft in zip(prompts, opened, strict=True):
             engine = load.index(min(load))
             load[engine] += self._each
-            drafts = (Draft.empty(),) * self._each
-            admitted.append(Group(prompt, step, version, engine, drafts))
+            drafts = (draft,) * self._each
+            admitted.append(Group(prompt, step, version, engine, drafts, self._begun))
+        self._begun += self._each * bool(admitted)
         return admitted
 
-    def _continued(
-        self, groups: Sequence[Group], needed: int, missing: int, least: float, version: int
-    ) -> tuple[list[Group], RolloutBatch]:
-        """Sample once, with the tokens that `missing` more prompts need as budget.
+    def _sampled(
+        self, groups: list[Group], needed: int, budget: int, version: int, call: Generate
+    ) -> tuple[list[Group], list[RolloutBatch]]:
+        """Continue all unfinished responses until they have `budget` more tokens.
 
-        The budget is at least the share `least` of the mean length for each response.
+        The oldest `needed` prompts are finished whatever the budget. Without an environment that is
+        one call of the engines. With one it is several, between which turns are answered.
         """
-        places = open_places(groups)
-        budget = self._budget(places, missing, least)
-        part = self._continue(self._request(groups, places, needed, budget))
-        return self._merged(groups, places, part, version), part
+        parts = []
+        while (places := open_places(groups)) and (budget > 0 or places[0][0] < needed):
+            parts.append(call(self._request(groups, places, needed, max(0, budget))))
+            assert (parts[-1].weight_version == version).all(), "stale weights"
+            drafts = [groups[g].drafts[k] for g, k in places]
+            new = advanced(drafts, parts[-1], self._turns)
+            budget -= sum(map(len, new)) - sum(map(len, drafts))
+            of_groups: dict[int, dict[int, Draft]] = {}
+            for (g, k), draft in zip(places, new, strict=True):
+                of_groups.setdefault(g, {})[k] = draft
+            groups = [group.with_drafts(of_groups.get(g, {})) for g, group in enumerate(groups)]
+            ended = [(g, len(d)) for (g, _), d in zip(places, new, strict=True) if d.finished]
+            ids = [groups[g].prompt.prompt_id for g, _ in ended]
+            self._state.lengths.learn(ids, [length for _, length in ended])
+        return groups, parts
 
     def _budget(
-        self, places: Sequence[Place], missing: float, least: float = 0.0, length: float = 0.0
-    ) -> float:
-        """Return the tokens of each response, in the mean, that `missing` more prompts need.
+        self, groups: Sequence[Group], missing: float, least: float = 0.0, length: float = 0.0
+    ) -> int:
+        """Return the tokens that `missing` more prompts need in the mean.
 
-        Responses are expected to have the mean length of all so far, and at least `length`.
+        They are at least the share `least` of a mean length for each unfinished response. The mean
+        is that of all responses so far, and at least `length`.
         """
         mean = self._state.lengths.mean or self._config.rollout.max_response_tokens / 2
-        return max(missing * self._each / len(places), least) * max(mean, length)
-
-    def _merged(
-        self, groups: Sequence[Group], places: Sequence[Place], part: RolloutBatch, version: int
-    ) -> list[Group]:
-        """Return the groups with the tokens of a call that continued the responses `places`."""
-        assert part.unfinished is not None
-        assert (part.weight_version == version).all(), "stale weights"
-        of_rows = zip(
-            places,
-            part.responses.rows(),
-            part.rollout_log_probs.rows(),
-            part.unfinished.tolist(),
-            part.truncated.tolist(),
-            strict=True,
-        )
-        new = list(groups)
-        for (g, k), tokens, log_probs, is_open, truncated in of_rows:
-            draft = (
-                new[g]
-                .drafts[k]
-                .continued(tokens, log_probs, version, finished=not is_open, truncated=truncated)
-            )
-            new[g] = new[g].with_draft(k, draft)
-        ended = [(g, k) for g, k in places if new[g].drafts[k].finished]
-        self._state.lengths.learn(
-            [new[g].prompt.prompt_id for g, _ in ended], [len(new[g].drafts[k]) for g, k in ended]
-        )
-        return new
+        responses = max(missing * self._each, least * len(open_places(groups)))
+        return math.ceil(responses * max(mean, length))
 
     def _request(
-        self, groups: Sequence[Group], places: Sequence[Place], needed: int, budget: float
+        self, groups: Sequence[Group], places: Sequence[Place], needed: int, budget: int
     ) -> PromptBatch:
         """Build a request whose prompts are prompts with their responses so far."""
         rollout = self._config.rollout
@@ -175,9 +179,11 @@ class PartialSampling(Sampling):
             max_tokens=torch.tensor(
                 [rollout.max_response_tokens - len(draft) for _, draft in of_rows]
             ),
+            stop_token_ids=self._turns.stop_token_ids,
             engine=torch.tensor([self._engine_of(group) for group, _ in of_rows]),
             seeds=torch.tensor([self._seed(groups[g], k) for g, k in places]),
-            token_budget=budget,
+            token_budget=budget / len(places),
+            enough_ended=self._turns.enough,
             must_finish=torch.tensor([g < needed for g, _ in places]),
         )
 
@@ -185,34 +191,37 @@ class PartialSampling(Sampling):
         """Return the group's engine; a resumed run may have fewer."""
         return group.engine % self._num_engines
 
-    def _seed(self, group: Group, sample: int) -> int:
+    def _seed(self, group: Group, index: int) -> int:
         """Return the seed of a response's next tokens, a function of how many it has."""
-        sampled, prompt_id = len(group.drafts[sample]), group.prompt.prompt_id
-        after = ("after", sampled) if sampled else ()
-        return sample_seed(self._config.rollout.seed, group.step, prompt_id, sample, *after)
+        sample, parts = group.first_sample + index, group.drafts[index].seed_parts
+        seed, prompt_id = self._config.rollout.seed, group.prompt.prompt_id
+        return sample_seed(seed, group.step, prompt_id, sample, *parts)
 
-
-def joined(groups: Sequence[Group], parts: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Return the responses of finished groups as a batch, with the speeds of a step's `parts`."""
-    rows = [(number, group, draft) for number, group in enumerate(groups) for draft in group.drafts]
-    responses = Ragged.from_rows([draft.tokens for _, _, draft in rows], torch.int32)
-    return RolloutBatch(
-        prompts=Ragged.from_rows([group.prompt.token_ids for _, group, _ in rows], torch.int32),
-        responses=responses,
-        response_mask=responses.like(torch.ones_like(responses.values, dtype=torch.bool)),
-        rollout_log_probs=Ragged.from_rows([d.log_probs for _, _, d in rows], torch.float32),
+    def _joined(self, groups: Sequence[Group]) -> RolloutBatch:
+        """Return the responses of finished groups as a batch."""
+        rows = [(number, group) for number, group in enumerate(groups) for _ in group.drafts]
+        prompts = Ragged.from_rows([group.prompt.token_ids for _, group in rows], torch.int32)
+        drafts = [draft for group in groups for draft in group.drafts]
         # A prompt may be in flight twice.
-        group_id=torch.tensor([number for number, _, _ in rows]),
-        weight_version=torch.tensor([int(draft.versions[-1]) for _, _, draft in rows]),
-        truncated=torch.tensor([draft.truncated for _, _, draft in rows]),
-        token_versions=Ragged.from_rows([d.versions for _, _, d in rows], torch.int32),
-        engine=torch.tensor([group.engine for _, group, _ in rows]),
-        engines=total_stats(parts, first_token=lambda times: times[0]),
-    )
+        batch = batch_of(drafts, prompts, torch.tensor([n for n, _ in rows]), self._turns)
+        return replace(batch, engine=torch.tensor([group.engine for _, group in rows]))
+
+    def _metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """Compute metrics of what was sampled and trained."""
+        assert batch.token_versions is not None
+        versions = batch.token_versions.values[batch.response_mask.values]
+        lag = self._engine.weight_version - versions
+        sampled = sum(int(part.responses.lengths.sum()) for part in self._parts)
+        return {
+            "partial/version_lag_mean": float(lag.float().mean()),
+            "partial/version_lag_max": float(lag.max()),
+            "partial/trained_fraction": float((lag == 0).sum()) / max(sampled, 1),
+            "partial/rounds": float(self._rounds),
+        }
 
 
-def missing_groups(groups: Sequence[Group], wanted: int) -> int:
-    """Return how many finished groups are missing."""
+def lacks(groups: Sequence[Group], wanted: int) -> int:
+    """Return how many of the wanted finished groups are missing."""
     return max(0, wanted - sum(group.is_finished for group in groups))
 
 
@@ -226,14 +235,6 @@ def open_places(groups: Sequence[Group]) -> list[Place]:
     ]
 
 
-def _metrics(batch: RolloutBatch, parts: Sequence[RolloutBatch], version: int) -> dict[str, float]:
-    """Compute metrics of what was sampled and trained."""
-    assert batch.token_versions is not None
-    lag = version - batch.token_versions.values
-    sampled = sum(int(part.responses.lengths.sum()) for part in parts)
-    return {
-        "partial/version_lag_mean": float(lag.float().mean()),
-        "partial/version_lag_max": float(lag.max()),
-        "partial/trained_fraction": float((lag == 0).sum()) / max(sampled, 1),
-        "partial/rounds": float(len(parts)),
-    }
+def first(times: Sequence[float]) -> float:
+    """Return the time of the first of several calls."""
+    return times[0]

@@ -4,25 +4,23 @@
     engines    | sample with weights n - 1, until the budget is spent | swap | sample with weights n
 
 A step trains the oldest prompts_per_step prompts whose responses are all finished. Before its
-update the engines begin one call: they continue all unfinished responses, up to a budget of tokens
-that is fixed then. Weights arrive in a shadow copy meanwhile, and are swapped in after the call. So
-it follows from seeds and lengths alone which weights sample a token, and which step trains it.
+update the engines begin a call: they continue all unfinished responses, up to a budget of tokens
+that is fixed then; with an environment, several calls share it. Weights arrive in a shadow copy
+meanwhile, and are swapped in afterwards. So it follows from seeds and lengths alone which weights
+sample a token, and which step trains it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from itertools import chain, repeat
+from typing import Any
 
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.controller.background import MAY_BLOCK, run_in_background
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.trainer.sampling.base import Sampled, total_stats
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.in_flight import Group, due
-from hybridrl.trainer.sampling.partial import (
-    MIN_SHARE,
-    PartialSampling,
-    Place,
-    missing_groups,
-    open_places,
-)
+from hybridrl.trainer.sampling.partial import PartialSampling, first
 from hybridrl.trainer.timing.engines import engine_metrics
 
 # Finished prompts beyond those of the next step to which calls lead, as a share of a step's: so
@@ -33,22 +31,6 @@ SPARE = 0.5
 GAIN = 0.5
 # Begins a call of the engines, with the version of weights that arrive meanwhile.
 BeginAhead = Callable[[Any, int | None], Callable[[], RolloutBatch]]
-
-
-class _Ahead(NamedTuple):
-    """Call of the engines that runs beside the training.
-
-    Attributes:
-        groups: those in flight when it began.
-        places: the responses that it continues.
-        version: of the weights that sample.
-        wait: waits for its end.
-    """
-
-    groups: list[Group]
-    places: list[Place]
-    version: int
-    wait: Callable[[], RolloutBatch]
 
 
 class SplitSampling(PartialSampling):
@@ -66,8 +48,9 @@ class SplitSampling(PartialSampling):
         super().__init__(*parts)
         self._begin_ahead = begin_ahead
         self._trains_policy = trains_policy
-        self._ahead: _Ahead | None = None
-        self._parts: list[RolloutBatch] = []
+        # Groups in flight after the sampling beside the training, and the calls for them.
+        self._ahead: Future[tuple[list[Group], list[RolloutBatch]]] | None = None
+        self._environment_s = 0.0
 
     def sample(self, step: int) -> Sampled:
         """Return the step's responses, most of them sampled before; begin to sample for the next.
@@ -75,6 +58,7 @@ class SplitSampling(PartialSampling):
         With rollout.max_versions=0 nothing is sampled ahead.
         """
         sampled = super().sample(step)
+        self._environment_s = sampled.batch.environment_s
         if self._config.rollout.max_versions:
             length = float(sampled.batch.responses.lengths.float().mean())
             self._ahead = self._begin(step, length)
@@ -84,48 +68,43 @@ class SplitSampling(PartialSampling):
         """After the update: send the weights, wait for the engines, swap; return metrics."""
         if self._ahead is None:
             return {}
-        groups, places, version, wait = self._ahead
         sent = self._engine.send() if self._trains_policy(step) else None
-        part = wait()
+        groups, parts = self._ahead.result()
         self._ahead = None
         metrics = self._engine.swap(sent)
-        self._state.in_flight = tuple(self._merged(groups, places, part, version))
-        stats = total_stats([*self._parts, part], first_token=lambda times: times[0])
-        seconds = max(engine.seconds for engine in stats)
+        self._state.in_flight = tuple(groups)
+        stats = total_stats([*self._parts, *parts], first_token=first)
+        seconds = max((engine.seconds for engine in stats), default=0.0)
         metrics |= engine_metrics(stats, seconds) if seconds else {}
+        if waited := self._turns.take_seconds():
+            metrics["environment/seconds"] = self._environment_s + waited
         sampled = float(sum(engine.tokens for engine in stats))
         return metrics | self.in_flight_metrics() | {"split/sampled_tokens": sampled}
 
     def _sample_step(self, step: int) -> Sampled:
         """Take finished groups; sample before only as far as they are missing."""
-        wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
-        groups, self._parts = list(self._state.in_flight), []
-        continued = float(len(open_places(groups)))
-        if missing_groups(groups, wanted):
-            groups += self._admitted(step, version)
-        needed = due(groups, version, self._config.rollout.max_versions, wanted)
-        while missing := missing_groups(groups, wanted):
-            least = MIN_SHARE if self._parts else 0.0
-            groups, part = self._continued(groups, needed, missing, least, version)
-            self._parts.append(part)
-        sampled = self._chosen(groups, needed, self._parts)
+        sampled = super()._sample_step(step)
         del sampled.metrics["partial/trained_fraction"]  # most is trained in later steps
-        sampled.metrics["partial/continued_responses"] = continued
         return sampled
 
-    def _begin(self, step: int, length: float) -> _Ahead:
-        """Begin to sample what the next step trains, and some more.
+    def _begin(self, step: int, length: float) -> Future[tuple[list[Group], list[RolloutBatch]]]:
+        """Begin to sample what the next step trains, and some more, in a thread.
 
         `length` is the mean of this step's responses: lengths may grow during training.
         """
         wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
         groups = [*self._state.in_flight, *self._admitted(step, version)]
-        places = open_places(groups)
         # The next step trains after this step's update.
         needed = due(groups, version + 1, self._config.rollout.max_versions, wanted)
         finished = sum(group.is_finished for group in groups)
         missing = (1 - GAIN) * wanted + GAIN * ((1 + SPARE) * wanted - finished)
-        budget = self._budget(places, max(missing, 0.0), length=length)
-        request = self._request(groups, places, needed, budget)
-        arriving = version + 1 if self._trains_policy(step) else None
-        return _Ahead(groups, places, version, self._begin_ahead(request, arriving))
+        budget = self._budget(groups, max(missing, 0.0), length=length)
+        # The first call also begins to receive the weights that arrive.
+        arriving = chain([version + 1 if self._trains_policy(step) else None], repeat(None))
+
+        def call(request: PromptBatch) -> RolloutBatch:
+            return self._begin_ahead(request, next(arriving))()
+
+        return run_in_background(
+            self._sampled, groups, needed, budget, version, call, name=MAY_BLOCK
+        )

@@ -1,0 +1,267 @@
+"""Conversations in flight: turns that are cut go on, and environments survive a checkpoint."""
+
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.seeds import derive_seed
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.tokenizer import TurnTokens
+from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
+from hybridrl.trainer.multi_turn.environment import FailureReasons
+from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.sampling.drafts import Draft
+from hybridrl.trainer.sampling.in_flight import decode as decode_groups
+from hybridrl.trainer.sampling.in_flight import encode as encode_groups
+from hybridrl.trainer.sampling.partial import PartialSampling
+from hybridrl.trainer.sampling.split import SplitSampling
+from tests.unit.talking import AB, END, ONE, STOP, TOKENIZER, A, B, Here, decode
+
+EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS, LONGEST = 2, 4, 12, 3, 60
+POLICY = [A, B, AB, ONE, A, B, AB, ONE, STOP, END]
+
+
+def log_prob(prefix: list[int]) -> float:
+    """Of a prefix's last token: any change of what a token was sampled after shows."""
+    return -(derive_seed(*prefix) % 4096) / 4096
+
+
+@dataclass
+class Engines:
+    """Engines whose next token is drawn by the seed; turns end by chance.
+
+    Attributes:
+        weight_version: as that of a HybridEngine.
+        sampled: tokens in all.
+        cut: turns that calls have cut after some of their tokens.
+        in_flight: of each step, the unfinished responses that it leaves.
+    """
+
+    num_engines: int = 2
+    weight_version: int = 0
+    holds: int = 0
+    sampled: int = 0
+    cut: int = 0
+    in_flight: list[list[Draft]] = field(default_factory=list)
+
+    def begin_ahead(self, request: PromptBatch, arriving: int | None):
+        return lambda: self.generate(request)
+
+    def send(self):
+        return self.weight_version
+
+    def swap(self, sent):
+        self.holds = sent
+        return {}
+
+    def generate(self, request: PromptBatch) -> RolloutBatch:
+        prompts = [row.tolist() for row in request.prompts.rows()]
+        rows: list[list[int]] = [[] for _ in prompts]
+        open_rows = set(range(len(rows)))
+        drawn = [torch.Generator().manual_seed(seed) for seed in request.seeds.tolist()]
+        limits = request.max_tokens.tolist()
+        for engine in range(self.num_engines):
+            mine = (request.engine == engine).nonzero().flatten().tolist()
+            budget, enough = len(mine) * request.token_budget, len(mine) * request.enough_ended
+            while here := [row for row in mine if row in open_rows]:
+                spent = sum(len(rows[row]) for row in mine) >= budget
+                spent = spent or len(mine) - len(here) >= enough
+                if spent and not any(request.must_finish[row] for row in here):
+                    break
+                for row in here:
+                    choice = int(torch.randint(len(POLICY), (), generator=drawn[row]))
+                    rows[row].append(POLICY[choice])
+                    ends = POLICY[choice] in (STOP, END)
+                    if ends or len(rows[row]) == limits[row]:
+                        open_rows.remove(row)
+        self.sampled += sum(map(len, rows))
+        self.cut += sum(bool(rows[row]) for row in open_rows)
+        responses = Ragged.from_rows(rows, torch.int32)
+        log_probs = [
+            [log_prob([*prefix, *row[: k + 1]]) for k in range(len(row))]
+            for prefix, row in zip(prompts, rows, strict=True)
+        ]
+        is_cut = [
+            len(row) == limit and row[-1] not in (STOP, END)
+            for row, limit in zip(rows, limits, strict=True)
+        ]
+        return RolloutBatch(
+            prompts=request.prompts,
+            responses=responses,
+            response_mask=responses.like(torch.ones_like(responses.values).bool()),
+            rollout_log_probs=Ragged.from_rows(log_probs, torch.float32),
+            group_id=request.prompt_id,
+            weight_version=torch.full((len(rows),), self.holds),
+            truncated=torch.tensor(is_cut),
+            unfinished=torch.tensor([row in open_rows for row in range(len(rows))]),
+            engines=(EngineStats(len(responses.values), 1.0, 0.1),) * self.num_engines,
+        )
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(number, [A] * (1 + number % 3), "", "", {}, {})
+
+
+class LengthIsReward:
+    """Rewards by which some prompts are mixed and others are not."""
+
+    def score(self, prompts, batch):
+        scores = [float(len(row) % 2) for row in batch.responses.rows()]
+        return Rewarded([""] * len(scores), scores, [])
+
+
+def run(
+    num_steps,
+    *,
+    split=False,
+    restarts=False,
+    rounds=1,
+    max_versions=MAX_VERSIONS,
+    most=IN_FLIGHT,
+    in_flight=(),
+):
+    """Batches of some steps, what is in flight then, and the engines.
+
+    With restarts, each step begins with what a checkpoint of the step before holds.
+    """
+    engines = Engines()
+    state = SimpleNamespace(lengths=ResponseLengths(), in_flight=in_flight)
+    overlong = SimpleNamespace(train_on_truncated=True)
+    config = SimpleNamespace(
+        algorithm=SimpleNamespace(overlong=overlong, advantage="grpo", max_sampling_rounds=rounds),
+        data=SimpleNamespace(prompts_per_step=PER_STEP),
+        rollout=SimpleNamespace(
+            max_in_flight=most,
+            max_versions=max_versions,
+            max_response_tokens=LONGEST,
+            responses_per_prompt=EACH,
+            temperature=1.0,
+            top_p=1.0,
+            seed=1,
+        ),
+    )
+    taken = 0
+
+    def take(count):
+        nonlocal taken
+        taken += count
+        return [prompt(number) for number in range(taken - count, taken)]
+
+    def sampling():
+        conversations = Conversations(
+            Here("environment_cases.Counts", turns=4),
+            TurnTokens(TOKENIZER, [END], ["="], "user"),
+            decode,
+            {number: {"greeting": "ba" * (number % 2)} for number in range(10**4)},
+            Limits(3, LONGEST),
+            FailureReasons(),
+        )
+        parts = state, engines, engines.num_engines, engines.generate, conversations, config
+        more = *parts, take, None, LengthIsReward()
+        if split:
+            return SplitSampling(engines.begin_ahead, lambda step: True, *more)
+        return PartialSampling(*more)
+
+    current, batches = sampling(), []
+    for step in range(1, num_steps + 1):
+        batches.append(current.sample(step))
+        engines.weight_version += 1
+        if split:
+            current.finish_ahead(step)
+        drafts = [draft for group in state.in_flight for draft in group.drafts]
+        engines.in_flight.append([draft for draft in drafts if not draft.finished])
+        if not split or not max_versions:
+            engines.holds = engines.weight_version
+        if restarts:
+            kept = json.loads(json.dumps(encode_groups(state.in_flight)))
+            state.in_flight, current = decode_groups(kept, prompt), sampling()
+    return batches, state.in_flight, engines
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["partial", "split"])
+def test_cut_turns_go_on_and_each_token_is_trained_once(split):
+    sampled, left, engines = run(12, split=split)
+    trained = 0
+    for step, one in enumerate(sampled):
+        batch = one.batch
+        rows = zip(
+            batch.prompts.rows(),
+            batch.responses.rows(),
+            batch.response_mask.rows(),
+            batch.rollout_log_probs.rows(),
+            batch.token_versions.rows(),
+            batch.turns.tolist(),
+            strict=True,
+        )
+        for asked, response, mask, log_probs, versions, turns in rows:
+            tokens, begun = [*asked.tolist(), *response.tolist()], len(asked)
+            wanted = [log_prob(tokens[: begun + k + 1]) for k in range(len(response))]
+            assert torch.equal(log_probs, torch.tensor(wanted).masked_fill(~mask, 0.0))
+            own = versions[mask]
+            assert (own.diff() >= 0).all() and 0 <= step - int(own[0]) <= MAX_VERSIONS
+            assert (versions[~mask] == -1).all() and bool(mask[-1])
+            # Answers separate the turns, unless they have no tokens.
+            begins = int((mask.int().diff() == 1).sum()) + bool(mask[0])
+            assert begins <= turns <= 3
+            assert len(response) <= LONGEST
+        trained += int(batch.response_mask.values.sum())
+        assert batch.environment_rewards.tolist() == [
+            sum(range(1, turns + 1)) for turns in batch.turns.tolist()
+        ]
+    kept = sum(int(draft.mask.sum()) for group in left for draft in group.drafts)
+    assert trained + kept == engines.sampled
+    assert engines.cut > 20
+    assert any((one.batch.token_versions.values.unique() >= 0).sum() > 1 for one in sampled)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["partial", "split"])
+def test_answers_do_not_wait_for_the_longest_turn(split):
+    """Conversations in flight are in different turns, at their beginning and within them."""
+    _, _, engines = run(12, split=split)
+    begun = [[draft for draft in drafts if draft.turns] for drafts in engines.in_flight]
+    assert any(len({draft.turns for draft in drafts}) > 1 for drafts in begun)
+    assert {draft.turn_tokens > 0 for drafts in begun for draft in drafts} == {False, True}
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("split", [False, True], ids=["partial", "split"])
+def test_a_checkpoint_holds_all_of_a_conversation(split, rounds):
+    """Environments, turns, rewards: with a restart after each step nothing changes."""
+    whole, left, _ = run(8, split=split, rounds=rounds)
+    resumed, other_left, _ = run(8, split=split, restarts=True, rounds=rounds)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.batch.tensors().keys() == other.batch.tensors().keys()
+        for name, value in one.batch.tensors().items():
+            found = other.batch.tensors()[name]
+            values = (x.values if isinstance(x, Ragged) else x for x in (value, found))
+            assert torch.equal(*values), name
+    assert encode_groups(left) == encode_groups(other_left)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["partial", "split"])
+def test_unmixed_prompts_are_replaced_by_the_next_finished_ones(split):
+    sampled, _, _ = run(12, split=split, rounds=3)
+    for one in sampled:
+        lag = one.metrics["partial/version_lag_max"]
+        assert one.metrics["sampling/rounds"] <= 3 and lag <= MAX_VERSIONS
+        scores = torch.tensor(one.rewarded.scores).view(PER_STEP, EACH)
+        mixed = (scores != scores[:, :1]).any(1)
+        assert int((~mixed).sum()) == one.metrics["sampling/unmixed_prompts"]
+        counted = one.batch.responses.like(one.batch.counted.values).counts().view(PER_STEP, EACH)
+        assert torch.equal(counted.sum(1) > 0, mixed)
+        assert len(one.batch.group_id.unique()) == PER_STEP
+    assert any(one.metrics["sampling/rounds"] > 1 for one in sampled)
+
+
+def test_a_run_that_is_resumed_with_lower_bounds_goes_on():
+    """Prompts in flight beyond the new bound are trained first; none is taken for them."""
+    _, left, _ = run(3)
+    sampled, later, _ = run(4, in_flight=left, most=PER_STEP, max_versions=0)
+    assert len(left) == IN_FLIGHT - PER_STEP > len(later) == 0
+    assert all(len(one.batch) == PER_STEP * EACH for one in sampled)
