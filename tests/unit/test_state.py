@@ -98,12 +98,8 @@ class Run:
         self.state.lengths.learn(range(3), [4, 1, 7])
         self.state.lengths.learn(range(2), [8, 1])
         drafts = (
-            Draft.empty().continued(
-                torch.tensor([7, 8]),
-                torch.tensor([-0.1, -2e-30]),
-                3,
-                finished=False,
-                truncated=False,
+            Draft.empty().sampled(
+                torch.tensor([7, 8]), torch.tensor([-0.1, -2e-30]), 3, turn_ends=False
             ),
             Draft.empty(),
         )
