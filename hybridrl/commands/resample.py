@@ -185,7 +185,7 @@ def _sampled(
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-replay-"))
         rollout = rollout_engines(config, checkpoint, recorded.step, Path(logs), stack)
         environment = open_environment(config, stack)
-        batch = generator_for(config, environment, rollout, prompts, decode)(part)
+        batch = generator_for(config, environment, rollout, prompts, decode, stack)(part)
     row = part.prompt_id.tolist().index(number) * each + recorded.response % each
     ids, log_probs = batch.responses.rows()[row], batch.rollout_log_probs.rows()[row]
     return Sample(ids.tolist(), log_probs.tolist())

@@ -27,7 +27,7 @@ from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.tracking.provenance import HIDDEN
 
 # Sections from the run.
-OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "eval", "rollout")
+OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "agent", "eval", "rollout")
 # Keys of rollout that are not from the run if it had another device.
 OF_DEVICE = (
     "dtype",
@@ -49,6 +49,7 @@ SECTIONS = (
     "rollout",
     "reward",
     "environment",
+    "agent",
 )
 READ = (*SECTIONS, "run.name", "eval.rules")
 # Keys that a flag replaces.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridrl.config.choices import CorrectionMethod, DType, KLEstimator, KLPlacement, Schedule
-from hybridrl.config.estimators import is_supervised
+from hybridrl.config.estimators import estimator_of, is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
@@ -95,13 +95,29 @@ def split_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def agent_problems(config: RunConfig) -> Iterator[str]:
+    """Find algorithms that need exactly one token sequence per response."""
+    if config.agent is None:
+        return
+    algorithm, why = config.algorithm, "does not work with environment=agent yet"
+    if algorithm.max_sampling_rounds > 1:
+        rounds = algorithm.max_sampling_rounds
+        yield (
+            f"algorithm.max_sampling_rounds = {rounds} {why}.\nSet algorithm.max_sampling_rounds=1."
+        )
+    if estimator_of(algorithm.advantage).needs_greedy_responses:
+        yield f"algorithm.advantage = {algorithm.advantage} {why}.\nSet algorithm=rloo."
+    if is_supervised(config):
+        yield "environment=agent: supervised fine-tuning runs no programs.\nSet environment=none."
+
+
 def schedule_problems(config: RunConfig) -> Iterator[str]:
     """Check what responses that take several steps need."""
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.schedule is Schedule.sync or is_supervised(config):
         return
     key, per_step = f"rollout.schedule = {rollout.schedule}", config.data.prompts_per_step
-    if config.environment is not None:
+    if config.earns_rewards:
         yield f"{key} does not continue conversations yet.\nSet rollout.schedule=sync."
     if algorithm.max_sampling_rounds > 1:
         yield (

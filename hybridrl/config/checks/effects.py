@@ -164,6 +164,13 @@ RULES = (
         "set environment=none",
     ),
     Idle(
+        "reward.function reward.args reward.signature reward.concurrency reward.timeout_s",
+        "agent.function",
+        lambda config: config.agent is not None,
+        ", which gives the rewards",
+        "set environment=none",
+    ),
+    Idle(
         "reward.concurrency",
         "reward.function",
         lambda config: not awaits_rewards(config),
