@@ -7,11 +7,11 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.errors import RequestError, refused_parameter
-from hybridrl.agents.format import MODEL, Format, SamplingRequest, event, usage
+from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
 from hybridrl.agents.policy import LENGTH, Ask, Completion, Episode, Policy, message_key
 
 
-class ChatRequest(SamplingRequest):
+class ChatRequest(CompletionRequest):
     """Body of a request; the last three fields are vLLM's."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)

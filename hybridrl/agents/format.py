@@ -33,9 +33,7 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     max_tokens: int | None = Field(None, ge=1)
-    n: int | None = Field(None, ge=1, le=128)
     seed: int | None = None
-    stop: str | list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -47,9 +45,14 @@ class SamplingRequest(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     @property
+    def count(self) -> int:
+        """Number of completions."""
+        return 1
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return ()
 
     def sampling(self, episode: Episode) -> dict[str, Any]:
         """Return the sampling parameters that differ from the run's.
@@ -66,6 +69,23 @@ class SamplingRequest(BaseModel):
     def ask(self, episode: Episode, text: str, max_tokens: int | None) -> Ask:
         """Return the request to sample after a rendered text."""
         return Ask(text, max_tokens, self.stops, self.seed, self.sampling(episode))
+
+
+class CompletionRequest(SamplingRequest):
+    """Parameters of OpenAI's older formats."""
+
+    n: int | None = Field(None, ge=1, le=128)
+    stop: str | list[str] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of completions."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class Format(ABC):

@@ -363,7 +363,8 @@ def other_sampling(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
 
 def message_key(message: dict[str, Any]) -> str:
     """Return what identifies an assistant message: its text and tool calls."""
-    calls = [[call.get("id"), call.get("function")] for call in message.get("tool_calls") or []]
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    calls = [[one.get("name"), _mapping(one.get("arguments"))] for one in functions]
     return json.dumps([message.get("content") or "", calls], sort_keys=True)
 
 

@@ -14,7 +14,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from hybridrl.agents.chat import Chat
 from hybridrl.agents.errors import RequestError
 from hybridrl.agents.format import MODEL, Format
+from hybridrl.agents.messages import Messages
 from hybridrl.agents.policy import Policy
+from hybridrl.agents.responses import Responses
 from hybridrl.agents.text_completions import TextCompletions
 
 # Largest body of a request.
@@ -24,6 +26,8 @@ END_TIMEOUT_S = 5.0
 FORMATS: Mapping[str, type[Format]] = {
     "/v1/chat/completions": Chat,
     "/v1/completions": TextCompletions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
 }
 
 
@@ -54,7 +58,7 @@ def _handler(policy: Policy, form: Format) -> Callable[[Request], Awaitable[Resp
         try:
             episode = policy.episode(_key(request))
             asked = form.parse(await _body(request))
-            begun = policy.begin(episode, form.ask(policy, episode, asked), asked.n or 1)
+            begun = policy.begin(episode, form.ask(policy, episode, asked), asked.count)
             if asked.stream:
                 pieces = policy.pieces(episode, begun)
                 events = form.events(policy, episode, asked, pieces)

@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
-from hybridrl.agents.format import MODEL, Format, SamplingRequest, event, usage
+from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
 from hybridrl.agents.policy import LENGTH, Ask, Completion, Episode, Policy
 
 
-class TextRequest(SamplingRequest):
+class TextRequest(CompletionRequest):
     """Body of a request."""
 
     prompt: str = Field(min_length=1)

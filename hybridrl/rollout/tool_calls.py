@@ -18,7 +18,7 @@ class Parsed(NamedTuple):
 ParseTools = Callable[[str, Sequence[dict[str, Any]]], Parsed]
 
 
-def tool_parser(name: str, tokenizer: Any) -> ParseTools:
+def load_parser(name: str, tokenizer: Any) -> ParseTools:
     """Return vLLM's parser of this name, such as hermes, for the tokenizer of a model.
 
     Raises:

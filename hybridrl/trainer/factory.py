@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from functools import partial
 
+from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import Generate
@@ -10,6 +11,7 @@ from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
+from hybridrl.trainer.agents.endpoint import Endpoint
 from hybridrl.trainer.agents.generator import AgentGenerator
 from hybridrl.trainer.agents.programs import ProgramPool
 from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
@@ -59,16 +61,22 @@ def generator_for(
     by_id = {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]}
     if config.agent is not None:
         assert isinstance(environment.processes, ProgramPool)
-        return stack.enter_context(
-            AgentGenerator(
-                config.agent,
-                config.rollout,
-                rollout,
-                environment.processes,
-                by_id,
-                environment.failures,
-                config.reward.failed_score,
-            )
+        endpoint = Endpoint(
+            config.rollout,
+            rollout,
+            config.agent.host,
+            config.agent.port,
+            tool_parser=config.agent.tool_parser,
+            masks_other=config.agent.other_sampling is OtherSampling.mask,
+        )
+        stack.enter_context(endpoint)
+        return AgentGenerator(
+            endpoint,
+            config.rollout.seed,
+            environment.processes,
+            by_id,
+            environment.failures,
+            config.reward.failed_score,
         ).generate
     assert config.environment is not None
     assert isinstance(environment.processes, EnvironmentPool)
