@@ -58,7 +58,9 @@ def _serve(argv: Sequence[str]) -> None:
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)
     key = (args.key or secrets.token_urlsafe(16)).replace(".", "-")
-    parser_name = args.tool_parser or (config.agent and config.agent.tool_parser)
+    parser_name = args.tool_parser
+    if parser_name is None and config.agent is not None:
+        parser_name = config.agent.tool_parser
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
         config.model.path = absolute_path(config.model.path)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-serve-")))
