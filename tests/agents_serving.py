@@ -1,4 +1,4 @@
-"""The endpoint of agents over a real engine with the embedded model, and what the engine sampled."""
+"""The endpoint of agents over a real engine with the embedded model, and what that sampled."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future

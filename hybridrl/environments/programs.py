@@ -27,8 +27,8 @@ TASK, URLS, KEYS = (
     ("OPENAI_BASE_URL", "OPENAI_API_BASE"),
     ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"),
 )
-# Part of a command's output that is shown if it fails, and its longest last line.
-SHOWN_CHARS, MAX_OUTPUT_BYTES = 2000, 2**20
+# Ends of a command's output: in the log if it fails, in one line, and what is kept in memory.
+SHOWN_CHARS, LINE_CHARS, MAX_OUTPUT_BYTES = 2000, 300, 2**20
 # Seconds for a command to end after SIGTERM.
 END_S = 5.0
 _SUPERVISED = (
@@ -134,8 +134,8 @@ async def command(task: Task, client: Any, *, command: list[str], memory_mb: int
             return finite_number(reward, command[0])
     except (ValueError, KeyError):
         pass
-    shown = text[-SHOWN_CHARS:]
-    raise ProgramFailed(f"{command[0]} ended with code {code} and no reward; its output: {shown}")
+    end = " | ".join(text[-LINE_CHARS:].splitlines())
+    raise ProgramFailed(f"no reward, exit code {code}, {end}\n{text[-SHOWN_CHARS:]}")
 
 
 def _limit_memory(memory_mb: int) -> None:

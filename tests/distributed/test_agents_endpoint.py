@@ -104,14 +104,14 @@ def test_a_completion_ends_at_a_stop_string_that_it_keeps_for_training(served):
     episode = served.episode(temperature=0.0)
     client = client_of(served, episode.key)
     text, ends = "<|user|>Tom has 12 pens and buys 14. How many?<|assistant|>12 +", set()
-    for stop in ("=", "14 ="):  # one token, and several
+    for stop in ("=", "11 ="):  # one token, and several
         answer = client.completions.create(model="policy", prompt=text, stop=[stop])
         choice = answer.choices[0]
         assert stop not in choice.text
         ends.add((choice.text + (choice.stop_reason or ""), choice.finish_reason))
         row = episode.record.sequences[-1]
         assert row.text == text + choice.text + choice.stop_reason
-    assert ends == {(" 14 =", "stop")}
+    assert ends == {(" 11 =", "stop")}
     batch = served.batch(episode)
     assert batch.turns.tolist() == [1, 1]
 
@@ -228,9 +228,11 @@ def test_a_client_that_goes_away_frees_the_engine_and_the_rest_goes_on(served):
     body = json.dumps({"messages": [QUESTION], "n": 2, "stream": True, "extra_ids": None})
     host, port = served.url.split("/")[2].split(":")
     with socket.create_connection((host, int(port))) as link:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {episode.key}"
-        link.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        assert link.recv(15).startswith(b"HTTP/1.1 200")
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {episode.key}\r\n"
+        link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        received = b""
+        while b"data:" not in received:
+            received += link.recv(1)
     assert chat(client, QUESTION).choices
     new = set(served.sampled.requests) - before
     deadline = time.monotonic() + 10
