@@ -12,13 +12,13 @@ import resource
 import secrets
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from hybridrl.config.user_code.classes import locate
-from hybridrl.rewards.base import finite_number
+from hybridrl.rewards.base import checked_by, finite_number
 
 KEY = "agent.function"
 # Variables of a command's environment: the task as JSON, the endpoint.
@@ -90,6 +90,17 @@ def program_task(
     return episode
 
 
+def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
+    """Check the arguments of `command`."""
+    found = args["command"]
+    if not found or not all(isinstance(part, str) for part in found):
+        yield (
+            f"{key}.args.command = {found}, expected the texts of a program and its arguments.\n"
+            f"Set '{key}.args.command=[python,/path/agent.py]'."
+        )
+
+
+@checked_by(command_problems)
 async def command(task: Task, client: Any, *, command: list[str], memory_mb: int) -> float:
     """Run a command as a program.
 

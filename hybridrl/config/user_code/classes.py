@@ -187,6 +187,7 @@ def agent_problems(config: schema.RunConfig) -> Iterator[str]:
         yield "there are an environment and an agent.\nRemove environment.*, or the agent."
     function = _checked_function(key, path)
     check_arguments(key, path, function, args, ((None, None), args), "(task, client, **args)")
+    check_itself(key, path, function, args)
     if not inspect.iscoroutinefunction(function):
         yield (
             f"agent.function = {path}, expected `async def run(task, client) -> reward`.\n"
