@@ -117,7 +117,7 @@ def test_an_agent_and_its_command():
         ("agent.other_sampling=allow", "expected one of refuse, mask"),
         ("agent.function=hybridrl.environments.calculator_agent.go", "has no go"),
         ("agent.function=hybridrl.environments.calculator.evaluate", "cannot be called with"),
-        ("agent.function=hybridrl.environments.calculator.Calculator", "cannot be called with"),
+        ("agent.function=hybridrl.environments.calculator.Calculator", "expected `async def run"),
         ("+agent.args.mod=strict", "Did you mean agent.args.mode?"),
         ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
         ("reward.timeout_s=3", "reward.timeout_s is set but has no effect"),
