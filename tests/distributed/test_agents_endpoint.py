@@ -10,6 +10,8 @@ import anthropic
 import openai
 import pytest
 
+from hybridrl.agents.chat import message_of, rendered
+from hybridrl.agents.policy import Completion
 from hybridrl.agents.server import MAX_BODY_BYTES
 from tests.agents_serving import CONTEXT, Served, serving
 
@@ -253,3 +255,22 @@ def test_a_closed_episode_ends_its_open_requests(served):
         with pytest.raises((openai.AuthenticationError, openai.APIStatusError)):
             waiting.result(30)
     assert len(batch) <= 101
+
+
+def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
+    """Whatever form a client gives the JSON of its arguments."""
+    policy, episode = served.endpoint.policy, served.episode()
+    raw = 'Well.\n<tool_call>\n{"name": "add",   "arguments": {"b": 4, "a": 3}}\n</tool_call>'
+    tokens = [*policy.text.encode(raw, False), served.endpoint.end_token]
+    one = Completion(0, "1", 5, raw, "stop", None, tokens, [-1.0] * len(tokens))
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    message, reason = message_of(policy, episode, one, tools)
+    (call,) = message["tool_calls"]
+    assert reason == "tool_calls" and message["content"].strip() == "Well."
+    assert json.loads(call["function"]["arguments"]) == {"a": 3, "b": 4}
+    call["function"]["arguments"] = '{"a":3,"b":4}'
+    history = [QUESTION, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+    text = rendered(policy, episode, history, tools)
+    assert f"<|assistant|>{raw}<|end|><|tool|>7<|assistant|>" in text
+    changed = message | {"content": "Well!"}
+    assert raw not in rendered(policy, episode, [QUESTION, changed], tools)
