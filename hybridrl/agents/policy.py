@@ -84,7 +84,7 @@ class Episode:
 
     def begin_anew(self, attempt: str) -> None:
         """Forget what an earlier attempt of the program has sampled."""
-        self.record = EpisodeRecord(self.record.encode)
+        self.record = EpisodeRecord(self.record.encode, self.record.most)
         self.raw, self.asked, self.attempt = {}, Counter(), attempt
 
     def wake(self) -> None:

@@ -69,10 +69,12 @@ class EpisodeRecord:
     """Token sequences of an episode, in the order of their first turns.
 
     Attributes:
+        most: sequences that are kept, the last ones; None: all.
         branch: of the first branch, where the request departs from what was recorded; or "".
     """
 
     encode: Encode
+    most: int | None = None
     sequences: list[TokenSequence] = field(default_factory=list)
     branch: str = ""
 
@@ -111,6 +113,8 @@ class EpisodeRecord:
                 list(start.prompt), [0.0] * context, [False] * context, start.text
             )
             self.sequences.append(sequence)
+            if self.most is not None:
+                del self.sequences[: -self.most]
         else:
             more = start.prompt[len(sequence.ids) :]
             sequence.ids.extend(more)

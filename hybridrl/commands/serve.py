@@ -28,6 +28,9 @@ Temperature, top_p and lengths are those of the run; requests for others get the
 training. Overrides as in `hybridrl train`: groups (hardware=) and key=value.
 """
 
+# Conversations whose tokens are continued as they were sampled.
+SEQUENCES = 64
+
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
@@ -68,7 +71,7 @@ def _serve(argv: Sequence[str]) -> None:
         endpoint = stack.enter_context(
             Endpoint(config.rollout, rollout, args.host, args.port, tool_parser=parser_name)
         )
-        endpoint.episode(key, (config.rollout.seed, "serve"), 0, endpoint.settings)
+        endpoint.episode(key, (config.rollout.seed, "serve"), 0, endpoint.settings, SEQUENCES)
         url = endpoint.server.url
         sys.stdout.write(f"export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}\n")
         sys.stdout.write(f"export ANTHROPIC_BASE_URL={url[:-3]} ANTHROPIC_API_KEY={key}\n")

@@ -4,9 +4,8 @@ import os
 
 from smolagents import ChatMessage, MessageRole, OpenAIServerModel
 
-model = OpenAIServerModel(
-    "policy", os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
-)
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+model = OpenAIServerModel("policy", url, api_key=key)
 text = "Tom has 3 pens and buys 4. How many?"
 messages = [ChatMessage(role=MessageRole.USER, content=[{"type": "text", "text": text}])]
 messages.append(model.generate(messages, max_tokens=30))

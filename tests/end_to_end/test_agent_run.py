@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
+import subprocess
 import sys
 
+import openai
 import pytest
 
 from tests.end_to_end.metric_names import unexplained
@@ -63,6 +66,21 @@ def test_two_steps_of_the_recipe(tmp_path, changes):
         rows = run.metrics()
         run.assert_nothing_left()
     assert_trained(rows)
+    if not changes:
+        command = [
+            sys.executable,
+            "-m",
+            "hybridrl.cli",
+            "eval",
+            str(run.run_dir),
+            "--problems",
+            "6",
+        ]
+        own = ["hardware=cpu", "--samples", "2", "--output", str(tmp_path / "eval")]
+        done = subprocess.run([*command, *own], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = (tmp_path / "eval" / "completions.jsonl").read_text().splitlines()
+        assert len(found) == 12 and "calculator_agent.run" in done.stdout
     for row in rows[1:]:
         assert row["agent/branches"] == row["reward/failed"] == 0.0
         assert 1.0 < row["rollout/turns_mean"] < row["rollout/turns_max"] <= 6.0
@@ -104,3 +122,19 @@ def test_a_command_trains(tmp_path):
         run.assert_nothing_left()
     assert_trained(rows)
     assert rows[1]["reward/failed"] == 0.0 and rows[1]["rollout/turns_mean"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_model_is_served_as_it_would_be_trained():
+    command = [sys.executable, "-m", "hybridrl.cli", "serve", "embedded", "hardware=cpu"]
+    with subprocess.Popen([*command, "--key", "mine"], stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        line = next(line for line in served.stdout if "OPENAI_BASE_URL" in line)
+        url = re.search(r"http://127.0.0.1:\d+/v1", line)[0]
+        client = openai.OpenAI(base_url=url, api_key="mine", max_retries=0, timeout=60)
+        asked = {"model": "policy", "messages": [{"role": "user", "content": "3 + 4?"}]}
+        assert client.chat.completions.create(**asked, max_tokens=20).choices
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(**asked, temperature=0.3)
+        served.terminate()
+    assert served.returncode == 143

@@ -67,10 +67,18 @@ class Endpoint:
         self.server.close()
 
     def episode(
-        self, key: str, seed_parts: tuple[int | str, ...], engine: int, settings: Settings
+        self,
+        key: str,
+        seed_parts: tuple[int | str, ...],
+        engine: int,
+        settings: Settings,
+        most: int | None = None,
     ) -> Episode:
-        """Return an episode that accepts requests with this key, without a dot in it."""
-        record = EpisodeRecord(self.policy.text.encode)
+        """Return an episode that accepts requests with this key, without a dot in it.
+
+        `most`: of its token sequences, only this number are remembered; None: all.
+        """
+        record = EpisodeRecord(self.policy.text.encode, most)
         episode = Episode(key, seed_parts, engine, settings, record)
         self.policy.open(episode)
         return episode
