@@ -72,6 +72,11 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
             f"rollout.schedule = {run['rollout']['schedule']}: a response has tokens of several "
             "steps, whose weights differ.\nResponses of such a run cannot be replayed."
         )
+    if run.get("agent") is not None:
+        raise UsageError(
+            "environment=agent: what engines decode together depends on when programs ask.\n"
+            "Responses of such a run cannot be replayed."
+        )
     on_cpu = run["hardware"]["accelerator"] == Accelerator.cpu.value
     # As many threads for each rank: their number changes the rounding.
     line = ["hardware=cpu", f"cluster.gpus_per_node={run['cluster']['gpus_per_node']}"]

@@ -67,19 +67,12 @@ def test_two_steps_of_the_recipe(tmp_path, changes):
         run.assert_nothing_left()
     assert_trained(rows)
     if not changes:
-        command = [
-            sys.executable,
-            "-m",
-            "hybridrl.cli",
-            "eval",
-            str(run.run_dir),
-            "--problems",
-            "6",
-        ]
-        own = ["hardware=cpu", "--samples", "2", "--output", str(tmp_path / "eval")]
-        done = subprocess.run([*command, *own], capture_output=True, text=True, timeout=200)
+        folder, command = tmp_path / "eval", [sys.executable, "-m", "hybridrl.cli", "eval"]
+        own = ["hardware=cpu", "--problems=6", "--samples=2", f"--output={folder}"]
+        command += [str(run.run_dir), *own]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
-        found = (tmp_path / "eval" / "completions.jsonl").read_text().splitlines()
+        found = (folder / "completions.jsonl").read_text().splitlines()
         assert len(found) == 12 and "calculator_agent.run" in done.stdout
     for row in rows[1:]:
         assert row["agent/branches"] == row["reward/failed"] == 0.0

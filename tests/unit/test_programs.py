@@ -12,6 +12,7 @@ from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import AgentConfig
 from hybridrl.environments.programs import Job, Task
 from hybridrl.rewards.processes.messages import Failure
+from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.trainer.agents.programs import ProgramPool
 
 PROGRAM = """
@@ -81,6 +82,20 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
     ):
         assert part in reason or (part == "text" and "expected a number" in reason)
     assert time.monotonic() - start < 20
+
+
+def test_the_end_of_a_run_does_not_wait_for_its_programs(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    settings = config(f"{file}:run", scale=0.5)
+    settings.timeout_s = 100.0
+    start = time.monotonic()
+    with ProgramPool(settings) as pool:
+        running = pool.begin([job("1"), job("block"), job("hang")])
+        time.sleep(4)
+    with pytest.raises(RewardProcessError):
+        running.result(1)
+    assert time.monotonic() - start < 30
 
 
 COMMAND = "import json, os; exec(json.loads(os.environ['HYBRIDRL_TASK'])['example']['answer'])"

@@ -164,7 +164,8 @@ RULES = (
         "set environment=none",
     ),
     Idle(
-        "reward.function reward.args reward.signature reward.concurrency reward.timeout_s",
+        "reward.function reward.args reward.signature reward.concurrency reward.timeout_s "
+        "reward.num_processes",
         "agent.function",
         lambda config: config.agent is not None,
         ", which gives the rewards",

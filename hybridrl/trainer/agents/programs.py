@@ -33,5 +33,6 @@ class ProgramPool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._pool.stop()
         self._thread.submit(self._pool.close).result()
         self._thread.shutdown()
