@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.end_to_end.metric_names import unexplained
-from tests.end_to_end.runs import SMALL, started
+from tests.end_to_end.runs import ROOT, SMALL, started
 
 RECIPE = ["+recipe=calculator_agent", *SMALL[1:], "eval.greedy=false"]
 WATCHED = ["trainer.samples_every_steps=1"]
@@ -46,7 +46,7 @@ print(json.dumps({"reward": len(answer["choices"][0]["message"]["content"]) % 2}
 
 def assert_trained(rows: list[dict]) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert [name for name in unexplained(rows[1]) if name != "health/failed_rewards"] == []
+    assert [name for name in unexplained(rows[1]) if not name.startswith("health/")] == []
     for row in rows[1:]:
         assert row["rollout/log_prob_diff_mean"] < 1e-4
         assert row["actor/first_log_ratio_max"] == 0.0
@@ -131,3 +131,22 @@ def test_a_model_is_served_as_it_would_be_trained():
             client.chat.completions.create(**asked, temperature=0.3)
         served.terminate()
     assert served.returncode == 143
+
+
+@pytest.mark.slow
+def test_the_page_on_agents_trains_as_written(tmp_path):
+    page = (ROOT / "docs" / "agents.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    command = next(line for line in page.splitlines() if "environment=agent agent.function" in line)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(code)
+    overrides = command.split()[3:]
+    with started(run_dir, *overrides, *SMALL[2:], "eval.greedy=false") as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert_trained(rows)
+    for row in rows[1:]:
+        assert 1.0 < row["rollout/turns_mean"] < 2.0 and row["reward/std"] > 0.0
+        assert row["agent/branches"] == row["reward/failed"] == 0.0
