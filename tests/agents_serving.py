@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from hybridrl.agents.policy import Episode
+from hybridrl.agents.episode import Episode
 from hybridrl.commands.evaluation.session import rollout_engines
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import WorkerGroup

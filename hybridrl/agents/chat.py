@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, message_key
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
-from hybridrl.agents.policy import LENGTH, Ask, Completion, Episode, Policy, message_key
+from hybridrl.agents.policy import Policy
 
 
 class ChatRequest(CompletionRequest):

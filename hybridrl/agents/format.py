@@ -2,13 +2,14 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hybridrl.agents.episode import Ask, Completion, Episode, Settings
 from hybridrl.agents.errors import RequestError, refused_parameter
-from hybridrl.agents.policy import Ask, Completion, Episode, Policy, other_sampling
+from hybridrl.agents.policy import Policy
 
 # The only model of the endpoint.
 MODEL = "policy"
@@ -147,3 +148,38 @@ def usage(found: Sequence[Completion]) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
     }
+
+
+def other_sampling(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that differ from the run's.
+
+    Args:
+        settings: of the run.
+        given: parameters of vLLM by name that a request has set.
+
+    Raises:
+        RequestError: there are some, and the run refuses them.
+    """
+    same = {"temperature": settings.training_temperature, "top_p": settings.training_top_p}
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0}
+    usual: dict[str, Callable[[Any], bool]] = {
+        "top_k": lambda value: value in (0, -1),
+        "logit_bias": lambda value: not value,
+    }
+    expected = same | neutral
+    other = {
+        name: value
+        for name, value in given.items()
+        if value is not None
+        and not (usual[name](value) if name in usual else value == expected[name])
+    }
+    if other and not settings.masks_other:
+        name, value = next(iter(other.items()))
+        run = f"this run samples with {name} = {expected[name]}" if name in expected else ""
+        raise refused_parameter(
+            name,
+            value,
+            f"Tokens sampled otherwise cannot be trained{'; ' + run if run else ''}. Leave it out, "
+            "or set agent.other_sampling=mask: then such completions are not trained.",
+        )
+    return other

@@ -7,9 +7,10 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.chat import message_of, rendered, tools_of
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, Format, SamplingRequest, event
-from hybridrl.agents.policy import LENGTH, Ask, Completion, Episode, Policy
+from hybridrl.agents.policy import Policy
 
 
 class MessagesRequest(SamplingRequest):

@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
-from hybridrl.agents.policy import LENGTH, Ask, Completion, Episode, Policy
+from hybridrl.agents.policy import Policy
 
 
 class TextRequest(CompletionRequest):

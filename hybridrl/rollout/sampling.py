@@ -1,7 +1,7 @@
 """Seeds of sampled responses, and the agreement of ranks on them."""
 
 import hashlib
-from typing import Any
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -28,12 +28,12 @@ def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
     ]
 
 
-def check_ranks_agree(tensor_parallel_size: int, *sampled: Any) -> None:
+def check_ranks_agree(tensor_parallel_size: int, *tokens: Sequence[int]) -> None:
     """Raise RuntimeError if a rank of the tensor-parallel group sampled other tokens."""
     if tensor_parallel_size == 1:
         return
     digests: list[bytes] = [b""] * tensor_parallel_size
-    own = hashlib.blake2b(repr(sampled).encode()).digest()
+    own = hashlib.blake2b(repr(tokens).encode()).digest()
     dist.all_gather_object(digests, own, group=vllm_compat.tensor_parallel_group())
     if len(set(digests)) > 1:
         raise RuntimeError("the ranks of one rollout engine sampled different tokens")

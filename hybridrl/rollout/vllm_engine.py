@@ -216,22 +216,17 @@ class VLLMEngine:
         self._check_lengths(prompts)
         generated = self._sample(prompts)
         responses = generated.responses
-        self._check_agree(responses.values.tolist(), responses.lengths.tolist())
+        rows = responses.values.tolist(), responses.lengths.tolist()
+        check_ranks_agree(self._config.tensor_parallel_size, *rows)
         return generated
 
     def advance(self, call: LiveCall) -> EngineProgress:
-        """Admit and drop requests of continuous sampling, and decode some steps.
-
-        Raises:
-            RuntimeError: as `generate`.
-        """
+        """Continue continuous sampling by some decoding steps; raise as `generate`."""
         self._check_awake()
         found = self._live.advance(call)
-        self._check_agree([part.tokens for part in found.progress])
+        rows = [one.tokens for one in found.progress]
+        check_ranks_agree(self._config.tensor_parallel_size, *rows)
         return found
-
-    def _check_agree(self, *sampled: Any) -> None:
-        check_ranks_agree(self._config.tensor_parallel_size, *sampled)
 
     def _check_awake(self) -> None:
         if self.awake != set(EnginePart):

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from hybridrl.agents.chat import message_of, rendered
-from hybridrl.agents.policy import Completion
+from hybridrl.agents.episode import Completion
 from hybridrl.agents.server import MAX_BODY_BYTES
 from tests.agents_serving import CONTEXT, Served, serving
 

@@ -2,7 +2,8 @@
 
 from typing import Self
 
-from hybridrl.agents.policy import Episode, Policy, Settings
+from hybridrl.agents.episode import Episode, Settings
+from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hybridrl.agents.policy import Episode
+from hybridrl.agents.episode import Episode
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.environments.programs import Job, Task
