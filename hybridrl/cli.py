@@ -14,6 +14,7 @@ USAGE = """usage: hybridrl <command> [arguments]
   doctor   python -m hybridrl.doctor: check the machines and the config before a run
   export   write a checkpoint as a folder for transformers and vLLM
   eval     score a checkpoint or a model on a data set: pass@1, pass@k, completions
+  serve    serve a checkpoint or a model at the endpoint of agents
   replay   repeat the batch for which a run was stopped, or sample a recorded response again
   resume   go on with a run, without typing its command again
   runs     list runs: step, accuracy, state, path
@@ -31,6 +32,7 @@ COMMANDS = {
     "doctor": "hybridrl.doctor.main",
     "export": "hybridrl.commands.export",
     "eval": "hybridrl.commands.evaluate",
+    "serve": "hybridrl.commands.serve",
     "replay": "hybridrl.commands.replay",
     "resume": "hybridrl.commands.resume",
     "runs": "hybridrl.commands.runs",

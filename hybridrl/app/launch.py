@@ -196,7 +196,7 @@ def examine_data(result: Examined) -> "PromptSets | None":
         prompt = (prompts.train or prompts.held_out)[0]
         if config.environment is not None:
             report.problems += environment_trial(config.environment, prompt.example)
-        else:
+        elif config.agent is None:
             report.problems += reward_trial(config.reward, prompt.text, prompt.example)
     return prompts
 

@@ -136,7 +136,7 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
             config,
             workers,
             inputs.source,
-            generator_for(config, environment, workers.rollout, prompts, decode),
+            generator_for(config, environment, workers.rollout, prompts, decode, stack),
             rewards,
             evaluator,
             Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, inputs.models),

@@ -113,8 +113,8 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
     from hybridrl.trainer.reference_answers import references
     from hybridrl.trainer.rewarding import reward_items
 
-    if config.environment is not None:
-        yield f"reward: of conversations, by {config.environment.function}"
+    if (program := config.environment or config.agent) is not None:
+        yield f"reward: of conversations, by {program.function}"
         return
     # A bare answer also in the usual forms, because the reward may ask for one.
     forms = [*zip(*(references(config, prompt) for prompt in asked), strict=False)]

@@ -110,7 +110,7 @@ def _headline(evaluation: "Evaluation") -> str:
     what = subject.model if subject.folder is None else str(subject.folder)
     sampling = "greedy" if options.greedy else f"temperature {evaluation.temperature:g}"
     asked = f"{len(evaluation.asked)} problems ({options.split.value})"
-    environment = evaluation.config.environment
+    environment = evaluation.config.environment or evaluation.config.agent
     judge = evaluation.config.reward.function if environment is None else environment.function
     return (
         f"{what}: {asked}, {options.samples} samples each, {sampling}, scored by {judge}, "

@@ -72,6 +72,11 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
             f"rollout.schedule = {run['rollout']['schedule']}: a response has tokens of several "
             "steps, whose weights differ.\nResponses of such a run cannot be replayed."
         )
+    if run.get("agent") is not None:
+        raise UsageError(
+            "environment=agent: what engines decode together depends on when programs ask.\n"
+            "Responses of such a run cannot be replayed."
+        )
     on_cpu = run["hardware"]["accelerator"] == Accelerator.cpu.value
     # As many threads for each rank: their number changes the rounding.
     line = ["hardware=cpu", f"cluster.gpus_per_node={run['cluster']['gpus_per_node']}"]
@@ -185,7 +190,7 @@ def _sampled(
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-replay-"))
         rollout = rollout_engines(config, checkpoint, recorded.step, Path(logs), stack)
         environment = open_environment(config, stack)
-        batch = generator_for(config, environment, rollout, prompts, decode)(part)
+        batch = generator_for(config, environment, rollout, prompts, decode, stack)(part)
     row = part.prompt_id.tolist().index(number) * each + recorded.response % each
     ids, log_probs = batch.responses.rows()[row], batch.rollout_log_probs.rows()[row]
     return Sample(ids.tolist(), log_probs.tolist())

@@ -39,6 +39,7 @@ from hybridrl.config.choices import (
     Schedule,
     SleepMode,
 )
+from hybridrl.config.sections.agent import AgentConfig
 from hybridrl.config.sections.algorithm import AlgorithmConfig, FunctionConfig
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.config.sections.tracking import HealthConfig, TrackingConfig
@@ -355,7 +356,13 @@ class RunConfig(Section):
     trainer: TrainerConfig
     eval: Annotated[EvalConfig, FREE]
     environment: EnvironmentConfig | None
+    agent: AgentConfig | None
     tracking: Annotated[TrackingConfig, FREE]
     health: Annotated[HealthConfig, FREE]
     checkpoint: Annotated[CheckpointConfig, FREE]
     doctor: Annotated[DoctorConfig, FREE]
+
+    @property
+    def earns_rewards(self) -> bool:
+        """True if an environment or a program gives the rewards, in place of reward.function."""
+        return self.environment is not None or self.agent is not None

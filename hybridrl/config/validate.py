@@ -21,6 +21,7 @@ from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import (
+    agent_problems,
     callback_problems,
     environment_problems,
     reward_problems,
@@ -35,6 +36,7 @@ COMMON_CHECKS = (
     sizes.port_problems,
     resources.cpu_problems,
     environment_problems,
+    agent_problems,
     reward_problems,
 )
 TRAINING_CHECKS = (
@@ -51,6 +53,7 @@ TRAINING_CHECKS = (
     algorithm.sampling_problems,
     algorithm.split_problems,
     algorithm.schedule_problems,
+    algorithm.agent_problems,
     algorithm.supervised_problems,
     sizes.betas_problems,
     sizes.step_problems,

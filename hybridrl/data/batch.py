@@ -146,6 +146,9 @@ class RolloutBatch:
         token_versions: ragged int32, as weight_version of each token, where responses are continued
             over several steps; weight_version is then that of the last token.
         engine: [B] int64, index of the engine that sampled the response; None within an engine.
+        episode: [B] int64, index of the episode of each response, in rising order. An agent's
+            episode may have several, with one reward, which is placed on the last. None: each
+            response is an episode.
         turns: [B] int64, turns of the policy in each conversation.
         environment_rewards: [B] float64, sum of the rewards of each conversation's turns.
         environment_failures: [B] int64, index of the reason, from 1, for which the environment
@@ -176,6 +179,7 @@ class RolloutBatch:
     routed_experts: Ragged | None = None
     token_versions: Ragged | None = None
     engine: Tensor | None = None
+    episode: Tensor | None = None
     turns: Tensor | None = None
     environment_rewards: Tensor | None = None
     environment_failures: Tensor | None = None
@@ -205,6 +209,31 @@ class RolloutBatch:
     def counted(self) -> Ragged:
         """Ragged bool, true on tokens that count in the policy loss."""
         return self.response_mask if self.loss_mask is None else self.loss_mask
+
+    @property
+    def last_of_episodes(self) -> Tensor:
+        """[E] int64: index of the last response of each episode."""
+        if self.episode is None:
+            return torch.arange(len(self))
+        return self.episode.unique_consecutive(return_counts=True)[1].cumsum(0) - 1
+
+    def by_episode(self) -> "RolloutBatch":
+        """Return this batch with the tokens of each episode as one response, in the same order.
+
+        Prompts stay those of the last response.
+        """
+        if self.episode is None:
+            return self
+        last = self.last_of_episodes
+        ends = self.responses.lengths.cumsum(0)[last]
+        lengths = ends.diff(prepend=ends.new_zeros(1))
+        fields: dict[str, Any] = {
+            name: value.select(last) if name == "prompts" else Ragged(value.values, lengths)
+            for name, value in self.tensors().items()
+            if isinstance(value, Ragged)
+        }
+        others = {n: v[last] for n, v in self.tensors().items() if isinstance(v, Tensor)}
+        return replace(self, **(fields | others | {"episode": None}))
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """Return the responses `indices`, in that order, with all fields."""

@@ -210,15 +210,16 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
 def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -> ScheduledBatch:
     """Draw mini-batches from `batch` and partition them over ranks and micro-batches.
 
-    Seed, step and epoch determine the order.
+    Seed, step and epoch determine the order. All responses of an episode are in one mini-batch.
 
     Raises:
         ValueError: the sizes do not divide.
     """
-    per_step = sizes.mini_batch_size
-    if len(batch) % per_step or per_step % sizes.num_shards:
+    per_step, ends = sizes.mini_batch_size, (batch.last_of_episodes + 1).tolist()
+    members = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if len(members) % per_step or per_step % sizes.num_shards:
         raise ValueError(
-            f"{len(batch)} responses cannot be cut into mini-batches of {per_step} "
+            f"{len(members)} responses cannot be cut into mini-batches of {per_step} "
             f"for {sizes.num_shards} ranks"
         )
     tokens = batch.num_tokens.tolist()
@@ -226,8 +227,11 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
         generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
-        order = torch.randperm(len(batch), generator=generator).tolist()
-        minis = [order[start : start + per_step] for start in range(0, len(order), per_step)]
+        order = torch.randperm(len(members), generator=generator).tolist()
+        minis = [
+            [row for episode in order[start : start + per_step] for row in members[episode]]
+            for start in range(0, len(order), per_step)
+        ]
         partitions = [
             sizes.partition(mini, cost, tokens, sizes.num_shards, sizes.max_tokens)
             for mini in minis

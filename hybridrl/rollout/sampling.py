@@ -1,7 +1,13 @@
-"""Seeds of sampled responses."""
+"""Seeds of sampled responses, and the agreement of ranks on them."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.seeds import sample_seed
+from hybridrl.rollout import vllm_compat
 
 
 def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
@@ -20,3 +26,14 @@ def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
         for prompt_id, start in zip(prompts.prompt_id.tolist(), first, strict=True)
         for index in range(prompts.responses_per_prompt)
     ]
+
+
+def check_ranks_agree(tensor_parallel_size: int, *tokens: Sequence[int]) -> None:
+    """Raise RuntimeError if a rank of the tensor-parallel group sampled other tokens."""
+    if tensor_parallel_size == 1:
+        return
+    digests: list[bytes] = [b""] * tensor_parallel_size
+    own = hashlib.blake2b(repr(tokens).encode()).digest()
+    dist.all_gather_object(digests, own, group=vllm_compat.tensor_parallel_group())
+    if len(set(digests)) > 1:
+        raise RuntimeError("the ranks of one rollout engine sampled different tokens")

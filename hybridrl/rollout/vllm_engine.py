@@ -1,6 +1,5 @@
 """Rollout engine: vLLM inside this process."""
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,21 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
+from hybridrl.data.live import EngineProgress, LiveCall
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout import requests, vllm_compat, vllm_experts, vllm_routing
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
+from hybridrl.rollout.live import LiveRequests
 from hybridrl.rollout.requests import Generated
-from hybridrl.rollout.sampling import sample_seeds
+from hybridrl.rollout.sampling import check_ranks_agree, sample_seeds
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places, trace_loader
 
@@ -70,9 +70,7 @@ def in_process(device_type: str, *, enforce_eager: bool = True) -> Iterator[None
 
 
 def loader_trace(llm: Any, sources: Sequence[CheckpointTensor]) -> tuple[Trace, dict[str, Tensor]]:
-    """Return the trace of the weight loader of an `LLM`, and the tensors that it writes, by name.
-
-    The tensors do not change.
+    """Return the trace of an `LLM`'s weight loader, and the tensors that it would write, by name.
 
     Raises:
         ConfigError: experts are not as they were loaded.
@@ -136,6 +134,7 @@ class VLLMEngine:
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
         self._written = {name for name, _ in self._model.named_parameters()}
+        self._live = LiveRequests(vllm_compat.engine_core(self._llm), self._stop_token_ids)
         with times.part("first sampling"):
             self._warm_up()
         compiling = vllm_compat.compile_seconds(self._llm)
@@ -214,12 +213,25 @@ class VLLMEngine:
                 different tokens.
             ValueError: a prompt is longer than rollout.max_prompt_tokens.
         """
-        if self.awake != set(EnginePart):
-            raise RuntimeError("the rollout engine is asleep; reshard wakes it")
+        self._check_awake()
         self._check_lengths(prompts)
         generated = self._sample(prompts)
-        self._check_ranks_agree(generated.responses)
+        responses = generated.responses
+        rows = responses.values.tolist(), responses.lengths.tolist()
+        check_ranks_agree(self._config.tensor_parallel_size, *rows)
         return generated
+
+    def advance(self, call: LiveCall) -> EngineProgress:
+        """Continue continuous sampling by some decoding steps; raise as `generate`."""
+        self._check_awake()
+        found = self._live.advance(call)
+        rows = [one.tokens for one in found.progress]
+        check_ranks_agree(self._config.tensor_parallel_size, *rows)
+        return found
+
+    def _check_awake(self) -> None:
+        if self.awake != set(EnginePart):
+            raise RuntimeError("the rollout engine is asleep; reshard wakes it")
 
     def _sample(self, prompts: PromptBatch) -> Generated:
         self._calls += 1
@@ -286,14 +298,3 @@ class VLLMEngine:
         ]
         if long:
             raise ValueError(f"rollout.max_prompt_tokens={limit}, but {', '.join(long)} tokens")
-
-    def _check_ranks_agree(self, responses: Ragged) -> None:
-        """Raise if a rank of the tensor-parallel group sampled other tokens."""
-        if self._config.tensor_parallel_size == 1:
-            return
-        tokens = responses.values.numpy().tobytes() + responses.lengths.numpy().tobytes()
-        digests: list[bytes] = [b""] * self._config.tensor_parallel_size
-        group = vllm_compat.tensor_parallel_group()
-        dist.all_gather_object(digests, hashlib.blake2b(tokens).digest(), group=group)
-        if len(set(digests)) > 1:
-            raise RuntimeError("the ranks of one rollout engine sampled different tokens")

@@ -109,6 +109,7 @@ class AdvantageEstimator:
     def estimate(self, batch: RolloutBatch, rewards: Ragged) -> dict[str, Ragged]:
         """Estimate `advantages` and, with a critic, `returns`.
 
+        The responses of an episode count as one, so that group baselines are by episode.
         Advantages are whitened over the tokens that count in the policy loss, if there are any.
 
         Args:
@@ -119,6 +120,9 @@ class AdvantageEstimator:
             ValueError: the estimator rejects its input, or an advantage is NaN or infinite.
             WrongReturn: it returned no advantages.
         """
+        lengths, several = batch.responses.lengths, batch.episode is not None
+        batch = batch.by_episode()
+        rewards = batch.responses.like(rewards.values)
         blocks = PaddedBlocks(
             batch.responses.lengths,
             batch.group_id if self._compares_groups else None,
@@ -126,6 +130,9 @@ class AdvantageEstimator:
         )
         known = vars(batch) | {"rewards": rewards, "loss_mask": batch.counted}
         inputs = {name: known[name] for name in (*self._tensors, "response_mask")}
+        if several:
+            # An episode's reward counts even if its last token is not the policy's.
+            inputs["response_mask"] = _with_last(batch.response_mask)
         _check_finite(self._name, batch.response_mask, inputs)
         estimates = list(self._by_block(blocks, inputs))
         advantages = [estimate.advantages for estimate in estimates]
@@ -136,7 +143,8 @@ class AdvantageEstimator:
             advantages = whiten_parts(advantages, list(blocks.of(batch.counted, False)))
         returns = [estimate.returns for estimate in estimates if estimate.returns is not None]
         found = {"advantages": blocks.ragged(advantages)}
-        return found | ({"returns": blocks.ragged(returns)} if returns else {})
+        found |= {"returns": blocks.ragged(returns)} if returns else {}
+        return {name: Ragged(value.values, lengths) for name, value in found.items()}
 
     def _by_block(
         self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor]
@@ -239,3 +247,10 @@ def _selected(batch: RolloutBatch, select: partial[Tensor]) -> tuple[Ragged, flo
         return batch.counted, 0.0
     covariance = covariances(batch.old_log_probs.values, batch.advantages.values, mask)
     return batch.responses.like(select(covariance, mask)), float(covariance.max())
+
+
+def _with_last(mask: Ragged) -> Ragged:
+    """Return a mask that is also true on the last token of each row."""
+    values = mask.values.clone()
+    values[mask.lengths.cumsum(0) - 1] = True
+    return mask.like(values)

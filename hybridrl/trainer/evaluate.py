@@ -107,7 +107,8 @@ class Evaluator:
             first_sample=1,
         )
         prompts = [prompt for prompt in self.prompts for _ in range(more)]
-        rest = self._rewards.score(prompts, generate(request))
+        batch = generate(request)
+        rest = self._rewards.score(prompts, batch.select(batch.last_of_episodes))
         of_problem = [rest.scores[start : start + more] for start in range(0, len(prompts), more)]
         best = [max(first, *others) for first, others in zip(scores, of_problem, strict=True)]
         return ScoreResult(best, rest.failures)
@@ -118,6 +119,7 @@ class Evaluator:
         """Sample and score; keys are suffixes of metrics, "" for the training reward."""
         request = request_of(self.prompts, step, temperature=temperature, top_p=top_p)
         batch = generate(request)
+        batch = batch.select(batch.last_of_episodes)
         rewarded, results = score_by_rules(self._rewards, self._rules, self.prompts, batch)
         self.responses[kind] = batch, rewarded
         return batch, results

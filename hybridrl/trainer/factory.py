@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from functools import partial
 
+from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import Generate
@@ -10,6 +11,9 @@ from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
+from hybridrl.trainer.agents.endpoint import Endpoint
+from hybridrl.trainer.agents.generator import AgentGenerator
+from hybridrl.trainer.agents.programs import ProgramPool
 from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
 from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
 from hybridrl.trainer.multi_turn.generator import MultiTurn
@@ -17,7 +21,9 @@ from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 
 
 def open_environment(config: RunConfig, stack: ExitStack) -> RunEnvironment | None:
-    """Start the environment's processes, which `stack` ends; None without an environment."""
+    """Start the processes of the environment or agent, which `stack` ends; None without both."""
+    if config.agent is not None:
+        return RunEnvironment(stack.enter_context(ProgramPool(config.agent)))
     if config.environment is None:
         return None
     pool = EnvironmentPool(
@@ -32,7 +38,7 @@ def open_environment(config: RunConfig, stack: ExitStack) -> RunEnvironment | No
 def open_rewards(
     config: RunConfig, environment: RunEnvironment | None, decode: Decode, stack: ExitStack
 ) -> RewardSource:
-    """Return the rewards of the environment, or of the reward function in its own processes."""
+    """Return the rewards of the environment or agent, or of the reward function."""
     if environment is not None:
         return EnvironmentRewards(decode, environment.failures, config.reward.failed_score)
     return FunctionRewards(decode, stack.enter_context(RewardScorer(config.reward)))
@@ -44,16 +50,42 @@ def generator_for(
     rollout: WorkerGroup,
     prompts: PromptSets,
     decode: Decode,
+    stack: ExitStack,
 ) -> Generate:
-    """Return the multi-turn generation if there is an environment, else the single-turn one."""
+    """Return the generation of an agent or environment, if there is one, else the single-turn one.
+
+    `stack` ends the agent's endpoint.
+    """
     single_turn = partial(rollout.call, "generate")
-    if config.environment is None or environment is None:
+    if environment is None:
         return single_turn
+    by_id = {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]}
+    if config.agent is not None:
+        assert isinstance(environment.processes, ProgramPool)
+        endpoint = Endpoint(
+            config.rollout,
+            rollout,
+            config.agent.host,
+            config.agent.port,
+            tool_parser=config.agent.tool_parser,
+            masks_other=config.agent.other_sampling is OtherSampling.mask,
+        )
+        stack.enter_context(endpoint)
+        return AgentGenerator(
+            endpoint,
+            config.rollout.seed,
+            environment.processes,
+            by_id,
+            environment.failures,
+            config.reward.failed_score,
+        ).generate
+    assert config.environment is not None
+    assert isinstance(environment.processes, EnvironmentPool)
     conversations = Conversations(
         environment.processes,
         turn_tokens(config.model.path, config.environment),
         decode,
-        {prompt.prompt_id: prompt.example for prompt in [*prompts.train, *prompts.held_out]},
+        {number: prompt.example for number, prompt in by_id.items()},
         Limits(config.environment.max_turns, config.rollout.max_response_tokens),
         environment.failures,
     )

@@ -205,6 +205,7 @@ class TrainingLoop:
 
         Responses are repeated until all ranks have the same number.
         """
+        batch = replace(batch, episode=None)
         count, shards = len(batch), self.sizes.num_shards
         whole = -(-count // shards) * shards
         repeated = batch.select([index % count for index in range(whole)])

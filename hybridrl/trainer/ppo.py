@@ -138,18 +138,20 @@ class PPOTrainer(TrainingLoop):
         return rewarded, baseline
 
     def token_scores(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
-        """Place outcome rewards on the last tokens."""
-        responses = sampled.batch.responses
+        """Place outcome rewards on the last tokens of episodes."""
+        responses, last = sampled.batch.by_episode().responses, sampled.batch.last_of_episodes
         penalty = overlong_shaping(self.config, responses.lengths)
-        outcome = torch.tensor(rewarded.scores) + penalty
-        self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
+        outcome = torch.tensor(rewarded.scores)[last] + penalty
+        prompts = [sampled.prompts[row] for row in last.tolist()]
+        self.metrics |= outcome_metrics(prompts, outcome, penalty)
         self.metrics |= mixed_fraction(outcome, self.config.rollout.responses_per_prompt)
         self.reporter.log_responses(step, sampled.prompts, sampled.batch, rewarded)
         rewarded.stop_if_all_failed(step)
         self.scored = sampled.prompts, sampled.batch, rewarded
         if self.callbacks:
             call_each(self.callbacks, "on_samples", self, step, self.samples)
-        return outcome_on_last_token(outcome, responses)
+        scores = outcome_on_last_token(outcome, responses)
+        return sampled.batch.responses.like(scores.values)
 
     def forward(self, sampled: Sampled, step: int) -> ScheduledBatch:
         """Draw the mini-batches, then add old_log_probs, ref_log_probs, values and scores.

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.live import EngineProgress, LiveCall
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.experts import CheckpointTensor, parameter_shapes
@@ -151,12 +152,19 @@ class RolloutWorker(Worker):
         Raises:
             RuntimeError: no reshard yet, or the weights were discarded since.
         """
-        if self.weight_version is None:
-            raise RuntimeError("generate before reshard: the engine has no valid weights")
-        self.others_rest()
-        self.engine.wake(EnginePart.KV_CACHE)
-        generated = self.engine.generate(prompts)
-        return self._batch(prompts, generated)
+        self._make_ready()
+        return self._batch(prompts, self.engine.generate(prompts))
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def advance(self, call: LiveCall) -> EngineProgress:
+        """Continue continuous sampling by some decoding steps, with new requests.
+
+        Raises:
+            RuntimeError: as `generate`.
+        """
+        self._make_ready()
+        assert self.weight_version is not None
+        return self.engine.advance(call)._replace(weight_version=self.weight_version)
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def generate_ahead(self, prompts: PromptBatch, version: int | None) -> RolloutBatch:
@@ -200,6 +208,13 @@ class RolloutWorker(Worker):
         if EnginePart.WEIGHTS not in self.engine.awake:
             self.weight_version = None
         return self.weight_version
+
+    def _make_ready(self) -> None:
+        """Offload other roles and wake the KV cache."""
+        if self.weight_version is None:
+            raise RuntimeError("generate before reshard: the engine has no valid weights")
+        self.others_rest()
+        self.engine.wake(EnginePart.KV_CACHE)
 
     def _batch(self, prompts: PromptBatch, generated: Generated) -> RolloutBatch:
         assert self.weight_version is not None

@@ -97,3 +97,49 @@ def test_the_tutorial_on_environments_says_what_works(tmp_path, monkeypatch):
     (ids,) = turn_tokens("embedded", config).answers(["Then"], [end])
     assert tokenizer.decode(ids) == "<|user|>Then<|assistant|>"
     assert decoder(tokenizer)([[end]]) == [""]
+
+
+AGENT = ["hardware=cpu", "environment=calculator_agent", "algorithm=grpo"]
+
+
+def test_an_agent_and_its_command():
+    agent = examined(AGENT).config.agent
+    assert (agent.concurrency, agent.other_sampling, agent.host) == (64, "refuse", "127.0.0.1")
+    result = examined([*AGENT, "environment=agent_command", "agent.args.command=[ls]"])
+    assert result.report.problems == [] and result.config.environment is None
+    assert result.config.agent.args == {"command": ["ls"], "memory_mb": 4096}
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("agent.concurrency=0", "agent.concurrency = 0, expected at least 1"),
+        ("agent.other_sampling=allow", "expected one of refuse, mask"),
+        ("agent.function=hybridrl.environments.calculator_agent.go", "has no go"),
+        ("agent.function=hybridrl.environments.calculator.evaluate", "cannot be called with"),
+        ("agent.function=hybridrl.environments.calculator.Calculator", "expected `async def run"),
+        ("+agent.args.mod=strict", "Did you mean agent.args.mode?"),
+        ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
+        ("reward.timeout_s=3", "reward.timeout_s is set but has no effect"),
+        ("rollout.schedule=partial", "does not continue conversations yet"),
+        ("algorithm.max_sampling_rounds=3", "does not work with environment=agent yet"),
+        ("algorithm=remax", "Set algorithm=rloo"),
+    ],
+)
+def test_a_mistake_of_an_agent_gets_one_problem(override, names):
+    (problem,) = problems(*AGENT, override)
+    assert names in problem
+
+
+def test_a_setting_of_no_agent_is_told_so():
+    line = parse_argv(["hardware=cpu", "agent.timeout_s=3"])
+    (problem,) = precompose(line, conf_dir()).problems
+    assert "there is no agent" in problem and "Set environment=agent" in problem
+
+
+def test_a_program_is_a_coroutine_and_a_command_is_a_list(tmp_path):
+    (tmp_path / "agent.py").write_text("def run(task, client): return 1.0")
+    (problem,) = problems(*AGENT, f"agent.function={tmp_path}/agent.py:run")
+    assert "expected `async def run(task, client)" in problem
+    (problem,) = problems("hardware=cpu", "environment=agent_command", "algorithm=grpo")
+    assert "agent.args.command = [], expected the texts" in problem

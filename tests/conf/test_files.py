@@ -26,6 +26,14 @@ GROUPS = {
 }
 OWN_REWARDS = {"custom": "own", "verl": "verl_score", "trl": "trl_score"}
 WITH_REWARD_MODEL = ["reward_model=default", "reward_model.model.path=/rm"]
+OWN_AGENT = {
+    "agent": [
+        "agent.function=hybridrl.environments.calculator_agent.run",
+        "+agent.args.mode=strict",
+        "+agent.args.max_turns=2",
+    ],
+    "agent_command": ["agent.args.command=[ls]"],
+}
 OWN_ENVIRONMENT = [
     "environment.function=hybridrl.environments.calculator.Calculator",
     "+environment.args.mode=strict",
@@ -58,6 +66,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
     overrides += ["reward.args.isolation=none"] if choice == "code" else []
     overrides += OWN_ENVIRONMENT if (group, choice) == ("environment", "custom") else []
+    overrides += OWN_AGENT.get(choice, []) if group == "environment" else []
     overrides += ["reward.args.model=judge"] if choice == "judge" else []
     if group == "reward" and choice in OWN_REWARDS:
         overrides.append(f"reward.function=tests.unit.own_rewards.{OWN_REWARDS[choice]}")
@@ -134,9 +143,11 @@ def test_dataclasses_and_yaml_have_the_same_keys():
     """With every optional section; roles get their adapters from the shared one, without a link."""
     sections = ["lora=default", "environment=calculator", *WITH_REWARD_MODEL]
     cfg = composed(["hardware=cpu", *sections])
+    cfg = OmegaConf.merge(cfg, composed(["hardware=cpu", "environment=calculator_agent"]))
     tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     mappings = {
         "environment.args",
+        "agent.args",
         "reward.args",
         "eval.rules",
         "algorithm.loss.args",

@@ -38,6 +38,7 @@ STRICT_RULE = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args:
         ("gsm8k_dapo", 1),
         ("gsm8k_gspo", 1),
         ("calculator_tool", 1),
+        ("calculator_agent", 1),
         ("gsm8k_lora", 1),
     ],
 )

@@ -1,9 +1,9 @@
 """Recipes for two steps on a few problems, in one sweep, and in another that is slow.
 
-But gsm8k_ppo, gsm8k_grpo, calculator_tool and gsm8k_sft, which test_run.py, test_python.py,
-test_calculator_run.py and test_sft_slow.py run, and those of a size that needs GPUs, whose plans
-tests/conf/test_plan.py holds. A check of wiring; that they learn is shown by
-test_recipe_learns_slow.py.
+But gsm8k_ppo, gsm8k_grpo, calculator_tool, calculator_agent and gsm8k_sft, which test_run.py,
+test_python.py, test_calculator_run.py, test_agent_run.py and test_sft_slow.py run, and those of a
+size that needs GPUs, whose plans tests/conf/test_plan.py holds. A check of wiring; that they learn
+is shown by test_recipe_learns_slow.py.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 from tests.end_to_end.runs import ROOT, SMALL, started
 
 ELSEWHERE = (
-    *("gsm8k_ppo", "gsm8k_grpo", "calculator_tool", "gsm8k_sft"),
+    *("gsm8k_ppo", "gsm8k_grpo", "calculator_tool", "calculator_agent", "gsm8k_sft"),
     *("qwen2_5_7b_grpo_8gpu", "qwen2_5_1_5b_grpo_1gpu"),
 )
 # What is their own, advantages, loss or adapters, other tests hold.

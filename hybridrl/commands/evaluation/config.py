@@ -27,7 +27,7 @@ from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.tracking.provenance import HIDDEN
 
 # Sections from the run.
-OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "eval", "rollout")
+OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "agent", "eval", "rollout")
 # Keys of rollout that are not from the run if it had another device.
 OF_DEVICE = (
     "dtype",
@@ -49,6 +49,7 @@ SECTIONS = (
     "rollout",
     "reward",
     "environment",
+    "agent",
 )
 READ = (*SECTIONS, "run.name", "eval.rules")
 # Keys that a flag replaces.
@@ -97,7 +98,9 @@ def evaluation_config(
 def _own(checkpoint: Found) -> dict[str, Any]:
     """Return the parts of the run's config that an evaluation uses."""
     run = checkpoint.manifest.config
-    return {"run": {"name": run["run"]["name"]}} | {name: run[name] for name in OF_RUN}
+    return {"run": {"name": run["run"]["name"]}} | {
+        name: run[name] for name in OF_RUN if name in run
+    }
 
 
 def _refuse_unresolved(checkpoint: Found) -> None:
@@ -120,7 +123,9 @@ def underlay(subject: Subject, cfg: DictConfig, groups: Sequence[str]) -> None:
         cfg.run.name = run["run"]["name"]
         same_device = run["hardware"]["accelerator"] == cfg.hardware.accelerator
         for section in OF_RUN:
-            if section not in groups:
+            # The section agent is set by choices of the group environment.
+            group = "environment" if section == "agent" else section
+            if group not in groups:
                 _copy_section(cfg, section, run, skipped=() if same_device else OF_DEVICE)
 
 
@@ -128,7 +133,7 @@ def _copy_section(
     cfg: DictConfig, section: str, run: Mapping[str, Any], skipped: Sequence[str]
 ) -> None:
     """Set a section to the run's values; links of roles stay links."""
-    value = run[section]
+    value = run.get(section)  # a run of an earlier version lacks some
     if not isinstance(value, dict) or section not in cfg or cfg[section] is None:
         cfg[section] = value
         return

@@ -98,7 +98,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
         log = stack.enter_context(file)
         subject = evaluation.subject
         rollout = rollout_engines(config, subject.folder, subject.step, evaluation.output, stack)
-        generate = generator_for(config, environment, rollout, evaluation.prompts, decode)
+        generate = generator_for(config, environment, rollout, evaluation.prompts, decode, stack)
         lengths = ResponseLengths()
         totals = Totals({rule: [[] for _ in evaluation.asked] for rule in ("", *rules)})
         engines = world_size(config) // config.rollout.tensor_parallel_size
@@ -114,6 +114,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
                 first_sample=first,
             )
             batch = generate(lengths.expect(request))
+            batch = batch.select(batch.last_of_episodes)
             seconds = time.perf_counter() - start
             lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
             each = [prompt for prompt in evaluation.asked for _ in range(count)]

@@ -12,7 +12,7 @@ from hybridrl.config.choices import (
     RouterReplay,
     Schedule,
 )
-from hybridrl.config.estimators import is_supervised
+from hybridrl.config.estimators import estimator_of, is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
@@ -102,12 +102,30 @@ def split_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def agent_problems(config: RunConfig) -> Iterator[str]:
+    """Find algorithms that need exactly one token sequence per response."""
+    if config.agent is None:
+        return
+    algorithm, why = config.algorithm, "does not work with environment=agent yet"
+    if algorithm.max_sampling_rounds > 1:
+        rounds = algorithm.max_sampling_rounds
+        yield (
+            f"algorithm.max_sampling_rounds = {rounds} {why}.\nSet algorithm.max_sampling_rounds=1."
+        )
+    if estimator_of(algorithm.advantage).needs_greedy_responses:
+        yield f"algorithm.advantage = {algorithm.advantage} {why}.\nSet algorithm=rloo."
+    if is_supervised(config):
+        yield "environment=agent: supervised fine-tuning runs no programs.\nSet environment=none."
+
+
 def schedule_problems(config: RunConfig) -> Iterator[str]:
     """Check what responses that take several steps need."""
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.schedule is Schedule.sync or is_supervised(config):
         return
     key, per_step = f"rollout.schedule = {rollout.schedule}", config.data.prompts_per_step
+    if config.agent is not None:
+        yield f"{key} does not continue the episodes of agents yet.\nSet rollout.schedule=sync."
     is_against_rollout = policy_loss_of(algorithm.loss.function).is_against_rollout
     if algorithm.rollout_correction.method is CorrectionMethod.none and not is_against_rollout:
         yield (
@@ -203,7 +221,7 @@ def replay_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             rollout.schedule is not Schedule.sync,
             f"with rollout.schedule = {rollout.schedule}, experts of earlier weights are not kept",
         ),
-        (config.environment is not None, "experts of earlier turns of a conversation are not kept"),
+        (config.earns_rewards, "experts of earlier turns of a conversation are not kept"),
     ):
         if is_so:
             found = f"rollout.router_replay = {rollout.router_replay}, expected none"

@@ -165,6 +165,14 @@ RULES = (
         "set environment=none",
     ),
     Idle(
+        "reward.function reward.args reward.signature reward.concurrency reward.timeout_s "
+        "reward.num_processes",
+        "agent.function",
+        lambda config: config.agent is not None,
+        ", which gives the rewards",
+        "set environment=none",
+    ),
+    Idle(
         "reward.concurrency",
         "reward.function",
         lambda config: not awaits_rewards(config),

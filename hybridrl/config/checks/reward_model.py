@@ -77,7 +77,7 @@ def _head_problem(path: str, config: Mapping[str, Any]) -> str | None:
 def reward_model_problems(config: RunConfig) -> Iterator[str]:
     """Find runs without any score, and settings that need scores before the reward model runs."""
     model = config.reward_model
-    unrewarded = config.reward.function == NO_REWARD and config.environment is None
+    unrewarded = config.reward.function == NO_REWARD and not config.earns_rewards
     if unrewarded and (model is None or model.weight == 0):
         without = "no reward model" if model is None else "reward_model.weight = 0"
         yield (

@@ -313,8 +313,10 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     known = known_keys(base, classes)
     section = key.partition(".")[0]
     if section in ("lora", "environment", *OPTIONAL) and section not in base:
-        choice = "custom" if section == "environment" else "default"
+        choice = {"environment": "custom"}.get(section, "default")
         return f"{text}: there is no {section}, so nothing reads it.\nSet {section}={choice}"
+    if section == "agent" and section not in base:
+        return f"{text}: there is no agent, so nothing reads it.\nSet environment=agent"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it.\nType +{text}"
     guess = did_you_mean(key, [*ADDED_GROUPS, *known])

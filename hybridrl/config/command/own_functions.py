@@ -17,6 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from hybridrl.config.command.provenance import group_file, recipe_files
 from hybridrl.config.keys import leaves, raw_tree
 
+# Groups whose choices may set sections of other names.
+WHOLE = {"environment": ("agent",)}
 # Values by dotted key that one source sets.
 Layer = Mapping[str, Any]
 
@@ -130,7 +132,10 @@ def _defaults(runtime: Any, keys: Sequence[str]) -> Layer:
     found: dict[str, Any] = {}
     for group, choice in runtime.choices.items():
         section = group.replace("/", ".")
-        if isinstance(choice, str) and any(key.startswith(f"{section}.") for key in keys):
+        sections = (f"{section}.", *(f"{other}." for other in WHOLE.get(group, ())))
+        if isinstance(choice, str) and any(key.startswith(sections) for key in keys):
             file = group_file(group, choice, runtime.config_sources)
-            found |= {} if file is None else leaves({section: raw_tree(file)})
+            tree = {} if file is None else raw_tree(file)
+            is_whole = any(name in WHOLE.get(group, ()) for name in tree)
+            found |= leaves(tree if is_whole else {section: tree})
     return found

@@ -177,6 +177,24 @@ def environment_problems(config: schema.RunConfig) -> Iterator[str]:
         check_itself(key, path, function, args)
 
 
+def agent_problems(config: schema.RunConfig) -> Iterator[str]:
+    """Check the section agent, if there is one."""
+    agent = config.agent
+    if agent is None:
+        return
+    key, path, args = "agent", agent.function, agent.args
+    if config.environment is not None:
+        yield "there are an environment and an agent.\nRemove environment.*, or the agent."
+    function = _checked_function(key, path)
+    check_arguments(key, path, function, args, ((None, None), args), "(task, client, **args)")
+    check_itself(key, path, function, args)
+    if not inspect.iscoroutinefunction(function):
+        yield (
+            f"agent.function = {path}, expected `async def run(task, client) -> reward`.\n"
+            f"Make it async; asyncio.to_thread runs blocking code (docs/agents.md)."
+        )
+
+
 def check_reward_function(
     key: str,
     path: str,

@@ -12,6 +12,7 @@ from hybridrl.config.user_code.files import names_code
 ALLOWED = frozenset(
     {
         "hybridrl.environments.calculator.Calculator",
+        "hybridrl.environments.calculator_agent.run",
         "hybridrl.rewards.code.score",
         "hybridrl.rewards.format.gsm8k_answer",
         "hybridrl.rewards.format.matches",
@@ -25,7 +26,7 @@ ALLOWED = frozenset(
     }
 )
 # Sections whose `args` go to a process that can read the environment.
-SCORING = ("reward", "environment", "eval")
+SCORING = ("reward", "environment", "agent", "eval")
 # Suffix of keys that name an environment variable.
 VARIABLE_SUFFIX = "_env"
 

@@ -40,6 +40,7 @@ class Prompt:
         difficulty: larger is harder; 0 without a curriculum.
         where: `file:line` or similar, for messages.
         answer_ids: token ids of the reference answer with its end token; empty unless asked for.
+        messages: the problem as chat messages, before the template.
     """
 
     prompt_id: int
@@ -52,6 +53,7 @@ class Prompt:
     difficulty: float = 0.0
     where: str = ""
     answer_ids: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -257,11 +259,12 @@ def prompts_of(
 
     Ids are consecutive from `first_id`. With `answers` prompts have their reference answers.
     """
-    texts, turns, refused = [], [], []
+    asked, texts, turns, refused = [], [], [], []
     for problem in problems:
         try:
             messages = with_examples(problem.messages(sets.config.system_prompt), sets.examples)
             texts.append(renderer.render(messages))
+            asked.append(messages)
             if answers is not None:
                 turns.append(answers.turn(messages, texts[-1], problem.reference))
         except TemplateError as error:
@@ -288,9 +291,10 @@ def prompts_of(
             problem.difficulty,
             problem.where,
             answer,
+            messages,
         )
-        for index, (problem, text, tokens, answer) in enumerate(
-            zip(problems, texts, ids, answer_ids, strict=True)
+        for index, (problem, text, tokens, answer, messages) in enumerate(
+            zip(problems, texts, ids, answer_ids, asked, strict=True)
         )
     ], []
 

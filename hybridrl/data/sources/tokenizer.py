@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 # Exceptions of a template's expressions.
-_TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 # Placeholders of a turn and its answer in the rendered chat template.
 _TURN, _ANSWER = "hybridrlturn", "hybridrlanswer"
@@ -114,12 +114,12 @@ class Renderer:
             jinja2.TemplateError: the template raises for these messages.
         """
         if not self.has_template:
-            return _plain_text(messages)
+            return plain_text(messages)
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         assert isinstance(text, str)
         return text
@@ -139,7 +139,7 @@ class Renderer:
             with_marker = self.render(user)
             without = self._tokenizer.apply_chat_template(user, tokenize=False)
             both = str(self._tokenizer.apply_chat_template(turns, tokenize=False))
-        except (TemplateError, *_TEMPLATE_ERRORS):
+        except (TemplateError, *TEMPLATE_ERRORS):
             return False
         before = both.partition(_TURN)[0]
         return with_marker == without and with_marker.strip() != before.strip()
@@ -161,7 +161,7 @@ class Renderer:
         return token_ids(self._tokenizer, texts, special=not self.has_template)
 
 
-def _plain_text(messages: list[Message]) -> str:
+def plain_text(messages: list[Message]) -> str:
     """Join messages up to the beginning of an answer, on a new line."""
     text = ""
     for message in messages:

@@ -108,7 +108,7 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
         return [skipped(REWARD, node, "there are no prompts to try it on")]
     found: list[Finding] = []
     reward, rules = config.reward, config.eval.rules
-    tried = {"reward": replace(reward, num_processes=1)} if config.environment is None else {}
+    tried = {"reward": replace(reward, num_processes=1)} if not config.earns_rewards else {}
     tried |= {f"eval.rules.{name}": rule_config(reward, rule) for name, rule in rules.items()}
     try:
         if config.environment is not None:

@@ -63,6 +63,7 @@ class TaskPool:
         self._read = read
         self._failed: Counter[str] = Counter()  # items by cause, see `_cause`
         self._failed_starts = 0
+        self._is_stopped = False
         self._waiting: deque[Indexed] = deque()  # items without a process
         self._suspects: deque[Indexed] = deque()  # items to be computed alone
         self._results: dict[int, Any] = {}
@@ -90,6 +91,8 @@ class TaskPool:
         chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
         try:
             while len(self._results) < len(items):
+                if self._is_stopped:
+                    raise RewardProcessError(f"the {self._what} processes were stopped")
                 self._hand_out(chunk_items)
                 self._collect()
         except BaseException:  # the results are not needed any more
@@ -100,6 +103,12 @@ class TaskPool:
         results = [self._results[index] for index in range(len(items))]
         self._log(results)
         return results
+
+    def stop(self) -> None:
+        """Make a `run` in another thread raise RewardProcessError, soon."""
+        self._is_stopped = True
+        for process in self._processes:
+            process.ask_to_end()
 
     def close(self) -> None:
         """End all processes and those they started; log how often which failure occurred.

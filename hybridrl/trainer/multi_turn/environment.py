@@ -11,6 +11,7 @@ from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.trainer.agents.programs import ProgramPool
 from hybridrl.trainer.rewarding import Rewarded
 
 # Distinct reasons of failures that are kept; an unbounded number could be one per conversation.
@@ -40,9 +41,9 @@ class FailureReasons:
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """Environment processes of a run, and the failures that generation has met in them."""
+    """Processes of a run's environment or agent, and the failures that generation met in them."""
 
-    processes: EnvironmentPool
+    processes: EnvironmentPool | ProgramPool
     failures: FailureReasons = field(default_factory=FailureReasons)
 
 

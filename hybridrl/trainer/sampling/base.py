@@ -126,8 +126,9 @@ class Sampling:
             samples=self._each,
             first_sample=first_sample,
         )
-        of_responses = [prompt for prompt in prompts for _ in range(self._each)]
-        return Sampled(self._generate(replace(request, returns_experts=True)), of_responses)
+        batch = self._generate(replace(request, returns_experts=True))
+        episodes = range(len(batch)) if batch.episode is None else batch.episode.tolist()
+        return Sampled(batch, [prompts[episode // self._each] for episode in episodes])
 
 
 def request_of(

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+import torch
+
 from hybridrl.controller.placement import by_node, straddling_engines
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats, RolloutBatch
@@ -33,11 +35,15 @@ def response_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def turn_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Compute metrics of multi-turn responses; none without an environment."""
+    """Compute metrics of multi-turn responses; none without an environment or agent."""
     if batch.turns is None:
         return {}
-    turns = batch.turns.float()
-    return {
+    turns, branches = batch.turns.float(), {}
+    if batch.episode is not None:
+        count = len(batch.last_of_episodes)
+        turns = torch.zeros(count).index_add(0, batch.episode, turns)
+        branches = {"agent/branches": len(batch) / count - 1}
+    return branches | {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": float(turns.max()),
         "environment/tokens_mean": float((~batch.response_mask.values).sum()) / len(batch),

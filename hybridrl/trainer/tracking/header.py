@@ -61,6 +61,8 @@ def _reward(config: RunConfig) -> str:
     """Name the function of the rewards, its signature and its arguments."""
     if config.environment is not None:
         return f"{_function(config.environment)}, an environment"
+    if config.agent is not None:
+        return f"{_function(config.agent)}, a program per response"
     reward = config.reward
     signature = reward_call("reward", reward.function, reward.args, reward.signature).signature
     theirs = "" if signature is RewardSignature.hybridrl else f", as {signature}'s"

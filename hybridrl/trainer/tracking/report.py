@@ -88,8 +88,10 @@ class Reporter:
     ) -> list[RolloutRecord]:
         """Return the responses' records, with the turns of conversations."""
         turns: Sequence[list[dict[str, str]] | None] = [None] * len(batch)
-        if (environment := self._config.environment) is not None:
-            turns = conversations(batch, self._decode, environment.role)
+        if self._config.earns_rewards:
+            environment = self._config.environment
+            role = "user" if environment is None else environment.role
+            turns = conversations(batch, self._decode, role)
         return rollout_records(prompts, batch, rewarded, self._secrets, turns)
 
     def log_responses(

@@ -1,0 +1,188 @@
+"""OpenAI's chat completions: POST /v1/chat/completions."""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, message_key
+from hybridrl.agents.errors import RequestError, refused_parameter
+from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
+from hybridrl.agents.policy import Policy
+
+
+class ChatRequest(CompletionRequest):
+    """Body of a request; the last three fields are vLLM's."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Chat(Format):
+    """Chat completions, streamed or not, with tools."""
+
+    request_class = ChatRequest
+
+    def ask(self, policy: Policy, episode: Episode, request: ChatRequest) -> Ask:
+        """Render the messages by the chat template."""
+        if request.top_logprobs:
+            raise refused_parameter("top_logprobs", request.top_logprobs, "Use logprobs alone.")
+        text = rendered(
+            policy,
+            episode,
+            request.messages,
+            tools_of(policy, request.tools, request.tool_choice, request.response_format),
+            continue_final_message=request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt
+            and not request.continue_final_message,
+            **request.chat_template_kwargs,
+        )
+        return request.ask(episode, text, request.max_completion_tokens or request.max_tokens)
+
+    def answer(
+        self, policy: Policy, episode: Episode, request: ChatRequest, found: Sequence[Completion]
+    ) -> dict[str, Any]:
+        """Return a chat.completion."""
+        choices = []
+        for one in found:
+            message, reason = message_of(policy, episode, one, request.tools)
+            choice = {"index": one.index, "message": message, "finish_reason": reason}
+            choice |= {"stop_reason": one.stop}
+            choices.append(choice | {"logprobs": self._logprobs(policy, request, one)})
+        return self._head("chat.completion", found[0]) | {
+            "choices": choices,
+            "usage": usage(found),
+        }
+
+    async def events(
+        self,
+        policy: Policy,
+        episode: Episode,
+        request: ChatRequest,
+        pieces: AsyncIterator[tuple[Completion, str]],
+    ) -> AsyncIterator[str]:
+        """Yield chat.completion.chunk events; with tools, the text comes at its end."""
+        begun: dict[int, Completion] = {}
+        async for one, piece in pieces:
+            new = {} if one.index in begun else {"role": "assistant"}
+            begun[one.index] = one
+            if not one.has_ended:
+                delta = new | ({} if request.tools else {"content": piece})
+                if delta:
+                    yield self._chunk(one, delta)
+                continue
+            message, reason = message_of(policy, episode, one, request.tools)
+            calls = [{"index": k} | call for k, call in enumerate(message.get("tool_calls", ()))]
+            content = message["content"] if request.tools else piece
+            delta = new | {"content": content} | ({"tool_calls": calls} if calls else {})
+            yield self._chunk(one, delta, self._logprobs(policy, request, one))
+            yield self._chunk(one, {}, reason=reason)
+        if ((request.model_extra or {}).get("stream_options") or {}).get("include_usage"):
+            head = self._head("chat.completion.chunk", begun[0])
+            yield event(head | {"choices": [], "usage": usage([*begun.values()])})
+        yield event("[DONE]")
+
+    def _chunk(
+        self,
+        one: Completion,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+    ) -> str:
+        choice = {"index": one.index, "delta": delta, "finish_reason": reason}
+        choice |= {"logprobs": logprobs}
+        return event(self._head("chat.completion.chunk", one) | {"choices": [choice]})
+
+    def _head(self, kind: str, one: Completion) -> dict[str, Any]:
+        head = {"id": f"chatcmpl-{one.name}", "object": kind, "created": int(time.time())}
+        return head | {"model": MODEL}
+
+    def _logprobs(
+        self, policy: Policy, request: ChatRequest, one: Completion
+    ) -> dict[str, Any] | None:
+        if not request.logprobs:
+            return None
+        texts = [policy.text.decode([token], special=True) for token in one.tokens]
+        content = [
+            {"token": text, "logprob": value, "bytes": [*text.encode()], "top_logprobs": []}
+            for text, value in zip(texts, one.log_probs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def rendered(
+    policy: Policy,
+    episode: Episode,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    **options: Any,
+) -> str:
+    """Render messages in OpenAI's form, whose content may be in parts of text."""
+    if tools:
+        options["tools"] = list(tools)
+    return policy.render(episode, [_plain(message) for message in messages], **options)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it: text, and arguments of calls as mappings."""
+    found = dict(message)
+    if isinstance(content := found.get("content"), list):
+        wrong = [part.get("type") for part in content if "text" not in part]
+        if wrong:
+            raise RequestError(f"The policy reads text only, not {wrong[0]}.", param="messages")
+        found["content"] = "".join(part["text"] for part in content)
+    found["content"] = found.get("content") or ""
+    found["role"] = "system" if found.get("role") == "developer" else found.get("role")
+    return found
+
+
+def tools_of(
+    policy: Policy, tools: list[dict[str, Any]] | None, choice: Any, form: dict[str, Any] | None
+) -> list[dict[str, Any]] | None:
+    """Return the tools to render; None without.
+
+    Raises:
+        RequestError: the run has no parser of tool calls, or the request would force the policy.
+    """
+    if form is not None and form.get("type") != "text":
+        raise refused_parameter("response_format", form, "The policy's output is not constrained.")
+    if not tools or choice == "none":
+        return None
+    if policy.parse_tools is None:
+        raise refused_parameter("tools", "...", "Set agent.tool_parser to the model's parser.")
+    if choice not in (None, "auto"):
+        raise refused_parameter("tool_choice", choice, "The policy's output is not constrained.")
+    return tools
+
+
+def message_of(
+    policy: Policy, episode: Episode, one: Completion, tools: list[dict[str, Any]] | None
+) -> tuple[dict[str, Any], str]:
+    """Return the assistant's message and its finish reason; remember how it was sampled."""
+    message: dict[str, Any] = {"role": "assistant", "content": one.text}
+    reason = "length" if one.reason == LENGTH else "stop"
+    raw = policy.text.without_end(one.tokens)
+    if tools and policy.parse_tools is not None:
+        parsed = policy.parse_tools(raw, tools)
+        message["content"] = parsed.content or (None if parsed.calls else "")
+        if parsed.calls:
+            reason = "tool_calls"
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{one.name}_{k}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for k, (name, arguments) in enumerate(parsed.calls)
+            ]
+    episode.raw[message_key(message)] = raw
+    return message, reason

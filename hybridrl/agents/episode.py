@@ -1,0 +1,126 @@
+"""Episodes of the endpoint, and what is asked and answered in them."""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.agents.record import EpisodeRecord
+from hybridrl.data.live import Progress
+
+# Ends of a completion.
+STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sampling of a phase: a training step or an evaluation.
+
+    Attributes:
+        temperature, top_p: with which every completion is sampled.
+        training_temperature, training_top_p: of training steps; requests may name only these.
+        context: longest prompt and completion together, tokens.
+        masks_other: accept other sampling parameters, and do not train their completions.
+    """
+
+    temperature: float
+    top_p: float
+    training_temperature: float
+    training_top_p: float
+    context: int
+    masks_other: bool
+
+
+@dataclass
+class Episode:
+    """One run of a program.
+
+    Attributes:
+        key: authorises requests and names the episode.
+        seed_parts: from which its seeds derive: run seed, step, prompt, sample.
+        engine: index of the engine that samples all its requests.
+        raw: sampled text by the assistant message that was returned for it.
+        asked: how often each request was made.
+        open: progress of the requests that are being sampled.
+        is_open: accepts requests.
+        attempt: of the program, which may be repeated; the last one counts.
+    """
+
+    key: str
+    seed_parts: tuple[int | str, ...]
+    engine: int
+    settings: Settings
+    record: EpisodeRecord
+    raw: dict[str, str] = field(default_factory=dict)
+    asked: Counter[bytes] = field(default_factory=Counter)
+    open: "dict[str, asyncio.Queue[Progress]]" = field(default_factory=dict)
+    is_open: bool = True
+    attempt: str = ""
+
+    def begin_anew(self, attempt: str) -> None:
+        """Forget what an earlier attempt of the program has sampled."""
+        self.record = EpisodeRecord(self.record.encode, self.record.most)
+        self.raw, self.asked, self.attempt = {}, Counter(), attempt
+
+    def wake(self) -> None:
+        """End open requests at once."""
+        for request_id, queue in self.open.items():
+            queue.put_nowait(Progress(request_id, [], [], CANCELLED))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request in no format: what to sample after a rendered text.
+
+    Attributes:
+        max_tokens: null: as many as the context has room for.
+        sampling: parameters other than the run's, passed to vLLM; these are not trained.
+    """
+
+    text: str
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Completion:
+    """One sampled completion; complete with its last piece.
+
+    Attributes:
+        name: for ids in answers; a function of the request, as its seed is.
+        text: without special tokens and stop string.
+        reason: STOP or LENGTH at its end, before that CANCELLED.
+        stop: the stop string that ended it, if any.
+    """
+
+    index: int
+    name: str
+    prompt_tokens: int
+    text: str = ""
+    reason: str = CANCELLED
+    stop: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it is complete."""
+        return self.reason != CANCELLED
+
+
+def message_key(message: dict[str, Any]) -> str:
+    """Return what identifies an assistant message: its text and tool calls."""
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    calls = [[one.get("name"), as_mapping(one.get("arguments"))] for one in functions]
+    return json.dumps([message.get("content") or "", calls], sort_keys=True)
+
+
+def as_mapping(text: Any) -> Any:
+    """Return the arguments of a tool call as a mapping, or the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text

@@ -1,0 +1,185 @@
+"""Base of the endpoint's formats: sampling parameters, refusals, answers and events."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hybridrl.agents.episode import Ask, Completion, Episode, Settings
+from hybridrl.agents.errors import RequestError, refused_parameter
+from hybridrl.agents.policy import Policy
+
+# The only model of the endpoint.
+MODEL = "policy"
+# Parameters that change nothing that is sampled.
+IGNORED = frozenset(
+    {
+        *("model", "user", "metadata", "store", "stream_options", "service_tier", "include"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "timeout"),
+        *("parallel_tool_calls", "reasoning_effort", "verbosity"),
+    }
+)
+# Parameters of vLLM that a run may accept for completions that are not trained.
+OTHER_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "logit_bias"),
+)
+
+
+class SamplingRequest(BaseModel):
+    """Parameters of most formats. Unknown ones are refused by name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of completions."""
+        return 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return ()
+
+    def sampling(self, episode: Episode) -> dict[str, Any]:
+        """Return the sampling parameters that differ from the run's.
+
+        Raises:
+            RequestError: the run refuses them, or a parameter is not known.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name not in IGNORED and value not in (None, False, "", [], {}):
+                raise refused_parameter(name, value, "The endpoint does not know it. Leave it out.")
+        given = {name: vars(self)[name] for name in OTHER_SAMPLING}
+        return other_sampling(episode.settings, given)
+
+    def ask(self, episode: Episode, text: str, max_tokens: int | None) -> Ask:
+        """Return the request to sample after a rendered text."""
+        return Ask(text, max_tokens, self.stops, self.seed, self.sampling(episode))
+
+
+class CompletionRequest(SamplingRequest):
+    """Parameters of OpenAI's older formats."""
+
+    n: int | None = Field(None, ge=1, le=128)
+    stop: str | list[str] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of completions."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class Format(ABC):
+    """A format of requests: what it asks, its answer, and its events if the answer is streamed."""
+
+    request_class: ClassVar[type[BaseModel]]
+
+    def parse(self, body: bytes) -> Any:
+        """Parse a body.
+
+        Raises:
+            RequestError: it is no JSON, or a parameter has a wrong type or value.
+        """
+        try:
+            return self.request_class.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RequestError(f"{where}: {first['msg']}", param=where or None) from error
+
+    @abstractmethod
+    def ask(self, policy: Policy, episode: Episode, request: Any) -> Ask:
+        """Render the request."""
+
+    @abstractmethod
+    def answer(
+        self, policy: Policy, episode: Episode, request: Any, found: Sequence[Completion]
+    ) -> dict[str, Any]:
+        """Return the body of the answer."""
+
+    @abstractmethod
+    def events(
+        self,
+        policy: Policy,
+        episode: Episode,
+        request: Any,
+        pieces: AsyncIterator[tuple[Completion, str]],
+    ) -> AsyncIterator[str]:
+        """Yield the lines of a streamed answer; `pieces` are (completion, further text)."""
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """Return the body of an error, in OpenAI's form."""
+        kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+        found = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+        return {"error": found}
+
+
+def event(data: dict[str, Any] | str, name: str | None = None) -> str:
+    """Return one server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+
+
+def usage(found: Sequence[Completion]) -> dict[str, int]:
+    """Return OpenAI's count of tokens."""
+    prompt, sampled = found[0].prompt_tokens, sum(len(one.tokens) for one in found)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }
+
+
+def other_sampling(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that differ from the run's.
+
+    Args:
+        settings: of the run.
+        given: parameters of vLLM by name that a request has set.
+
+    Raises:
+        RequestError: there are some, and the run refuses them.
+    """
+    same = {"temperature": settings.training_temperature, "top_p": settings.training_top_p}
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0}
+    usual: dict[str, Callable[[Any], bool]] = {
+        "top_k": lambda value: value in (0, -1),
+        "logit_bias": lambda value: not value,
+    }
+    expected = same | neutral
+    other = {
+        name: value
+        for name, value in given.items()
+        if value is not None
+        and not (usual[name](value) if name in usual else value == expected[name])
+    }
+    if other and not settings.masks_other:
+        name, value = next(iter(other.items()))
+        run = f"this run samples with {name} = {expected[name]}" if name in expected else ""
+        raise refused_parameter(
+            name,
+            value,
+            f"Tokens sampled otherwise cannot be trained{'; ' + run if run else ''}. Leave it out, "
+            "or set agent.other_sampling=mask: then such completions are not trained.",
+        )
+    return other

@@ -1,0 +1,233 @@
+"""The policy as the endpoint samples from it: episodes, prompts, completions.
+
+Runs in the thread of the endpoint's event loop. Seeds are a function of the episode and of the
+request's content, not of the order in which requests arrive.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jinja2 import TemplateError
+
+from hybridrl.agents.episode import (
+    CANCELLED,
+    LENGTH,
+    STOP,
+    Ask,
+    Completion,
+    Episode,
+    as_mapping,
+    message_key,
+)
+from hybridrl.agents.errors import RequestError
+from hybridrl.agents.record import Start
+from hybridrl.agents.text import ModelText, TextStream
+from hybridrl.data.live import LiveRequest, Progress
+from hybridrl.data.seeds import derive_seed
+from hybridrl.rollout.tool_calls import ParseTools
+
+
+class Engines(Protocol):
+    """Rollout engines that sample continuously."""
+
+    def submit(self, request: LiveRequest) -> "asyncio.Queue[Progress]":
+        """Begin to sample; the queue receives the progress."""
+        ...
+
+    def cancel(self, request: LiveRequest) -> None:
+        """Drop a request, unless it has ended."""
+        ...
+
+
+class Begun(NamedTuple):
+    """A completion that is about to be sampled, the tokens before it and the engine's request."""
+
+    completion: Completion
+    start: Start
+    request: LiveRequest
+    ask: Ask
+
+
+class Policy:
+    """Episodes and their completions. `parse_tools` finds tool calls; None: tools are refused."""
+
+    def __init__(
+        self, text: ModelText, engines: Engines, parse_tools: ParseTools | None = None
+    ) -> None:
+        self.text = text
+        self.parse_tools = parse_tools
+        self._engines = engines
+        self._episodes: dict[str, Episode] = {}
+        self._count = 0
+
+    def open(self, episode: Episode) -> None:
+        """Accept the requests of an episode."""
+        self._episodes[episode.key] = episode
+
+    def close(self, keys: Sequence[str]) -> list[Episode]:
+        """End episodes: refuse their requests and drop open ones, whose tokens do not count."""
+        closed = [self._episodes.pop(key) for key in keys]
+        for episode in closed:
+            episode.is_open = False
+            episode.wake()
+        return closed
+
+    def episode(self, key: str) -> Episode:
+        """Return the episode of a key, `<key of the episode>.<attempt>`.
+
+        Raises:
+            RequestError: no open episode has this key.
+        """
+        name, _, attempt = key.partition(".")
+        if name not in self._episodes:
+            raise RequestError(
+                "Incorrect API key: no running episode has it.", 401, code="invalid_api_key"
+            )
+        episode = self._episodes[name]
+        if attempt != episode.attempt:
+            episode.begin_anew(attempt)
+        return episode
+
+    def render(self, episode: Episode, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """Render chat messages; an answer of the policy is rendered as it was sampled.
+
+        Raises:
+            RequestError: the chat template refuses them.
+        """
+        known = [self._as_sampled(episode, message) for message in messages]
+        if options.get("continue_final_message"):
+            known[-1] = messages[-1]
+        try:
+            return self.text.render(known, **options)
+        except TemplateError as error:
+            raise RequestError(f"The chat template refuses the messages: {error}") from error
+
+    def begin(self, episode: Episode, ask: Ask, count: int) -> list[Begun]:
+        """Begin `count` completions of a request.
+
+        Raises:
+            RequestError: the prompt leaves no room for a token.
+        """
+        start = episode.record.start(ask.text)
+        context = episode.settings.context
+        if not 0 < len(start.prompt) < context:
+            raise RequestError(
+                f"This model's maximum context length is {context} tokens (rollout."
+                f"max_prompt_tokens + max_response_tokens); the prompt has {len(start.prompt)}.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        requests = [self._request(episode, start, ask) for _ in range(count)]
+        return [
+            Begun(Completion(k, f"{request.seed:x}", len(start.prompt)), start, request, ask)
+            for k, request in enumerate(requests)
+        ]
+
+    async def complete(self, episode: Episode, begun: Sequence[Begun]) -> list[Completion]:
+        """Sample completions to their end, in parallel."""
+
+        async def to_the_end(one: Begun) -> None:
+            async for _ in self._sample(episode, one):
+                pass
+
+        await asyncio.gather(*map(to_the_end, begun))
+        return self._ended([one.completion for one in begun])
+
+    async def pieces(
+        self, episode: Episode, begun: Sequence[Begun]
+    ) -> AsyncIterator[tuple[Completion, str]]:
+        """Yield the texts of completions in pieces; with the last piece one has ended."""
+        queue: asyncio.Queue[tuple[Completion, str] | None] = asyncio.Queue()
+
+        async def forward(one: Begun) -> None:
+            async for piece in self._sample(episode, one):
+                await queue.put((one.completion, piece))
+            await queue.put(None)
+
+        tasks = [asyncio.create_task(forward(one)) for one in begun]
+        try:
+            for _ in tasks:
+                while (found := await queue.get()) is not None:
+                    yield found
+            self._ended([one.completion for one in begun])
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _sample(self, episode: Episode, begun: Begun) -> AsyncIterator[str]:
+        """Yield the text of a completion in pieces; record its tokens before the last one."""
+        completion, start, request, ask = begun
+        record, stream = episode.record, TextStream(self.text, ask.stop)
+
+        def end(reason: str) -> None:
+            completion.reason, completion.text, completion.stop = reason, stream.text, stream.stop
+            tokens, log_probs = completion.tokens, completion.log_probs
+            del tokens[stream.used :], log_probs[stream.used :]
+            if tokens and episode.is_open and episode.record is record:
+                text, trained = self.text.decode(tokens, special=True), not ask.sampling
+                cut = reason == LENGTH
+                record.add(start, tokens, log_probs, text, trained=trained, truncated=cut)
+
+        queue = episode.open[request.request_id] = self._engines.submit(request)
+        try:
+            while episode.is_open and episode.record is record and not completion.has_ended:
+                progress = await queue.get()
+                piece = stream.add(progress.tokens)
+                completion.tokens += progress.tokens
+                completion.log_probs += progress.log_probs
+                if reason := STOP if stream.stop is not None else progress.reason.lower():
+                    piece += stream.rest()
+                    end(reason)
+                if piece or reason:
+                    yield piece
+        finally:
+            del episode.open[request.request_id]
+            self._engines.cancel(request)
+            if not completion.has_ended:
+                end(CANCELLED)
+
+    def _ended(self, completions: list[Completion]) -> list[Completion]:
+        if not all(one.has_ended for one in completions):
+            raise RequestError("The episode has ended.", 401, code="invalid_api_key")
+        return completions
+
+    def _as_sampled(self, episode: Episode, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with the text that was sampled, if the policy wrote it.
+
+        Chat templates expect arguments of tool calls as mappings.
+        """
+        if message["role"] != "assistant":
+            return message
+        if (raw := episode.raw.get(message_key(message))) is not None:
+            return {"role": "assistant", "content": raw}
+        if not (calls := message.get("tool_calls")):
+            return message
+        parsed = [
+            call | {"function": function | {"arguments": as_mapping(function.get("arguments"))}}
+            for call in calls
+            if isinstance(function := call.get("function"), dict)
+        ]
+        return message | {"tool_calls": parsed}
+
+    def _request(self, episode: Episode, start: Start, ask: Ask) -> LiveRequest:
+        """Build the engine's request; equal requests of an episode have different seeds."""
+        content = json.dumps([start.prompt, ask.max_tokens, ask.stop, ask.seed, ask.sampling])
+        digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
+        episode.asked[digest] += 1
+        self._count += 1
+        room = episode.settings.context - len(start.prompt)
+        sampling = dict(ask.sampling)
+        return LiveRequest(
+            request_id=f"live-{self._count}",
+            engine=episode.engine,
+            prompt=start.prompt,
+            seed=derive_seed(*episode.seed_parts, digest.hex(), episode.asked[digest]),
+            max_tokens=min(ask.max_tokens or room, room),
+            temperature=sampling.pop("temperature", episode.settings.temperature),
+            top_p=sampling.pop("top_p", episode.settings.top_p),
+            stop_token_ids=self.text.stop_token_ids(ask.stop),
+            sampling=sampling,
+        )

@@ -1,0 +1,145 @@
+"""Tokens of an episode: what was sampled, and the token sequences that are trained.
+
+A request is rendered to text. If the text begins with that of a recorded sequence, up to the end of
+one of its turns, the recorded token ids are the prompt as they are, and only the rest is tokenised:
+
+    recorded        <|user|>2 + 3?<|assistant|>5<|end|>
+    next request    <|user|>2 + 3?<|assistant|>5<|end|><|user|>And doubled?<|assistant|>
+                    these token ids are used again     this is tokenised
+
+Otherwise (edited history, stripped thinking, a sub-agent) the request begins another sequence: a
+branch. A sampled token is trained in one sequence alone, so where two requests continue the same
+turn, the second has the tokens before as context.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+# Token ids of a text; the second argument is true at the beginning of a sequence.
+Encode = Callable[[str, bool], list[int]]
+# Characters around the place where texts part, in examples.
+SHOWN_CHARS = 40
+
+
+class Turn(NamedTuple):
+    """A sampled turn of a sequence.
+
+    Attributes:
+        start: index of its first token.
+        end: index behind its last one, and `text_end` the number of characters up to there.
+        digest: of its tokens and log-probs as the engine returned them.
+    """
+
+    start: int
+    end: int
+    text_end: int
+    digest: bytes
+
+
+@dataclass
+class TokenSequence:
+    """Tokens of a conversation of an episode; those of prompts have the log-prob 0.
+
+    `trained` is true on sampled tokens, unless their sampling parameters forbid to train them.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    trained: list[bool]
+    text: str
+    turns: list[Turn] = field(default_factory=list)
+    truncated: bool = False
+
+
+class Start(NamedTuple):
+    """Beginning of a turn: its prompt, and the turn that it continues."""
+
+    prompt: list[int]
+    text: str
+    sequence: TokenSequence | None
+    turn: int
+
+
+@dataclass
+class EpisodeRecord:
+    """Token sequences of an episode, in the order of their first turns.
+
+    Attributes:
+        most: sequences that are kept, the last ones; None: all.
+        branch: of the first branch, where the request departs from what was recorded; or "".
+    """
+
+    encode: Encode
+    most: int | None = None
+    sequences: list[TokenSequence] = field(default_factory=list)
+    branch: str = ""
+
+    def start(self, text: str) -> Start:
+        """Return the prompt of a request that was rendered to `text`."""
+        matches = [
+            (turn.text_end, sequence, index)
+            for sequence in self.sequences
+            for index, turn in enumerate(sequence.turns)
+            if text.startswith(sequence.text[: turn.text_end])
+        ]
+        if not matches:
+            if self.sequences and not self.branch:
+                self.branch = _departure(self.sequences[-1].text, text)
+            return Start(self.encode(text, True), text, None, -1)
+        length, sequence, index = max(matches, key=lambda match: match[0])
+        rest = text[length:]
+        ids = sequence.ids[: sequence.turns[index].end]
+        return Start([*ids, *self.encode(rest, False)] if rest else ids, text, sequence, index)
+
+    def add(
+        self,
+        start: Start,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        text: str,
+        *,
+        trained: bool,
+        truncated: bool,
+    ) -> None:
+        """Record a sampled turn; `text` is that of its tokens, special ones included."""
+        sequence = start.sequence
+        if sequence is None or start.turn + 1 < len(sequence.turns):
+            context = len(start.prompt)
+            sequence = TokenSequence(
+                list(start.prompt), [0.0] * context, [False] * context, start.text
+            )
+            self.sequences.append(sequence)
+            if self.most is not None:
+                del self.sequences[: -self.most]
+        else:
+            more = start.prompt[len(sequence.ids) :]
+            sequence.ids.extend(more)
+            sequence.log_probs.extend([0.0] * len(more))
+            sequence.trained.extend([False] * len(more))
+        first = len(sequence.ids)
+        sequence.ids.extend(tokens)
+        sequence.log_probs.extend(log_probs)
+        sequence.trained.extend([trained] * len(tokens))
+        sequence.text = start.text + text
+        sequence.truncated = truncated
+        end = len(sequence.ids)
+        sequence.turns.append(Turn(first, end, len(sequence.text), digest_of(tokens, log_probs)))
+
+
+def digest_of(tokens: Sequence[int], log_probs: Sequence[float]) -> bytes:
+    """Return the fingerprint of sampled tokens and their log-probs."""
+    parts = np.asarray(tokens, np.int32).tobytes(), np.asarray(log_probs, np.float32).tobytes()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def _departure(recorded: str, requested: str) -> str:
+    """Describe the first difference of two texts."""
+    pairs = zip(recorded, requested, strict=False)
+    at = next((k for k, (one, other) in enumerate(pairs) if one != other), len(requested))
+    before = recorded[max(0, at - SHOWN_CHARS) : at]
+    one, other = (text[at : at + SHOWN_CHARS] for text in (recorded, requested))
+    return f"after {before!r} the request has {other!r}, but {one!r} was recorded"

@@ -1,0 +1,163 @@
+"""HTTP server of the endpoint: FastAPI and uvicorn in a thread with an event loop of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from hybridrl.agents.chat import Chat
+from hybridrl.agents.errors import RequestError
+from hybridrl.agents.format import MODEL, Format
+from hybridrl.agents.messages import Messages
+from hybridrl.agents.policy import Policy
+from hybridrl.agents.responses import Responses
+from hybridrl.agents.text_completions import TextCompletions
+
+# Largest body of a request.
+MAX_BODY_BYTES = 16 * 2**20
+END_TIMEOUT_S = 5.0
+
+FORMATS: Mapping[str, type[Format]] = {
+    "/v1/chat/completions": Chat,
+    "/v1/completions": TextCompletions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
+
+
+def app_of(policy: Policy) -> FastAPI:
+    """Return the web application of the endpoint."""
+    app = FastAPI(openapi_url=None)
+    for path, form in FORMATS.items():
+        app.add_route(path, _handler(policy, form()), methods=["POST"])
+
+    async def models(request: Request) -> Response:
+        form = Chat()
+        try:
+            policy.episode(_key(request))
+        except RequestError as error:
+            return JSONResponse(form.error(error), error.status)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridrl"}
+        if "model" in request.path_params:
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+    app.add_route("/v1/models", models)
+    app.add_route("/v1/models/{model}", models)
+    return app
+
+
+def _handler(policy: Policy, form: Format) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        try:
+            episode = policy.episode(_key(request))
+            asked = form.parse(await _body(request))
+            begun = policy.begin(episode, form.ask(policy, episode, asked), asked.count)
+            if asked.stream:
+                pieces = policy.pieces(episode, begun)
+                events = form.events(policy, episode, asked, pieces)
+                return StreamingResponse(_until_the_end(events), media_type="text/event-stream")
+            found = await _unless_gone(request, policy.complete(episode, begun))
+            return JSONResponse(form.answer(policy, episode, asked, found))
+        except RequestError as error:
+            return JSONResponse(form.error(error), error.status)
+
+    return handle
+
+
+async def _until_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield events; the stream breaks off if the episode ends meanwhile."""
+    try:
+        async for one in events:
+            yield one
+    except RequestError:
+        return
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of `work`, which is cancelled if the client closes the connection."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError("The client has closed the connection.", 499)
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body.
+
+    Raises:
+        RequestError: it is too large.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(f"The body has more than {MAX_BODY_BYTES} bytes.", 413)
+    return bytes(body)
+
+
+def _key(request: Request) -> str:
+    """Return the key of a request: OpenAI's header or Anthropic's."""
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    return request.headers.get("x-api-key", bearer)
+
+
+class EndpointServer:
+    """The endpoint on a port, until `close`.
+
+    Attributes:
+        url: base URL of OpenAI's clients, http://127.0.0.1:<port>/v1.
+
+    Raises:
+        OSError: the port is not free.
+    """
+
+    def __init__(self, policy: Policy, host: str, port: int) -> None:
+        self._socket = socket.create_server((host, port), backlog=2048)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            app_of(policy), log_config=None, log_level="warning", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=self._run, args=(config,), daemon=True)
+        self._thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Event loop in which requests are answered."""
+        return self._loop.result()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the thread of the event loop; return its result."""
+
+        async def called() -> Any:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(called(), self.loop).result()
+
+    def close(self) -> None:
+        """End the server and its connections."""
+        self._server.should_exit = True
+        self._thread.join(END_TIMEOUT_S)
+        self._socket.close()
+
+    def _run(self, config: uvicorn.Config) -> None:
+        async def serve() -> None:
+            self._loop.set_result(asyncio.get_running_loop())
+            await self._server.serve(sockets=[self._socket])
+
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(serve())

@@ -1,0 +1,125 @@
+"""Text of the model: rendering, tokens, and the text of a completion while it is sampled."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.data.sources.tokenizer import TEMPLATE_ERRORS, plain_text, stop_tokens, token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Character of an incomplete UTF-8 sequence in decoded text.
+INCOMPLETE = "�"
+# Sets of stop strings whose tokens are remembered.
+STOP_SETS = 64
+
+
+class ModelText:
+    """Chat template and tokenizer of a model.
+
+    Methods raise jinja2.TemplateError if the template does not accept the messages.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_token_ids = tuple(end_token_ids)
+        self.stop_token_ids = lru_cache(STOP_SETS)(self._stop_token_ids)
+
+    def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """Return the text of a prompt; `options` are those of apply_chat_template."""
+        if not self._tokenizer.chat_template:
+            return plain_text(list(messages))
+        try:
+            options = {"add_generation_prompt": True} | options
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str, is_start: bool) -> list[int]:
+        """Return the token ids of a text, at the beginning of a sequence or later."""
+        special = is_start and not self._tokenizer.chat_template
+        return token_ids(self._tokenizer, [text], special=special)[0]
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens, with special tokens or without."""
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        found = self._tokenizer.decode(list(tokens), **options)
+        assert isinstance(found, str)
+        return found
+
+    def without_end(self, tokens: Sequence[int]) -> str:
+        """Return the text of a completion with special tokens, but for its end token."""
+        end = len(tokens) - (bool(tokens) and tokens[-1] in self._end_token_ids)
+        return self.decode(tokens[:end], special=True)
+
+    def _stop_token_ids(self, stop: tuple[str, ...]) -> tuple[int, ...]:
+        """Return tokens that end a turn at once; () if a string is several tokens."""
+        try:
+            return stop_tokens(self._tokenizer, stop, self._end_token_ids)
+        except ConfigError:
+            return ()
+
+
+class TextStream:
+    """Text of a completion as its tokens arrive, up to a stop string.
+
+    Attributes:
+        text: so far, without the stop string at the end.
+        stop: the stop string that was found.
+        used: tokens up to the one that completes the stop string.
+    """
+
+    def __init__(self, model: ModelText, stop: Sequence[str]) -> None:
+        self._model = model
+        self._stops = [text for text in stop if text]
+        self._held = max(map(len, self._stops), default=1) - 1
+        self._tokens: list[int] = []
+        # Tokens whose text is complete, those that the last of them are decoded with, and the text.
+        self._read, self._context, self._complete = 0, 0, ""
+        self._sent = 0
+        self.used = 0
+        self.text = ""
+        self.stop: str | None = None
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Add tokens; return the further text that is certain."""
+        first = len(self._tokens)
+        self._tokens += tokens
+        self.used = len(self._tokens)
+        self._decode()
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop)) >= 0]
+        if not found:
+            return self._next(len(self.text) - self._held)
+        at, self.stop = min(found)
+        while self.used - 1 > first and self.stop in self._model.decode(
+            self._tokens[: self.used - 1]
+        ):
+            self.used -= 1
+        self.text = self.text[:at]
+        return self.rest()
+
+    def rest(self) -> str:
+        """Return the text that was held back."""
+        return self._next(len(self.text), at_end=True)
+
+    def _next(self, end: int, *, at_end: bool = False) -> str:
+        while not at_end and end > self._sent and self.text[end - 1] == INCOMPLETE:
+            end -= 1
+        piece = self.text[self._sent : max(end, self._sent)]
+        self._sent += len(piece)
+        return piece
+
+    def _decode(self) -> None:
+        """Update the text; only the last tokens are decoded again, with one part before them."""
+        known = self._model.decode(self._tokens[self._context : self._read])
+        new = self._model.decode(self._tokens[self._context :])[len(known) :]
+        self.text = self._complete + new
+        if not new.endswith(INCOMPLETE):
+            self._context, self._read = self._read, len(self._tokens)
+            self._complete = self.text

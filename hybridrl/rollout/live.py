@@ -1,0 +1,81 @@
+"""Continuous sampling: requests are admitted while others decode, a few steps per call.
+
+All ranks of an engine get the same calls, so their schedulers admit and drop the same requests in
+the same order.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
+from hybridrl.distributed import position
+from hybridrl.rollout.vllm_compat import StepLogProbs, core_request
+
+
+class LiveRequests:
+    """Open requests of an engine core in this process. `stop_token_ids` are the model's."""
+
+    def __init__(self, core: Any, stop_token_ids: Sequence[int]) -> None:
+        self._core = core
+        self._stop_token_ids = list(stop_token_ids)
+        self._open: set[str] = set()
+        self._steps = 0
+
+    def advance(self, call: LiveCall) -> EngineProgress:
+        """Drop and admit requests, then decode up to `call.steps` steps.
+
+        Raises:
+            RuntimeError: vLLM aborted a request.
+        """
+        start = time.perf_counter()
+        dropped = [request_id for _, request_id in call.cancelled if request_id in self._open]
+        if dropped:
+            self._core.abort_requests(dropped)
+            self._open.difference_update(dropped)
+        for request in call.new:
+            self._core.add_request(self._core_request(request))
+            self._open.add(request.request_id)
+        found: dict[str, Progress] = {}
+        log_probs = StepLogProbs()
+        with log_probs.recorded(self._core):
+            for _ in range(call.steps):
+                if not self._open:
+                    break
+                self._steps += 1
+                position.at("decoding step", self._steps)
+                if outputs := self._core.get_output().outputs:
+                    self._add(found, outputs, log_probs)
+        return EngineProgress(list(found.values()), time.perf_counter() - start)
+
+    def _add(
+        self, found: dict[str, Progress], outputs: Sequence[Any], log_probs: StepLogProbs
+    ) -> None:
+        """Add the outputs of one step, a token each."""
+        rows = log_probs.of([output.request_id for output in outputs]).tolist()
+        for output, log_prob in zip(outputs, rows, strict=True):
+            name = output.request_id
+            so_far = found.setdefault(name, Progress(name, [], [], ""))
+            so_far.tokens.extend(output.new_token_ids)
+            so_far.log_probs.append(log_prob)
+            if output.finish_reason is not None:
+                reason = output.finish_reason.name
+                if reason not in ("STOP", "LENGTH"):
+                    raise RuntimeError(f"vLLM ended request {name} with {reason}")
+                found[name] = so_far._replace(reason=reason)
+                self._open.remove(name)
+
+    def _core_request(self, request: LiveRequest) -> Any:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=[*self._stop_token_ids, *request.stop_token_ids],
+            logprobs=0,  # the sampled token's alone
+            detokenize=False,
+            **request.sampling,
+        )
+        return core_request(request.request_id, request.prompt, params)

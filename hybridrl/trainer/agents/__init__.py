@@ -1,0 +1,5 @@
+"""Training of agents: programs that sample from the policy through the endpoint of agents/.
+
+generator.py: `AgentGenerator`, the Generator that runs a program per episode; start reading there.
+engines.py: the engines, which sample continuously. batch.py: the batch of recorded episodes.
+"""

@@ -1,0 +1,93 @@
+"""The batch of recorded episodes: one response per token sequence."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hybridrl.agents.record import EpisodeRecord, TokenSequence, digest_of
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+
+
+class EpisodeResult(NamedTuple):
+    """An episode: its group, tokens and reward; `failure` numbers the reason, 0: none.
+
+    `prompt` is that of the task, for an episode that sampled nothing.
+    """
+
+    group: int
+    engine: int
+    prompt: list[int]
+    record: EpisodeRecord
+    reward: float
+    failure: int
+
+
+def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) -> RolloutBatch:
+    """Return the sequences of episodes as a batch.
+
+    The prompt of a row is what stands before its first sampled token. An episode without a token
+    gets an end token that is not trained, so that its reward counts in its group.
+
+    Raises:
+        RuntimeError: a row does not have the tokens or log-probs that were sampled.
+    """
+    rows = [
+        (index, episode, sequence)
+        for index, episode in enumerate(episodes)
+        for sequence in episode.record.sequences or [_nothing(episode, end_token)]
+    ]
+    index = torch.tensor([k for k, _, _ in rows])
+    is_last = torch.cat([index.diff(), torch.ones(1)]) > 0
+    starts = [sequence.turns[0].start for _, _, sequence in rows]
+    parts = [(sequence, start) for (_, _, sequence), start in zip(rows, starts, strict=True)]
+    batch = RolloutBatch(
+        prompts=Ragged.from_rows([sequence.ids[:start] for sequence, start in parts], torch.int32),
+        responses=Ragged.from_rows([one.ids[start:] for one, start in parts], torch.int32),
+        response_mask=Ragged.from_rows([one.trained[start:] for one, start in parts], torch.bool),
+        rollout_log_probs=Ragged.from_rows(
+            [one.log_probs[start:] for one, start in parts], torch.float32
+        ),
+        group_id=torch.tensor([episode.group for _, episode, _ in rows]),
+        weight_version=torch.full((len(rows),), version),
+        truncated=torch.tensor([sequence.truncated for _, _, sequence in rows]),
+        engine=torch.tensor([episode.engine for _, episode, _ in rows]),
+        episode=index,
+        turns=torch.tensor([len(sequence.turns) for _, _, sequence in rows]),
+        environment_rewards=torch.tensor([e.reward for _, e, _ in rows], dtype=torch.float64),
+        environment_failures=torch.tensor([e.failure for _, e, _ in rows]).where(is_last, 0),
+    )
+    check_turns(batch, [sequence for _, _, sequence in rows])
+    return batch
+
+
+def check_turns(batch: RolloutBatch, sequences: Sequence[TokenSequence]) -> None:
+    """Check each turn's fingerprint, and that no other token is trained.
+
+    Raises:
+        RuntimeError: a turn has other tokens or log-probs than were sampled, or a token that was
+            not sampled is trained.
+    """
+    fields = zip(
+        sequences,
+        batch.responses.views(),
+        batch.rollout_log_probs.views(),
+        batch.response_mask.views(),
+        strict=True,
+    )
+    for row, (sequence, tokens, log_probs, mask) in enumerate(fields):
+        before, sampled = sequence.turns[0].start, 0
+        for turn in sequence.turns:
+            part = slice(turn.start - before, turn.end - before)
+            if turn.digest != digest_of(tokens[part].tolist(), log_probs[part].tolist()):
+                raise RuntimeError(f"row {row} of the batch does not have the sampled tokens")
+            sampled += int(mask[part].sum())
+        if sampled != int(mask.sum()):
+            raise RuntimeError(f"row {row} of the batch trains tokens that were not sampled")
+
+
+def _nothing(episode: EpisodeResult, end_token: int) -> TokenSequence:
+    record = EpisodeRecord(lambda text, is_start: episode.prompt)
+    record.add(record.start(""), [end_token], [0.0], "", trained=False, truncated=False)
+    return record.sequences[0]

@@ -1,0 +1,85 @@
+"""The endpoint over a run's rollout engines."""
+
+from typing import Self
+
+from hybridrl.agents.episode import Episode, Settings
+from hybridrl.agents.policy import Policy
+from hybridrl.agents.record import EpisodeRecord
+from hybridrl.agents.server import EndpointServer
+from hybridrl.agents.text import ModelText
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.sources.tokenizer import load_tokenizer
+from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.models.resolve import plain_folder
+from hybridrl.rollout.tool_calls import load_parser
+from hybridrl.trainer.agents.engines import LiveEngines
+
+
+class Endpoint:
+    """Server, policy and engines. Use it as a context manager.
+
+    Args:
+        rollout: config of the engines.
+        group: the engines.
+        host, port: address to listen on; port 0: a free one.
+        tool_parser: as agent.tool_parser.
+        masks_other: accept other sampling parameters, whose completions are not trained.
+
+    Attributes:
+        settings: sampling of training steps.
+        end_token: an end token of the model.
+
+    Raises:
+        ConfigError: agent.tool_parser does not exist or does not fit the model.
+        OSError: agent.port is not free.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        group: WorkerGroup,
+        host: str,
+        port: int,
+        *,
+        tool_parser: str | None,
+        masks_other: bool = False,
+    ) -> None:
+        tokenizer = load_tokenizer(rollout.model.path)
+        ends = stop_token_ids(plain_folder(rollout.model.path))
+        parse = None if tool_parser is None else load_parser(tool_parser, tokenizer)
+        self.end_token = ends[0]
+        self.settings = Settings(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            training_temperature=rollout.temperature,
+            training_top_p=rollout.top_p,
+            context=rollout.max_prompt_tokens + rollout.max_response_tokens,
+            masks_other=masks_other,
+        )
+        self.engines = LiveEngines(group)
+        self.policy = Policy(ModelText(tokenizer, ends), self.engines, parse)
+        self.server = EndpointServer(self.policy, host, port)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+    def episode(
+        self,
+        key: str,
+        seed_parts: tuple[int | str, ...],
+        engine: int,
+        settings: Settings,
+        most: int | None = None,
+    ) -> Episode:
+        """Return an episode that accepts requests with this key, without a dot in it.
+
+        `most`: of its token sequences, only this number are remembered; None: all.
+        """
+        record = EpisodeRecord(self.policy.text.encode, most)
+        episode = Episode(key, seed_parts, engine, settings, record)
+        self.policy.open(episode)
+        return episode

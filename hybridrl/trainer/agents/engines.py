@@ -1,0 +1,117 @@
+"""Rollout engines under the endpoint: requests go in at any time, a few decoding steps per call.
+
+The endpoint's thread submits requests; the driver's main thread calls the engines as long as
+programs run. Requests that arrive during a call are admitted by the next one.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import EngineStats
+from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
+
+# Decoding steps of one call: more save calls, fewer admit requests sooner.
+STEPS = 4
+
+
+class LiveEngines:
+    """Engines of a run that sample continuously.
+
+    Attributes:
+        weight_version: of the weights that sampled in the last `run`.
+        stats: of each engine in the last `run`.
+    """
+
+    def __init__(self, rollout: WorkerGroup) -> None:
+        self._rollout = rollout
+        self._inbox: SimpleQueue[LiveRequest | tuple[int, str] | None] = SimpleQueue()
+        self._queues: dict[str, asyncio.Queue[Progress]] = {}
+        self._open: dict[str, int] = {}
+        self.weight_version = 0
+        self.stats: tuple[EngineStats, ...] = ()
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines."""
+        return self._rollout.num_shards
+
+    def submit(self, request: LiveRequest) -> "asyncio.Queue[Progress]":
+        """Begin to sample; called in the endpoint's thread."""
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        self._inbox.put(request)
+        return queue
+
+    def cancel(self, request: LiveRequest) -> None:
+        """Drop a request, unless it has ended; called in the endpoint's thread."""
+        if self._queues.pop(request.request_id, None) is not None:
+            self._inbox.put((request.engine, request.request_id))
+
+    def run(self, programs: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
+        """Sample for the programs until they have ended; then drop what is open.
+
+        Raises:
+            WorkerError: a rank failed.
+        """
+        self.stats = (EngineStats(0, 0.0, 0.0),) * self.num_engines
+        start = time.perf_counter()
+        programs.add_done_callback(lambda _: self._inbox.put(None))
+        while not programs.done():
+            self._call(*self._received(), STEPS, start, loop)
+        self._call([], [(engine, name) for name, engine in self._open.items()], 0, start, loop)
+        self._open = {}
+
+    def _received(self) -> tuple[list[LiveRequest], list[tuple[int, str]]]:
+        """Return new and cancelled requests; wait for one if none is open."""
+        found = [] if self._open else [self._inbox.get()]
+        while not self._inbox.empty():
+            found.append(self._inbox.get())
+        new = [one for one in found if isinstance(one, LiveRequest)]
+        cancelled = [one for one in found if isinstance(one, tuple)]
+        self._open |= {request.request_id: request.engine for request in new}
+        known = [(engine, name) for engine, name in cancelled if name in self._open]
+        for _, name in known:
+            del self._open[name]
+        gone = {name for _, name in known}
+        return [one for one in new if one.request_id not in gone], known
+
+    def _call(
+        self,
+        new: list[LiveRequest],
+        cancelled: list[tuple[int, str]],
+        steps: int,
+        start: float,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Advance the engines and hand their progress to the endpoint's thread."""
+        if steps and not (new or cancelled or self._open):
+            return
+        found: list[EngineProgress] = self._rollout.call("advance", LiveCall(new, cancelled, steps))
+        self.weight_version = found[0].weight_version
+        waited = time.perf_counter() - start
+        self.stats = tuple(
+            _added(stats, engine, waited) for stats, engine in zip(self.stats, found, strict=True)
+        )
+        progress = [one for engine in found for one in engine.progress]
+        for one in progress:
+            if one.reason:
+                self._open.pop(one.request_id, None)
+        if progress:
+            loop.call_soon_threadsafe(self._deliver, progress)
+
+    def _deliver(self, progress: Iterable[Progress]) -> None:
+        for one in progress:
+            if (queue := self._queues.get(one.request_id)) is not None:
+                queue.put_nowait(one)
+                if one.reason:
+                    del self._queues[one.request_id]
+
+
+def _added(stats: EngineStats, engine: EngineProgress, waited: float) -> EngineStats:
+    tokens = sum(len(one.tokens) for one in engine.progress)
+    first = stats.first_token_s or (waited if tokens else 0.0)
+    return EngineStats(stats.tokens + tokens, stats.seconds + engine.seconds, first)

@@ -1,0 +1,38 @@
+"""Processes of agent programs."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Self
+
+from hybridrl.config.schema import AgentConfig
+from hybridrl.environments.programs import Job
+from hybridrl.rewards.processes.messages import Setup
+from hybridrl.rewards.processes.pool import TaskPool
+
+TASK = "hybridrl.environments.programs.program_task"
+
+
+class ProgramPool:
+    """Processes of the programs, used from a thread of their own, with which they would end."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        options = {"memory_mb": config.memory_mb}
+        setup = Setup(
+            TASK, config.function, config.args, config.timeout_s, config.concurrency, options
+        )
+        self._thread = ThreadPoolExecutor(1, "programs")
+        start = partial(TaskPool, setup, config.num_processes, "agent", float)
+        self._pool: TaskPool = self._thread.submit(start).result()
+
+    def begin(self, jobs: Sequence[Job]) -> Future[list[Any]]:
+        """Begin to run jobs; return the Future of each one's reward or `Failure`."""
+        return self._thread.submit(self._pool.run, jobs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.stop()
+        self._thread.submit(self._pool.close).result()
+        self._thread.shutdown()

@@ -1,0 +1,97 @@
+"""The endpoint of agents over a real engine with the embedded model, and what that sampled."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from hybridrl.agents.episode import Episode
+from hybridrl.commands.evaluation.session import rollout_engines
+from hybridrl.controller.ray.runtime import ray_runtime
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest
+from hybridrl.models.resolve import absolute_path
+from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
+from hybridrl.trainer.agents.endpoint import Endpoint
+from tests.run_configs import run_config
+
+CONTEXT = 960
+
+
+class Sampled:
+    """A worker group that notes the requests and the tokens that its engine sampled for them."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.num_shards = group.num_shards
+        self.requests: dict[str, LiveRequest] = {}
+        self.cancelled: set[str] = set()
+        self.tokens: dict[str, list[tuple[int, float]]] = {}
+
+    def call(self, method: str, call: LiveCall) -> list[EngineProgress]:
+        self.requests |= {request.request_id: request for request in call.new}
+        self.cancelled |= {name for _, name in call.cancelled}
+        found: list[EngineProgress] = self._group.call(method, call)
+        for one in [one for engine in found for one in engine.progress]:
+            pairs = zip(one.tokens, one.log_probs, strict=True)
+            self.tokens.setdefault(one.request_id, []).extend(pairs)
+        return found
+
+
+class Served:
+    """An endpoint that runs in this process."""
+
+    def __init__(self, endpoint: Endpoint, sampled: Sampled) -> None:
+        self.endpoint = endpoint
+        self.sampled = sampled
+        self.url = endpoint.server.url
+        self._count = 0
+
+    def episode(self, *seeds: int, **settings: Any) -> Episode:
+        """Open an episode; its seeds derive from `seeds`, by default its number."""
+        self._count += 1
+        own = replace(self.endpoint.settings, **settings)
+        parts = seeds or (self._count,)
+        return self.endpoint.episode(f"key{self._count}", parts, 0, own)
+
+    def batch(self, episode: Episode) -> RolloutBatch:
+        """End an episode, and return its batch, of which each trained token was sampled."""
+        self.endpoint.server.call(self.endpoint.policy.close, [episode.key])
+        result = EpisodeResult(0, 0, [5, 6], episode.record, 1.0, 0)
+        batch = batch_of([result], 0, self.endpoint.end_token)
+        unused = dict(self.sampled.tokens)
+        for sequence in episode.record.sequences:
+            for turn in sequence.turns:
+                part = slice(turn.start, turn.end)
+                own = [*zip(sequence.ids[part], sequence.log_probs[part], strict=True)]
+                name = next(
+                    name
+                    for name, pairs in unused.items()
+                    if pairs[: len(own)] == own
+                    and self.sampled.requests[name].prompt == sequence.ids[: turn.start]
+                )
+                del unused[name]
+        return batch
+
+
+@contextmanager
+def serving(folder: Path, *, tool_parser: str | None = "hermes") -> Iterator[Served]:
+    """Serve the embedded model in this process until the end of the block."""
+    config = run_config(
+        "rollout.max_prompt_tokens=900", "rollout.max_response_tokens=60", "model=embedded"
+    )
+    config.model.path = absolute_path("embedded")
+    with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
+        sampled = Sampled(rollout_engines(config, None, 0, folder, stack))
+        endpoint = Endpoint(config.rollout, sampled, "127.0.0.1", 0, tool_parser=tool_parser)  # type: ignore[arg-type]
+        stack.enter_context(endpoint)
+        done: Future[None] = Future()
+        engines = Thread(target=endpoint.engines.run, args=(done, endpoint.server.loop))
+        engines.start()
+        stack.callback(engines.join)
+        stack.callback(done.set_result, None)
+        yield Served(endpoint, sampled)

@@ -1,0 +1,152 @@
+"""environment=agent as shipped: two steps of the recipe, of branching programs, of a command."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from tests.end_to_end.metric_names import unexplained
+from tests.end_to_end.runs import ROOT, SMALL, started
+
+RECIPE = ["+recipe=calculator_agent", *SMALL[1:], "eval.greedy=false"]
+WATCHED = ["trainer.samples_every_steps=1"]
+TWO = "cluster.gpus_per_node=2"
+
+# Asks twice for each answer, the second time with another history; fails for some tasks.
+BRANCHING = """
+import asyncio
+
+async def run(task, client):
+    question = task.messages
+    asked = [dict(model="policy", messages=question, n=2), dict(model="policy", messages=question)]
+    answers = await asyncio.gather(*(client.chat.completions.create(**one) for one in asked))
+    first = answers[0].choices[0].message
+    edited = {"role": "assistant", "content": "No: " + (first.content or "")}
+    more = {"role": "user", "content": "And?"}
+    await client.chat.completions.create(model="policy", messages=[*question, first, more])
+    await client.chat.completions.create(model="policy", messages=[*question, edited, more])
+    if len(question[0]["content"]) % 3 == 0:
+        raise ValueError("the tool broke")
+    return float(len(first.content) % 2)
+"""
+COMMAND = """
+import json, os, urllib.request
+task = json.loads(os.environ["HYBRIDRL_TASK"])
+body = json.dumps({"model": "policy", "messages": task["messages"]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+answer = json.load(urllib.request.urlopen(request))
+print(json.dumps({"reward": len(answer["choices"][0]["message"]["content"]) % 2}))
+"""
+
+
+def assert_trained(rows: list[dict]) -> None:
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [name for name in unexplained(rows[1]) if not name.startswith("health/")] == []
+    for row in rows[1:]:
+        assert row["rollout/log_prob_diff_mean"] < 1e-4
+        assert row["actor/first_log_ratio_max"] == 0.0
+        assert all(value is None or math.isfinite(value) for value in row.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [[], [TWO, "rollout.tensor_parallel_size=2"], [TWO], ["algorithm=ppo"]],
+    ids=["one", "tp2", "dp2", "critic"],
+)
+def test_two_steps_of_the_recipe(tmp_path, changes):
+    with started(tmp_path / "run", *RECIPE, *WATCHED, *changes) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+        run.assert_nothing_left()
+    assert_trained(rows)
+    if not changes:
+        folder, command = tmp_path / "eval", [sys.executable, "-m", "hybridrl.cli", "eval"]
+        own = ["hardware=cpu", "--problems=6", "--samples=2", f"--output={folder}"]
+        command += [str(run.run_dir), *own]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = (folder / "completions.jsonl").read_text().splitlines()
+        assert len(found) == 12 and "calculator_agent.run" in done.stdout
+    for row in rows[1:]:
+        assert row["agent/branches"] == row["reward/failed"] == 0.0
+        assert 1.0 < row["rollout/turns_mean"] < row["rollout/turns_max"] <= 6.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [[], [TWO], ["algorithm=ppo"]], ids=["one", "dp2", "critic"])
+def test_branches_and_failures_are_counted_by_episode(tmp_path, changes):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(BRANCHING)
+    own = ["agent.function=agent.py:run", "reward.failed_score=-1"]
+    with started(run_dir, *RECIPE, *WATCHED, *own, *changes) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert_trained(rows)
+    for row in rows[1:]:
+        # Three answers to the question, one of them continued, and the edited history.
+        assert row["agent/branches"] == 3.0 and row["rollout/turns_mean"] == 5.0
+        assert row["batch/responses"] == 4 * 32
+        assert 0 < row["reward/failed"] < 32 and row["reward/failed"] % 4 == 0
+    assert "the request has 'No: " in output and "the tool broke" in output
+    lines = (run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    scores = {json.loads(line)["score"] for line in lines}
+    assert scores == {-1.0, 0.0, 1.0} and len(lines) == 128
+
+
+@pytest.mark.slow
+def test_a_command_trains(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(COMMAND)
+    own = ["environment=agent_command", f"agent.args.command=[{sys.executable},{run_dir}/agent.py]"]
+    with started(run_dir, *RECIPE, *own) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+        run.assert_nothing_left()
+    assert_trained(rows)
+    assert rows[1]["reward/failed"] == 0.0 and rows[1]["rollout/turns_mean"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_model_is_served_as_it_would_be_trained():
+    command = [sys.executable, "-m", "hybridrl.cli", "serve", "embedded", "hardware=cpu"]
+    with subprocess.Popen([*command, "--key", "mine"], stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        line = next(line for line in served.stdout if "OPENAI_BASE_URL" in line)
+        url = re.search(r"http://127.0.0.1:\d+/v1", line)[0]
+        client = openai.OpenAI(base_url=url, api_key="mine", max_retries=0, timeout=60)
+        asked = {"model": "policy", "messages": [{"role": "user", "content": "3 + 4?"}]}
+        assert client.chat.completions.create(**asked, max_tokens=20).choices
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(**asked, temperature=0.3)
+        served.terminate()
+    assert served.returncode == 143
+
+
+@pytest.mark.slow
+def test_the_page_on_agents_trains_as_written(tmp_path):
+    page = (ROOT / "docs" / "agents.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    command = next(line for line in page.splitlines() if "environment=agent agent.function" in line)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(code)
+    overrides = command.split()[3:]
+    with started(run_dir, *overrides, *SMALL[2:], "eval.greedy=false") as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert_trained(rows)
+    for row in rows[1:]:
+        assert 1.0 < row["rollout/turns_mean"] < 2.0 and row["reward/std"] > 0.0
+        assert row["agent/branches"] == row["reward/failed"] == 0.0

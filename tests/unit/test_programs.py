@@ -1,0 +1,160 @@
+"""Agent programs: rewards, failures with their output, limits, and nothing left behind."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.choices import OtherSampling
+from hybridrl.config.schema import AgentConfig
+from hybridrl.environments.programs import Job, Task
+from hybridrl.rewards.processes.messages import Failure
+from hybridrl.rewards.processes.process import RewardProcessError
+from hybridrl.trainer.agents.programs import ProgramPool
+
+PROGRAM = """
+import asyncio, os, time
+
+async def run(task, client, *, scale):
+    match task.example["answer"]:
+        case "key":
+            return float(client.api_key.startswith("key-") and str(client.base_url) == "http://x/v1/")
+        case "raise":
+            raise ValueError("no such tool")
+        case "hang":
+            await asyncio.sleep(60)
+        case "block":
+            time.sleep(60)
+        case "die":
+            os._exit(3)
+        case "memory":
+            bytearray(6 * 2**30)
+        case "text":
+            return "good"
+    return scale * len(task.messages)
+"""
+
+
+def job(answer: str) -> Job:
+    return Job(
+        Task({"answer": answer}, [{"role": "user", "content": "?"}], "?"), "http://x/v1", "key-1"
+    )
+
+
+def config(function: str, **args: object) -> AgentConfig:
+    return AgentConfig(
+        function=function,
+        args=args,
+        concurrency=8,
+        num_processes=2,
+        timeout_s=2.0,
+        memory_mb=4096,
+        other_sampling=OtherSampling.refuse,
+        tool_parser=None,
+        host="127.0.0.1",
+        port=0,
+    )
+
+
+def test_a_failed_episode_costs_its_own_reward(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    asked = ["1", "key", "raise", "hang", "block", "die", "memory", "text", "2"]
+    start = time.monotonic()
+    with ProgramPool(config(f"{file}:run", scale=0.5)) as pool:
+        found = pool.begin([job(answer) for answer in asked]).result(60)
+    assert found[0] == found[-1] == 0.5 and found[1] == 1.0
+    reasons = [one.reason for one in found if isinstance(one, Failure)]
+    for reason, part in zip(
+        reasons,
+        [
+            "no such tool",
+            "longer than 2 s",
+            "longer than 2 s",
+            "exit code 3",
+            "MemoryError",
+            "text",
+        ],
+        strict=True,
+    ):
+        assert part in reason or (part == "text" and "expected a number" in reason)
+    assert time.monotonic() - start < 20
+
+
+def test_the_end_of_a_run_does_not_wait_for_its_programs(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    settings = config(f"{file}:run", scale=0.5)
+    settings.timeout_s = 100.0
+    start = time.monotonic()
+    with ProgramPool(settings) as pool:
+        running = pool.begin([job("1"), job("block"), job("hang")])
+        time.sleep(4)
+    with pytest.raises(RewardProcessError):
+        running.result(1)
+    assert time.monotonic() - start < 30
+
+
+COMMAND = "import json, os; exec(json.loads(os.environ['HYBRIDRL_TASK'])['example']['answer'])"
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[ProgramPool]:
+    """Runs the answer of a task as a program."""
+    path, command = "hybridrl.environments.programs.command", [sys.executable, "-c", COMMAND]
+    with ProgramPool(config(path, command=command, memory_mb=512)) as pool:
+        yield pool
+
+
+def run(pool: ProgramPool, script: str) -> object:
+    """Result of a command as an episode."""
+    return pool.begin([job(script)]).result(60)[0]
+
+
+def test_the_last_line_of_a_command_is_its_reward(commands):
+    script = (
+        "task = json.loads(os.environ['HYBRIDRL_TASK']); print('thinking'); "
+        "assert os.environ['OPENAI_BASE_URL'] == 'http://x/v1'; assert not os.listdir('.'); "
+        "assert os.environ['ANTHROPIC_BASE_URL'] == 'http://x'; "
+        "print(json.dumps({'reward': len(task['messages'])}))"
+    )
+    assert run(commands, script) == 1.0
+
+
+def test_a_command_that_fails_is_shown_with_its_output(commands):
+    found = run(commands, "print('step 1'); raise SystemExit(4)")
+    assert isinstance(found, Failure) and "code 4, step 1" in found.reason
+    found = run(commands, "print('no number')")
+    assert isinstance(found, Failure) and "no number" in found.reason
+
+
+def test_a_command_that_floods_its_output_is_read_to_its_end(commands):
+    assert run(commands, "for _ in range(2**14): print('x' * 4096)\nprint(0.25)") == 0.25
+
+
+def test_a_command_needs_no_more_memory_than_its_limit(commands):
+    found = run(commands, "bytearray(2**30); print(1)")
+    assert isinstance(found, Failure) and "MemoryError" in found.reason
+
+
+def test_a_command_that_forks_and_never_ends_leaves_nothing(commands, tmp_path):
+    """Its children leave its session and group, and refuse to end."""
+    pids = tmp_path / "pids"
+    script = f"""
+import os, signal, time
+for _ in range(5):
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open({str(pids)!r}, "a").write(f"{{os.getpid()}}\\n")
+        time.sleep(100)
+time.sleep(100)
+"""
+    found = run(commands, script)
+    assert isinstance(found, Failure) and "longer than 2 s" in found.reason
+    started = [int(line) for line in Path(pids).read_text().split()]
+    assert len(started) == 5
+    assert not [pid for pid in started if os.path.exists(f"/proc/{pid}")]
