@@ -91,10 +91,10 @@ class TaskPool:
         chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
         try:
             while len(self._results) < len(items):
-                if self._is_stopped:
-                    raise RewardProcessError(f"the {self._what} processes were stopped")
                 self._hand_out(chunk_items)
                 self._collect()
+                if self._is_stopped:  # also where the end of a process was its item's result
+                    raise RewardProcessError(f"the {self._what} processes were stopped")
         except BaseException:  # the results are not needed any more
             for process in self._processes:
                 if process.pending:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, Self
 
 from hybridrl.config.schema import AgentConfig
@@ -14,16 +13,15 @@ TASK = "hybridrl.environments.programs.program_task"
 
 
 class ProgramPool:
-    """Processes of the programs, used from a thread of their own, with which they would end."""
+    """Processes of the programs, which run while the caller does other things."""
 
     def __init__(self, config: AgentConfig) -> None:
         options = {"memory_mb": config.memory_mb}
         setup = Setup(
             TASK, config.function, config.args, config.timeout_s, config.concurrency, options
         )
+        self._pool = TaskPool(setup, config.num_processes, "agent", float)
         self._thread = ThreadPoolExecutor(1, "programs")
-        start = partial(TaskPool, setup, config.num_processes, "agent", float)
-        self._pool: TaskPool = self._thread.submit(start).result()
 
     def begin(self, jobs: Sequence[Job]) -> Future[list[Any]]:
         """Begin to run jobs; return the Future of each one's reward or `Failure`."""
@@ -34,5 +32,5 @@ class ProgramPool:
 
     def __exit__(self, *_: object) -> None:
         self._pool.stop()
-        self._thread.submit(self._pool.close).result()
         self._thread.shutdown()
+        self._pool.close()
