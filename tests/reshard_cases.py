@@ -41,6 +41,7 @@ from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
+from hybridrl.rollout.sampling import check_ranks_agree
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
@@ -398,7 +399,6 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
     def resharder(shards: Any, bucket_mb: int) -> Resharder:
         return Resharder(shards, worker.trace, tensors, Route.colocated(worker.mesh), bucket_mb)
 
-    tokens = Ragged.from_rows([[rank]], torch.int64)
     long = replace(
         prompts(), prompts=Ragged.from_rows([[1] * (MAX_PROMPT + 1), [1], [1]], torch.int64)
     )
@@ -411,7 +411,7 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
 
     return {
         "buckets": error_of(lambda: resharder(shards, 1 + rank)),
-        "tokens": error_of(lambda: worker.engine._check_ranks_agree(tokens)),
+        "tokens": error_of(lambda: check_ranks_agree(worker.config.tensor_parallel_size, [rank])),
         "long": error_of(lambda: worker.generate(long)),
         "shape": error_of(sync_cut_shards),
     }
