@@ -3,7 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.seeds import sample_seed
@@ -28,12 +30,16 @@ def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
     ]
 
 
-def check_ranks_agree(tensor_parallel_size: int, *tokens: Sequence[int]) -> None:
+def check_ranks_agree(tensor_parallel_size: int, *tokens: Sequence[int] | Tensor) -> None:
     """Raise RuntimeError if a rank of the tensor-parallel group sampled other tokens."""
     if tensor_parallel_size == 1:
         return
+    own = hashlib.blake2b()
+    for row in tokens:
+        own.update(len(row).to_bytes(8, "little"))
+        own.update(np.asarray(row, np.int64).tobytes())
     digests: list[bytes] = [b""] * tensor_parallel_size
-    own = hashlib.blake2b(repr(tokens).encode()).digest()
-    dist.all_gather_object(digests, own, group=vllm_compat.tensor_parallel_group())
+    group = vllm_compat.tensor_parallel_group()
+    dist.all_gather_object(digests, own.digest(), group=group)
     if len(set(digests)) > 1:
         raise RuntimeError("the ranks of one rollout engine sampled different tokens")

@@ -216,8 +216,7 @@ class VLLMEngine:
         self._check_awake()
         self._check_lengths(prompts)
         generated = self._sample(prompts)
-        responses = generated.responses
-        rows = responses.values.tolist(), responses.lengths.tolist()
+        rows = generated.responses.values, generated.responses.lengths
         check_ranks_agree(self._config.tensor_parallel_size, *rows)
         return generated
 
