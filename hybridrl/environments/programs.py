@@ -43,7 +43,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 @dataclass(frozen=True)
 class Task:
-    """What an episode is about.
+    """Problem that an episode is to solve.
 
     Attributes:
         example: row of the data set; `answer` is the reference answer.

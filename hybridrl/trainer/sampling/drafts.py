@@ -69,7 +69,7 @@ class Draft:
 
     @property
     def seed_parts(self) -> tuple[str | int, ...]:
-        """What tells apart the seeds of a response's calls: the turn, and its tokens so far."""
+        """Parts of the seed that differ between a response's calls: turn, and tokens so far."""
         turn = ("turn", self.turns) if self.turns else ()
         return (*turn, "after", self.turn_tokens) if self.turn_tokens else turn
 
@@ -103,7 +103,7 @@ class Draft:
 
 
 class Turns(Protocol):
-    """What follows a turn of the policy.
+    """Rules of what follows a turn of the policy.
 
     Attributes:
         stop_token_ids: tokens that end a turn, besides the model's end tokens.
