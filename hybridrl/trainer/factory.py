@@ -11,8 +11,6 @@ from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
-from hybridrl.trainer.agents.endpoint import Endpoint
-from hybridrl.trainer.agents.generator import AgentGenerator
 from hybridrl.trainer.agents.programs import ProgramPool
 from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
 from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
@@ -61,6 +59,10 @@ def generator_for(
         return single_turn
     by_id = {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]}
     if config.agent is not None:
+        # A web server, which other runs do not need.
+        from hybridrl.trainer.agents.endpoint import Endpoint
+        from hybridrl.trainer.agents.generator import AgentGenerator
+
         assert isinstance(environment.processes, ProgramPool)
         endpoint = Endpoint(
             config.rollout,
