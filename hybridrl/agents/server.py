@@ -22,6 +22,9 @@ from hybridrl.agents.text_completions import TextCompletions
 # Largest body of a request.
 MAX_BODY_BYTES = 16 * 2**20
 END_TIMEOUT_S = 5.0
+# Seconds until the server closes an idle connection: clients must do so first (httpx after 5), else
+# a request may meet a connection that is being closed, and fail.
+KEEP_ALIVE_S = 600
 
 FORMATS: Mapping[str, type[Format]] = {
     "/v1/chat/completions": Chat,
@@ -128,7 +131,11 @@ class EndpointServer:
         self._socket = socket.create_server((host, port), backlog=2048)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            app_of(policy), log_config=None, log_level="warning", timeout_graceful_shutdown=1
+            app_of(policy),
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = uvicorn.Server(config)
         self._loop: Future[asyncio.AbstractEventLoop] = Future()

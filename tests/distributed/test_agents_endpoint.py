@@ -1,5 +1,6 @@
 """The endpoint with real clients over a real engine: tokens, branches, refusals, lost clients."""
 
+import http.client
 import json
 import socket
 import time
@@ -213,6 +214,19 @@ def test_errors_are_those_that_the_sdk_expects(served):
     assert len(served.batch(episode)) == 1  # the end token of an episode that sampled nothing
     with pytest.raises(openai.AuthenticationError):
         chat(client, QUESTION)
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_idle_between_turns_is_kept(served):
+    """httpx uses one again until 5 s after its last request."""
+    connection = http.client.HTTPConnection(served.url.split("/")[2])
+    headers = {"Authorization": f"Bearer {served.episode().key}"}
+    for _ in range(2):
+        connection.request("GET", "/v1/models", headers=headers)
+        connected = connection.sock
+        assert connection.getresponse().read() and connection.sock is connected
+        time.sleep(7)
+    connection.close()
 
 
 def test_a_repeated_episode_begins_anew(served):
