@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
 from hybridrl.distributed import position
-from hybridrl.rollout.vllm_compat import StepLogProbs, core_request
+from hybridrl.rollout.vllm_compat import StepLogProbs, core_request, finish_steps
 
 
 class LiveRequests:
@@ -46,6 +46,8 @@ class LiveRequests:
                 position.at("decoding step", self._steps)
                 if outputs := self._core.get_output().outputs:
                     self._add(found, outputs, log_probs)
+            if not self._open:
+                finish_steps(self._core)
         return EngineProgress(list(found.values()), time.perf_counter() - start)
 
     def _add(

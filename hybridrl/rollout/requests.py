@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed import position
-from hybridrl.rollout.vllm_compat import StepLogProbs, core_request
+from hybridrl.rollout.vllm_compat import StepLogProbs, core_request, finish_steps
 from hybridrl.rollout.vllm_routing import RoutedExperts
 
 
@@ -139,8 +139,9 @@ def generate(
             if outputs := core.get_output().outputs:
                 first_token_s = first_token_s or time.perf_counter() - start
                 responses.add(outputs, step_log_probs)
-    if responses.open:
-        core.abort_requests(responses.open_ids())
+        if responses.open:
+            core.abort_requests(responses.open_ids())
+        finish_steps(core)
     tokens, log_probs = responses.ragged()
     is_open = torch.zeros(len(requests), dtype=torch.bool)
     is_open[list(responses.open)] = True

@@ -5,6 +5,7 @@ Order in a process: `check_installation` (config/checks/installation.py), `set_e
 tests/unit/test_compat.py looks up.
 """
 
+import gc
 import os
 import secrets
 import sys
@@ -196,6 +197,12 @@ def engine_core(llm: Any) -> Any:
     return llm.llm_engine.engine_core
 
 
+def finish_steps(core: Any) -> None:
+    """Take the results of queued steps, of which asynchronous scheduling leaves one behind."""
+    while core.engine_core.batch_queue:
+        core.get_output()
+
+
 def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
     """Build a request of the engine core; its id is unique among all of the engine."""
     from vllm.v1.engine import EngineCoreRequest
@@ -254,3 +261,13 @@ def asleep_bytes(tag: str) -> int:
     sizes = [data.handle[1] for data in known if data.tag == tag]
     assert sizes, f"vLLM has tagged no allocation as {tag}"
     return sum(sizes)
+
+
+@contextmanager
+def keeping_cache() -> Iterator[None]:
+    """Keep torch's cached memory: when vLLM 0.33 wakes, it collects garbage and empties the cache.
+
+    That and filling the cache again takes tenths of a second.
+    """
+    with patch.object(gc, "collect"), patch.object(torch.accelerator, "empty_cache"):
+        yield

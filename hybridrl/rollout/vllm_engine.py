@@ -177,11 +177,11 @@ class VLLMEngine:
         if part is EnginePart.KV_CACHE:
             assert EnginePart.WEIGHTS in self.awake, "weights wake first"
         if self._on_gpu:
-            # Emptying and refilling the trainer's allocator cache costs a tenth of a second.
             free, _ = torch.cuda.mem_get_info()
             if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
                 torch.cuda.empty_cache()
-            self._llm.wake_up(tags=[part.value])
+            with vllm_compat.keeping_cache():
+                self._llm.wake_up(tags=[part.value])
         self.awake |= {part}
 
     def reset_prefix_cache(self) -> None:

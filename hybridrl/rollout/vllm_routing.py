@@ -96,7 +96,6 @@ class RoutedExperts:
             patch.object(scheduler, "update_from_output", record),
         ):
             yield
-        self._steps.clear()
 
     def _record(self, scheduled: Any, request_ids: Sequence[str]) -> None:
         """Store a step's rows, whose requests are in the order of `request_ids`."""

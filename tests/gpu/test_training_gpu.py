@@ -190,8 +190,10 @@ def test_several_gpus_have_the_gradient_of_one(folder, ranks, replicas):
         assert metrics["actor/first_log_ratio_max"] == 0.0
 
 
-@pytest.mark.parametrize("compile_layers", [False, True])
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize(
+    ("dtype", "compile_layers"),
+    [(DType.float32, False), (DType.bfloat16, False), (DType.bfloat16, True)],
+)
 def test_experts_train_and_their_first_ratio_is_one(dtype, compile_layers, tmp_path):
     """Grouped matrix products, forward and backward, with recomputed layers."""
     folder = tiny_folder("qwen3_moe", tmp_path / "model")

@@ -28,7 +28,7 @@ class Endpoint:
 
     Attributes:
         settings: sampling of training steps.
-        end_token: an end token of the model.
+        end_token: an end token of the model; 0 if it has none.
 
     Raises:
         ConfigError: agent.tool_parser does not exist or does not fit the model.
@@ -48,7 +48,7 @@ class Endpoint:
         tokenizer = load_tokenizer(rollout.model.path)
         ends = stop_token_ids(plain_folder(rollout.model.path))
         parse = None if tool_parser is None else load_parser(tool_parser, tokenizer)
-        self.end_token = ends[0]
+        self.end_token = ends[0] if ends else 0
         self.settings = Settings(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
