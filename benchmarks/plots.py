@@ -34,8 +34,9 @@ def training(line: Line) -> Groups:
     """MFU with sequences of equal length, by variant of the layers."""
     settings, found = line["settings"], line["measured"]
     kept = ", kept gathered" if settings["keep_gathered"] else ""
+    length = "" if settings["length"] == 4096 else f", {settings['length']:,} tokens"
     return {
-        f"{where(line)}, {variant}{kept}": {
+        f"{where(line)}, {variant}{kept}{length}": {
             "update": 100 * found[variant]["equal"]["update_mfu"],
             "log-probs": 100 * found[variant]["equal"]["log_probs_mfu"],
         }
@@ -120,7 +121,7 @@ def versions(line: Line) -> str:
 
 
 PLOTS = (
-    Plot("training", "Training, sequences of 4,096 tokens", "MFU, %", training),
+    Plot("training", "Training, sequences of 4,096 tokens unless said", "MFU, %", training),
     Plot("reshard", "Weight sync, Qwen2.5-7B's shape", "milliseconds", reshard, log=True),
     Plot("rollout", "Sampling", "thousands of tokens/s", rollout),
     Plot("grpo_step", "A step of GRPO, Qwen2.5-1.5B's shape", "seconds", grpo_step, stacked=True),
