@@ -205,7 +205,6 @@ def _config(args: argparse.Namespace, folder: Path) -> RunConfig:
         "rollout.max_prompt_tokens": 64,
         "rollout.max_response_tokens": 64,
         "rollout.kv_cache_mb": 64,
-        "rollout.sleep": "all",
         "rollout.max_num_seqs": 8,
         "rollout.enforce_eager": True,
         "rollout.reshard_bucket_mb": args.bucket_mb,
