@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.agents.record import EpisodeRecord
+from hybridrl.config.choices import OtherSampling
 from hybridrl.data.live import Progress
 
 # Ends of a completion.
@@ -21,7 +22,7 @@ class Settings:
         temperature, top_p: with which every completion is sampled.
         training_temperature, training_top_p: of training steps; requests may name only these.
         context: longest prompt and completion together, tokens.
-        masks_other: accept other sampling parameters, and do not train their completions.
+        other_sampling: of requests with other parameters, as agent.other_sampling.
     """
 
     temperature: float
@@ -29,7 +30,7 @@ class Settings:
     training_temperature: float
     training_top_p: float
     context: int
-    masks_other: bool
+    other_sampling: OtherSampling
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Ask:
     Attributes:
         max_tokens: null: as many as the context has room for.
         sampling: parameters other than the run's, passed to vLLM; these are not trained.
+        is_call: the text is constrained to the JSON of a tool call.
     """
 
     text: str
@@ -83,6 +85,7 @@ class Ask:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    is_call: bool = False
 
 
 @dataclass
@@ -94,6 +97,7 @@ class Completion:
         text: without special tokens and stop string.
         reason: STOP or LENGTH at its end, before that CANCELLED.
         stop: the stop string that ended it, if any.
+        is_call: its text is the JSON of a tool call.
     """
 
     index: int
@@ -104,6 +108,7 @@ class Completion:
     stop: str | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    is_call: bool = False
 
     @property
     def has_ended(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
+from hybridrl.agents.constraints import STRUCTURED
 from hybridrl.agents.episode import (
     CANCELLED,
     LENGTH,
@@ -122,9 +123,13 @@ class Policy:
             )
         requests = [self._request(episode, start, ask) for _ in range(count)]
         return [
-            Begun(Completion(k, f"{request.seed:x}", len(start.prompt)), start, request, ask)
+            Begun(self._completion(k, request, ask), start, request, ask)
             for k, request in enumerate(requests)
         ]
+
+    def _completion(self, index: int, request: LiveRequest, ask: Ask) -> Completion:
+        name, num_tokens = f"{request.seed:x}", len(request.prompt)
+        return Completion(index, name, num_tokens, is_call=ask.is_call)
 
     async def complete(self, episode: Episode, begun: Sequence[Begun]) -> list[Completion]:
         """Sample completions to their end, in parallel."""
@@ -228,6 +233,7 @@ class Policy:
             max_tokens=min(ask.max_tokens or room, room),
             temperature=sampling.pop("temperature", episode.settings.temperature),
             top_p=sampling.pop("top_p", episode.settings.top_p),
-            stop_token_ids=self.text.stop_token_ids(ask.stop),
+            # A grammar allows a stop token at its end alone.
+            stop_token_ids=() if STRUCTURED in ask.sampling else self.text.stop_token_ids(ask.stop),
             sampling=sampling,
         )

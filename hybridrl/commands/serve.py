@@ -14,6 +14,7 @@ from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import find_subject
 from hybridrl.commands.running import argument_parser, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
+from hybridrl.config.choices import OtherSampling
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.models.resolve import absolute_path, model_folder
 
@@ -46,6 +47,7 @@ def _serve(argv: Sequence[str]) -> None:
     add("--port", type=int, default=0, help="port to listen on (a free one)")
     add("--key", help="key that clients send (a random one)")
     add("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (the run's)")
+    add("--other-sampling", choices=[*OtherSampling], help="as agent.other_sampling (the run's)")
     add("--run-code", action="store_true", help="trust the checkpoint's config, as hybridrl eval")
     args = parser.parse_intermixed_args(list(argv))
     subject, machine = find_subject(args.subject), find_machine()
@@ -61,15 +63,23 @@ def _serve(argv: Sequence[str]) -> None:
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)
     key = (args.key or secrets.token_urlsafe(16)).replace(".", "-")
-    parser_name = args.tool_parser
-    if parser_name is None and config.agent is not None:
-        parser_name = config.agent.tool_parser
+    parser_name, other = args.tool_parser, OtherSampling(args.other_sampling or "refuse")
+    if config.agent is not None:
+        parser_name = parser_name or config.agent.tool_parser
+        other = OtherSampling(args.other_sampling or config.agent.other_sampling)
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
         config.model.path = absolute_path(config.model.path)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-serve-")))
         rollout = rollout_engines(config, subject.folder, subject.step, logs, stack)
         endpoint = stack.enter_context(
-            Endpoint(config.rollout, rollout, args.host, args.port, tool_parser=parser_name)
+            Endpoint(
+                config.rollout,
+                rollout,
+                args.host,
+                args.port,
+                tool_parser=parser_name,
+                other_sampling=other,
+            )
         )
         endpoint.episode(key, (config.rollout.seed, "serve"), 0, endpoint.settings, SEQUENCES)
         url = endpoint.server.url

@@ -38,7 +38,7 @@ Init = StrEnum("Init", ["pretrained", "random"])
 # Memory that vLLM frees between rollouts.
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
 # Treatment of requests with other sampling parameters than the run's (agents/policy.py).
-OtherSampling = StrEnum("OtherSampling", ["refuse", "mask"])
+OtherSampling = StrEnum("OtherSampling", ["refuse", "mask", "ignore"])
 # Whether a response may take several steps, and on which ranks (trainer/sampling/).
 Schedule = StrEnum("Schedule", ["sync", "partial", "split"])
 # Use of the experts that vLLM chose (rollout/vllm_routing.py).

@@ -114,7 +114,7 @@ def test_an_agent_and_its_command():
     ("override", "names"),
     [
         ("agent.concurrency=0", "agent.concurrency = 0, expected at least 1"),
-        ("agent.other_sampling=allow", "expected one of refuse, mask"),
+        ("agent.other_sampling=allow", "expected one of refuse, mask, ignore"),
         ("agent.function=hybridrl.environments.calculator_agent.go", "has no go"),
         ("agent.function=hybridrl.environments.calculator.evaluate", "cannot be called with"),
         ("agent.function=hybridrl.environments.calculator.Calculator", "expected `async def run"),

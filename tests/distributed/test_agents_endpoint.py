@@ -13,8 +13,31 @@ import pytest
 from hybridrl.agents.chat import message_of, rendered
 from hybridrl.agents.episode import Completion
 from hybridrl.agents.server import MAX_BODY_BYTES
+from hybridrl.config.choices import OtherSampling
 from tests.agents_serving import CONTEXT, Served, serving
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "$defs": {"term": {"type": "integer", "minimum": 0, "maximum": 99}},
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/term"}, "b": {"$ref": "#/$defs/term"}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "stop"}},
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"who": {"enum": ["Tom", "Ann"]}, "is_even": {"type": "boolean"}},
+    "required": ["who", "is_even"],
+    "additionalProperties": False,
+}
 QUESTION = {"role": "user", "content": "Tom has 3 pens and buys 4 more. How many pens are there?"}
 
 
@@ -176,6 +199,8 @@ def test_messages_of_anthropic_streamed_or_not(served):
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"extra_body": {"max_tokens": 0}}, "max_tokens"),
     ],
@@ -189,10 +214,86 @@ def test_a_parameter_that_would_make_training_wrong_is_refused_by_name(served, o
 
 
 def test_other_sampling_may_be_masked(served):
-    episode = served.episode(masks_other=True)
+    episode = served.episode(other_sampling=OtherSampling.mask)
     answer = chat(client_of(served, episode.key), QUESTION, temperature=0.2)
     batch = served.batch(episode)
     assert answer.choices and not batch.response_mask.values.any()
+
+
+def test_other_sampling_may_be_ignored(served):
+    """As if the request had none; the policy's own tool calls are still found."""
+    one, other = (served.episode(13, other_sampling=OtherSampling.ignore) for _ in range(2))
+    own = {"temperature": 0.1, "response_format": {"type": "json_object"}}
+    first = chat(client_of(served, one.key), QUESTION, **own)
+    assert said(first) == said(chat(client_of(served, other.key), QUESTION))
+    assert served.batch(one).response_mask.values.all()
+
+
+def answer_in_json(served: Served, key: str, api: str) -> str:
+    """The text of an answer that the schema constrains, by the parameter of an API."""
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    if api == "messages":
+        own = anthropic.Anthropic(base_url=served.url[:-3], api_key=key, max_retries=0, timeout=60)
+        form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        asked = {"model": "policy", "max_tokens": 60, "messages": [QUESTION]}
+        return own.messages.create(**asked, output_config=form).content[0].text
+    client = client_of(served, key)
+    if api == "responses":
+        form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+        asked = {"model": "policy", "input": QUESTION["content"], "text": {"format": form}}
+        return client.responses.create(**asked).output_text
+    if api == "chat":
+        return said(chat(client, QUESTION, response_format=named))["content"]
+    pieces = chat(client, QUESTION, response_format=named, stream=True, stop=["zebra"])
+    return "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+
+@pytest.mark.parametrize("api", ["chat", "streamed chat", "responses", "messages"])
+def test_json_of_a_schema_is_recorded_as_it_was_constrained_and_not_trained(served, api):
+    episode = served.episode(other_sampling=OtherSampling.mask)
+    answer = json.loads(answer_in_json(served, episode.key, api))
+    assert answer.keys() == SCHEMA["properties"].keys() and answer["who"] in ("Tom", "Ann")
+    (row,) = episode.record.sequences
+    sampled = row.log_probs[row.turns[0].start :]
+    assert max(sampled) == 0.0 and sum(sampled) > -30  # the policy itself would not write this
+    assert not any(row.trained)
+    chat(client_of(served, episode.key), QUESTION | {"content": "And Ann?"})
+    assert [any(row.trained) for row in episode.record.sequences] == [False, True]
+    served.batch(episode)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"add", "stop"}), ({"type": "function", "function": {"name": "add"}}, {"add"})],
+)
+def test_a_forced_tool_call_fits_its_schema_and_is_continued(served, choice, names):
+    episode = served.episode(other_sampling=OtherSampling.mask)
+    client = client_of(served, episode.key)
+    answer = chat(client, QUESTION, tools=TOOLS, tool_choice=choice).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name in names and answer.finish_reason == "tool_calls"
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "stop" or all(0 <= arguments[name] < 100 for name in "ab")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+    chat(client, QUESTION, answer.message, result, tools=TOOLS)
+    batch = served.batch(episode)
+    assert batch.turns.tolist() == [2] and 0 < int(batch.response_mask.values.sum()) <= 60
+    assert not episode.record.branch
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [({"type": "nonsense"}, "nonsense"), ({"type": "array", "uniqueItems": True}, "not supported")],
+)
+def test_a_schema_that_cannot_be_followed_is_refused(served, schema, why):
+    client = client_of(served, served.episode(other_sampling=OtherSampling.mask).key)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=why) as refused:
+        chat(client, QUESTION, response_format=form)
+    assert refused.value.param == "response_format"
+    form["json_schema"]["schema"] = SCHEMA
+    with pytest.raises(openai.BadRequestError, match="cannot call tools"):
+        chat(client, QUESTION, response_format=form, tools=TOOLS)
 
 
 def test_errors_are_those_that_the_sdk_expects(served):
