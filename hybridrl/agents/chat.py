@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.constraints import Constraint, constraint_of, parsed_call
-from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, message_key
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt, message_key
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
 from hybridrl.agents.policy import Policy
@@ -42,7 +42,7 @@ class Chat(Format):
         """Render the messages by the chat template."""
         if request.top_logprobs:
             raise refused_parameter("top_logprobs", request.top_logprobs, "Use logprobs alone.")
-        text = rendered(
+        prompt = rendered(
             policy,
             episode,
             request.messages,
@@ -52,7 +52,7 @@ class Chat(Format):
             and not request.continue_final_message,
             **request.chat_template_kwargs,
         )
-        return request.ask(episode, text, request.max_completion_tokens or request.max_tokens)
+        return request.ask(episode, prompt, request.max_completion_tokens or request.max_tokens)
 
     def answer(
         self, policy: Policy, episode: Episode, request: ChatRequest, found: Sequence[Completion]
@@ -131,11 +131,12 @@ def rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     **options: Any,
-) -> str:
+) -> Prompt:
     """Render messages in OpenAI's form, whose content may be in parts of text."""
     if tools:
         options["tools"] = list(tools)
-    return policy.render(episode, [_plain(message) for message in messages], **options)
+    plain = [_plain(message) for message in messages]
+    return Prompt(policy.render(episode, plain, **options), plain)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,6 +187,7 @@ def message_of(
             for k, (name, arguments) in enumerate(parsed.calls)
         ]
     episode.raw[message_key(message)] = raw
+    episode.answers[one.name] = message
     return message, reason
 
 

@@ -3,8 +3,9 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.config.choices import OtherSampling
@@ -42,6 +43,7 @@ class Episode:
         seed_parts: from which its seeds derive: run seed, step, prompt, sample.
         engine: index of the engine that samples all its requests.
         raw: sampled text by the assistant message that was returned for it.
+        answers: messages that were returned, by the completion's name.
         asked: how often each request was made.
         open: progress of the requests that are being sampled.
         is_open: accepts requests.
@@ -54,6 +56,7 @@ class Episode:
     settings: Settings
     record: EpisodeRecord
     raw: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked: Counter[bytes] = field(default_factory=Counter)
     open: "dict[str, asyncio.Queue[Progress]]" = field(default_factory=dict)
     is_open: bool = True
@@ -62,7 +65,11 @@ class Episode:
     def begin_anew(self, attempt: str) -> None:
         """Forget what an earlier attempt of the program has sampled."""
         self.record = EpisodeRecord(self.record.encode, self.record.most)
-        self.raw, self.asked, self.attempt = {}, Counter(), attempt
+        self.raw, self.answers, self.asked, self.attempt = {}, {}, Counter(), attempt
+
+    def transcript(self) -> list[list[Mapping[str, Any]]]:
+        """Return the messages of each token sequence: of its last request, and the answer."""
+        return [[*one.messages, self.answers[one.turns[-1].name]] for one in self.record.sequences]
 
     def wake(self) -> None:
         """End open requests at once."""
@@ -70,9 +77,16 @@ class Episode:
             queue.put_nowait(Progress(request_id, [], [], CANCELLED))
 
 
+class Prompt(NamedTuple):
+    """Rendered text of a request, and its messages in OpenAI's form."""
+
+    text: str
+    messages: Sequence[Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Ask:
-    """A request in no format: what to sample after a rendered text.
+    """A request in no format: what to sample after a prompt.
 
     Attributes:
         max_tokens: null: as many as the context has room for.
@@ -80,7 +94,7 @@ class Ask:
         is_call: the text is constrained to the JSON of a tool call.
     """
 
-    text: str
+    prompt: Prompt
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None

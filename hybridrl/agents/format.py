@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybridrl.agents.constraints import STRUCTURED, Constraint
-from hybridrl.agents.episode import Ask, Completion, Episode, Settings
+from hybridrl.agents.episode import Ask, Completion, Episode, Prompt, Settings
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.policy import Policy
 from hybridrl.config.choices import OtherSampling
@@ -62,8 +62,8 @@ class SamplingRequest(BaseModel):
         """Return the constraint of the text, if any."""
         return None
 
-    def ask(self, episode: Episode, text: str, max_tokens: int | None) -> Ask:
-        """Return the request to sample after a rendered text.
+    def ask(self, episode: Episode, prompt: Prompt, max_tokens: int | None) -> Ask:
+        """Return the request to sample after a prompt.
 
         Raises:
             RequestError: the run refuses a sampling parameter, or does not know one.
@@ -79,7 +79,7 @@ class SamplingRequest(BaseModel):
             case OtherSampling.ignore:
                 other, constraint = {}, None
         if constraint is None:
-            return Ask(text, max_tokens, self.stops, self.seed, other)
+            return Ask(prompt, max_tokens, self.stops, self.seed, other)
         if constraint.excludes_calls:
             why = "A text constrained to JSON cannot call tools. Leave out the one or the other."
             raise refused_parameter(constraint.parameter, constraint.value, why)
@@ -88,7 +88,7 @@ class SamplingRequest(BaseModel):
         except ValueError as error:
             raise RequestError(str(error), param=constraint.parameter) from error
         other[STRUCTURED] = constraint.fields
-        return Ask(text, max_tokens, self.stops, self.seed, other, constraint.is_call)
+        return Ask(prompt, max_tokens, self.stops, self.seed, other, constraint.is_call)
 
 
 class CompletionRequest(SamplingRequest):

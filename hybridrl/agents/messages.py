@@ -51,8 +51,8 @@ class Messages(Format):
         messages = [*system, *(part for one in request.messages for part in _chat_messages(one))]
         continues = messages[-1]["role"] == "assistant"
         options = {"continue_final_message": continues, "add_generation_prompt": not continues}
-        text = rendered(policy, episode, messages, tools, **options)
-        return request.ask(episode, text, request.max_tokens)
+        prompt = rendered(policy, episode, messages, tools, **options)
+        return request.ask(episode, prompt, request.max_tokens)
 
     def answer(
         self,

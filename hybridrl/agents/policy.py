@@ -112,7 +112,7 @@ class Policy:
         Raises:
             RequestError: the prompt leaves no room for a token.
         """
-        start = episode.record.start(ask.text)
+        start = episode.record.start(ask.prompt.text)
         context = episode.settings.context
         if not 0 < len(start.prompt) < context:
             raise RequestError(
@@ -173,8 +173,18 @@ class Policy:
             del tokens[stream.used :], log_probs[stream.used :]
             if tokens and episode.is_open and episode.record is record:
                 text, trained = self.text.decode(tokens, special=True), not ask.sampling
-                cut = reason == LENGTH
-                record.add(start, tokens, log_probs, text, trained=trained, truncated=cut)
+                said = {"role": "assistant", "content": completion.text}
+                episode.answers[completion.name] = said
+                record.add(
+                    start,
+                    tokens,
+                    log_probs,
+                    text,
+                    name=completion.name,
+                    messages=ask.prompt.messages,
+                    trained=trained,
+                    truncated=reason == LENGTH,
+                )
 
         queue = episode.open[request.request_id] = self._engines.submit(request)
         try:

@@ -107,7 +107,11 @@ def test_an_agent_and_its_command():
     assert (agent.concurrency, agent.other_sampling, agent.host) == (64, "refuse", "127.0.0.1")
     result = examined([*AGENT, "environment=agent_command", "agent.args.command=[ls]"])
     assert result.report.problems == [] and result.config.environment is None
-    assert result.config.agent.args == {"command": ["ls"], "memory_mb": 4096}
+    assert result.config.agent.args == {
+        "command": ["ls"],
+        "memory_mb": 4096,
+        "reward": {"function": None},
+    }
 
 
 @pytest.mark.parametrize(

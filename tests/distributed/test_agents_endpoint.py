@@ -371,7 +371,7 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     assert json.loads(call["function"]["arguments"]) == {"a": 3, "b": 4}
     call["function"]["arguments"] = '{"a":3,"b":4}'
     history = [QUESTION, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-    text = rendered(policy, episode, history, tools)
+    text = rendered(policy, episode, history, tools).text
     assert f"<|assistant|>{raw}<|end|><|tool|>7<|assistant|>" in text
     changed = message | {"content": "Well!"}
-    assert raw not in rendered(policy, episode, [QUESTION, changed], tools)
+    assert raw not in rendered(policy, episode, [QUESTION, changed], tools).text

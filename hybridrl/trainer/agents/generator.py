@@ -15,11 +15,12 @@ from dataclasses import replace
 from hybridrl.agents.episode import Episode
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.environments.programs import Job, Task
-from hybridrl.rewards.processes.messages import Failure
+from hybridrl.environments.programs import Job, Reward, Task
+from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
 from hybridrl.trainer.agents.endpoint import Endpoint
 from hybridrl.trainer.agents.programs import ProgramPool
+from hybridrl.trainer.agents.turn_rewards import unknown_turns
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 
 log = logging.getLogger(__name__)
@@ -92,14 +93,16 @@ class AgentGenerator:
             for k in range(request.responses_per_prompt)
         ]
 
-    def _result(self, prompt: Prompt, episode: Episode, found: float | Failure) -> EpisodeResult:
-        failure, reward = 0, self._failed_score
+    def _result(self, prompt: Prompt, episode: Episode, found: Reward | Failure) -> EpisodeResult:
+        ids, record = prompt.token_ids, episode.record
+        if isinstance(found, Reward) and (reason := unknown_turns(record, found.turns)):
+            log.warning("an episode failed: %s", reason)
+            found = Failure(0, FailureKind.error, reason)
+        fixed = prompt.prompt_id, episode.engine, ids, record
         if isinstance(found, Failure):
             failure = self._failures.number(found.kind, found.reason)
-        else:
-            reward = found
-        ids, record = prompt.token_ids, episode.record
-        return EpisodeResult(prompt.prompt_id, episode.engine, ids, record, reward, failure)
+            return EpisodeResult(*fixed, self._failed_score, failure)
+        return EpisodeResult(*fixed, found.total, 0, found.turns)
 
     def _note_branch(self, results: Sequence[EpisodeResult]) -> None:
         """Log an example of the first branches of a run."""
