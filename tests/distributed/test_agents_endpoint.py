@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -328,11 +329,8 @@ def test_a_client_that_goes_away_frees_the_engine_and_the_rest_goes_on(served):
     episode = served.episode()
     client = client_of(served, episode.key)
     before = set(served.sampled.requests)
-    body = json.dumps({"messages": [QUESTION], "n": 2, "stream": True, "extra_ids": None})
-    host, port = served.url.split("/")[2].split(":")
-    with socket.create_connection((host, int(port))) as link:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {episode.key}\r\n"
-        link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    with connected(served) as link:
+        link.sendall(posted(episode.key, n=2, stream=True))
         received = b""
         while b"data:" not in received:
             received += link.recv(1)
@@ -343,6 +341,113 @@ def test_a_client_that_goes_away_frees_the_engine_and_the_rest_goes_on(served):
         time.sleep(0.05)
     assert len(new) == 3 and not episode.open
     served.batch(episode)
+
+
+def connected(served: Served, receive_bytes: int | None = None) -> socket.socket:
+    """A connection to the endpoint, with a small receive buffer if wished."""
+    host, port = served.url.split("/")[2].split(":")
+    link = socket.socket()
+    if receive_bytes is not None:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    link.settimeout(60)
+    link.connect((host, int(port)))
+    return link
+
+
+def posted(key: str, **options: object) -> bytes:
+    """A request for the question, after which the connection is closed."""
+    body = json.dumps({"messages": [QUESTION], "max_tokens": 60} | options)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n"
+    head += "Connection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def read_all(link: socket.socket) -> bytes:
+    """What is received until the connection ends."""
+    parts = [b""]
+    while part := link.recv(2**16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_a_client_that_reads_slowly_holds_up_no_other_and_loses_nothing(served):
+    """It reads only when all has been sampled, which does not fit into its connection."""
+    slow, other = served.episode(), served.episode()
+    with connected(served, receive_bytes=2048) as link:
+        link.sendall(posted(slow.key, n=64, stream=True, logprobs=True))
+        assert chat(client_of(served, other.key), QUESTION).choices
+        deadline = time.monotonic() + 60
+        while len(slow.record.sequences) < 64 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not slow.open
+        received = read_all(link)
+    assert received.count(b'"finish_reason": "stop"') + received.count(b'"length"') == 64
+    assert b"data: [DONE]" in received
+    batch = served.batch(slow)
+    tokens = int(batch.response_mask.values.sum())
+    assert len(batch) == 64 and received.count(b'"top_logprobs": []') == tokens
+
+
+def test_a_client_that_sends_slowly_is_answered_and_one_that_stops_is_forgotten(served):
+    slow, stopped = served.episode(), served.episode()
+    with connected(served) as link, connected(served) as never:
+        for key, each in ((slow.key, link), (stopped.key, never)):
+            each.sendall(posted(key)[:-20])
+        assert chat(client_of(served, slow.key), QUESTION).choices
+        link.sendall(posted(slow.key)[-20:])
+        assert b"200 OK" in read_all(link)
+        assert len(served.batch(slow)) == 2
+        served.batch(stopped)
+        never.sendall(posted(stopped.key)[-20:])
+        assert b"401" in read_all(never)
+        assert not stopped.record.sequences and not stopped.open
+
+
+def test_a_turn_that_is_asked_for_before_the_last_ones_end(served):
+    """A part of its text is another history; the turn itself goes on to its end."""
+    episode = served.episode(21)
+    client = client_of(served, episode.key)
+    with chat(client, QUESTION, stream=True) as stream:
+        pieces = [next(stream).choices[0].delta.content]
+        part = {"role": "assistant", "content": pieces[0]}
+        chat(client, QUESTION, part, QUESTION)
+        pieces += [piece.choices[0].delta.content or "" for piece in stream]
+    whole = {"role": "assistant", "content": "".join(pieces)}
+    chat(client, QUESTION, whole, QUESTION)
+    assert len(whole["content"]) > len(part["content"])
+    assert sorted(served.batch(episode).turns.tolist()) == [1, 2]
+
+
+def test_turns_may_come_in_any_order(served):
+    """A turn after an old one begins a branch with its tokens; the newest may still go on."""
+    episode = served.episode()
+    client, history = client_of(served, episode.key), [QUESTION]
+    for _ in range(3):
+        history += [said(chat(client, *history)), QUESTION]
+    back = chat(client, *history[:2], {"role": "user", "content": "Once more?"})
+    chat(client, *history)
+    batch = served.batch(episode)
+    assert batch.turns.tolist() == [4, 1] and not episode.record.branch
+    first, branch = episode.record.sequences
+    shared = first.turns[0].end
+    assert branch.ids[:shared] == first.ids[:shared] and not any(branch.trained[:shared])
+    assert sum(branch.trained) == back.usage.completion_tokens
+
+
+def test_a_transcript_has_the_messages_of_each_conversation(served):
+    episode = served.episode()
+    client = client_of(served, episode.key)
+    first = said(chat(client, QUESTION))
+    second = said(chat(client, QUESTION, first, QUESTION))
+    client.responses.create(
+        model="policy", input="Apart?", instructions="Be brief.", max_output_tokens=9
+    )
+    found = client.get("/transcript", cast_to=httpx.Response).json()
+    assert found[0] == [QUESTION, first, QUESTION, second]
+    assert [message["role"] for message in found[1]] == ["system", "user", "assistant"]
+    assert found[1][1]["content"] == "Apart?"
+    with pytest.raises(openai.AuthenticationError):
+        client_of(served, "another").get("/transcript", cast_to=httpx.Response)
 
 
 def test_a_closed_episode_ends_its_open_requests(served):

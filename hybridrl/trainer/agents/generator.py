@@ -75,7 +75,8 @@ class AgentGenerator:
         ]
         self._note_branch(results)
         batch = batch_of(results, endpoint.engines.weight_version, endpoint.end_token)
-        return replace(batch, engines=endpoint.engines.stats)
+        engines = endpoint.engines
+        return replace(batch, engines=engines.stats, environment_s=engines.waited_s)
 
     def _open(self, request: PromptBatch) -> list[Episode]:
         """Open the episodes; those of one prompt share an engine, as they share its tokens."""
