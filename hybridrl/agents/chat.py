@@ -13,6 +13,8 @@ from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usag
 from hybridrl.agents.policy import Policy
 from hybridrl.rollout.tool_calls import Parsed
 
+TOOL_PARSER = "Set agent.tool_parser, or hybridrl serve --tool-parser, to the model's parser."
+
 
 class ChatRequest(CompletionRequest):
     """Body of a request; the last three fields are vLLM's."""
@@ -163,7 +165,7 @@ def tools_of(
     if not tools or choice == "none":
         return None
     if policy.parse_tools is None:
-        raise refused_parameter("tools", "...", "Set agent.tool_parser to the model's parser.")
+        raise refused_parameter("tools", "...", TOOL_PARSER)
     return tools
 
 

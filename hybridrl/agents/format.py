@@ -124,7 +124,8 @@ class Format(ABC):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise RequestError(f"{where}: {first['msg']}", param=where or None) from error
+            message = f"{where}: {first['msg']}" if where else first["msg"]
+            raise RequestError(message, param=where or None) from error
 
     @abstractmethod
     def ask(self, policy: Policy, episode: Episode, request: Any) -> Ask:

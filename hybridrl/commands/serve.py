@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.app.compose import find_machine
-from hybridrl.commands.evaluation.config import evaluation_config
+from hybridrl.commands.evaluation.config import OF_SAMPLING, evaluation_config
 from hybridrl.commands.evaluation.options import find_subject
 from hybridrl.commands.running import argument_parser, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
@@ -52,7 +52,9 @@ def _serve(argv: Sequence[str]) -> None:
     args = parser.parse_intermixed_args(list(argv))
     subject, machine = find_subject(args.subject), find_machine()
     line = parse_argv(args.overrides)
-    config = evaluation_config(line, subject, machine, runs_code=args.run_code).config
+    config = evaluation_config(
+        line, subject, machine, runs_code=args.run_code, sections=OF_SAMPLING
+    ).config
     check_installation(config.hardware.accelerator)
     # Heavy imports follow the checks.
     from hybridrl.commands.evaluation.session import rollout_engines
@@ -63,10 +65,8 @@ def _serve(argv: Sequence[str]) -> None:
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)
     key = (args.key or secrets.token_urlsafe(16)).replace(".", "-")
-    parser_name, other = args.tool_parser, OtherSampling(args.other_sampling or "refuse")
-    if config.agent is not None:
-        parser_name = parser_name or config.agent.tool_parser
-        other = OtherSampling(args.other_sampling or config.agent.other_sampling)
+    found = None if subject.checkpoint is None else subject.checkpoint.manifest.config.get("agent")
+    agent = found or {"tool_parser": None, "other_sampling": OtherSampling.refuse}
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
         config.model.path = absolute_path(config.model.path)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-serve-")))
@@ -77,8 +77,8 @@ def _serve(argv: Sequence[str]) -> None:
                 rollout,
                 args.host,
                 args.port,
-                tool_parser=parser_name,
-                other_sampling=other,
+                tool_parser=args.tool_parser or agent["tool_parser"],
+                other_sampling=OtherSampling(args.other_sampling or agent["other_sampling"]),
             )
         )
         endpoint.episode(key, (config.rollout.seed, "serve"), 0, endpoint.settings, SEQUENCES)

@@ -52,6 +52,24 @@ def score(task, transcript, folder, output):
     assert answer["content"] == (folder / "said.txt").read_text()
     return 2.0 + len(answer["content"]) % 2
 """
+CONSTRAINED = """
+import json
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"is_sure": {"type": "boolean"}},
+    "required": ["is_sure"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+async def run(task, client):
+    create, messages = client.chat.completions.create, list(task.messages)
+    answer = await create(model="policy", messages=messages)
+    messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+    answer = await create(model="policy", messages=messages, response_format=FORM)
+    return float(json.loads(answer.choices[0].message.content)["is_sure"])
+"""
 # The first turn is worth a half if it is short, the whole 1 or 0.
 TURNS = """
 async def run(task, client):
@@ -147,6 +165,26 @@ def test_rewards_of_turns_train(tmp_path, algorithm):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [[], [TWO, "rollout.tensor_parallel_size=2"]], ids=["one", "tp2"]
+)
+def test_constrained_turns_are_context(tmp_path, changes):
+    """A free answer, then one of a schema: half of the turns are trained."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(CONSTRAINED)
+    own = ["agent.function=agent.py:run", "agent.other_sampling=mask"]
+    with started(run_dir, *RECIPE, *WATCHED, *own, *changes) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert_trained(rows)
+    for row in rows[1:]:
+        assert row["reward/failed"] == row["agent/branches"] == 0.0
+        assert row["rollout/turns_mean"] == 2.0 and 0.0 < row["reward/mean"] < 1.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("judge", [None, "judge.py:score"])
 def test_a_command_trains(tmp_path, judge):
     run_dir = tmp_path / "run"
@@ -166,9 +204,9 @@ def test_a_command_trains(tmp_path, judge):
     assert least < rows[1]["reward/mean"] < least + 1
 
 
-@pytest.mark.slow
-def test_a_model_is_served_as_it_would_be_trained():
-    command = [sys.executable, "-m", "hybridrl.cli", "serve", "embedded", "hardware=cpu"]
+def assert_served(*arguments: str) -> None:
+    """Check that `hybridrl serve` answers, and refuses what training would refuse."""
+    command = [sys.executable, "-m", "hybridrl.cli", "serve", *arguments, "hardware=cpu"]
     with subprocess.Popen([*command, "--key", "mine"], stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout is not None
         line = next(line for line in served.stdout if "OPENAI_BASE_URL" in line)
@@ -180,6 +218,11 @@ def test_a_model_is_served_as_it_would_be_trained():
             client.chat.completions.create(**asked, temperature=0.3)
         served.terminate()
     assert served.returncode == 143
+
+
+@pytest.mark.slow
+def test_a_model_is_served_as_it_would_be_trained():
+    assert_served("embedded")
 
 
 @pytest.mark.slow
@@ -199,3 +242,4 @@ def test_the_page_on_agents_trains_as_written(tmp_path):
     for row in rows[1:]:
         assert 1.0 < row["rollout/turns_mean"] < 2.0 and row["reward/std"] > 0.0
         assert row["agent/branches"] == row["reward/failed"] == 0.0
+    assert_served(str(run_dir))  # without the program, of which nothing runs

@@ -51,7 +51,7 @@ class AgentGenerator:
         self._seed = seed
         self._programs, self._prompts = programs, prompts
         self._failures, self._failed_score = failures, failed_score
-        self._has_branched = False
+        self._has_branched = self._has_unknown = False
 
     def generate(self, request: PromptBatch) -> RolloutBatch:
         """Run `responses_per_prompt` episodes of each prompt; all of an episode lie together."""
@@ -97,7 +97,9 @@ class AgentGenerator:
     def _result(self, prompt: Prompt, episode: Episode, found: Reward | Failure) -> EpisodeResult:
         ids, record = prompt.token_ids, episode.record
         if isinstance(found, Reward) and (reason := unknown_turns(record, found.turns)):
-            log.warning("an episode failed: %s", reason)
+            if not self._has_unknown:
+                self._has_unknown = True
+                log.warning("an episode failed: %s; reward/failed counts further ones", reason)
             found = Failure(0, FailureKind.error, reason)
         fixed = prompt.prompt_id, episode.engine, ids, record
         if isinstance(found, Failure):
