@@ -80,11 +80,13 @@ def config(function: str, **args: object) -> AgentConfig:
 def test_a_failed_episode_costs_its_own_reward(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM)
-    asked = ["1", "key", "raise", "hang", "block", "die", "memory", "text", "2"]
+    asked = ["1", "key", "raise", "hang", "block", "die", "memory", "text"]
+    asked += ["no turns", "turns", "2"]
     start = time.monotonic()
     with ProgramPool(config(f"{file}:run", scale=0.5)) as pool:
         found = pool.begin([job(answer) for answer in asked]).result(60)
     assert found[0] == found[-1] == Reward(0.5, {}) and found[1] == Reward(1.0, {})
+    assert found[-2] == Reward(1.75, {"chatcmpl-a": 0.5, "chatcmpl-b": 0.25})
     reasons = [one.reason for one in found if isinstance(one, Failure)]
     for reason, part in zip(
         reasons,
@@ -95,20 +97,12 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
             "exit code 3",
             "MemoryError",
             "text",
+            "id of an answer",
         ],
         strict=True,
     ):
         assert part in reason or (part == "text" and "expected a number" in reason)
     assert time.monotonic() - start < 20
-
-
-def test_turns_have_rewards_of_their_own(tmp_path):
-    file = tmp_path / "agent.py"
-    file.write_text(PROGRAM)
-    with ProgramPool(config(f"{file}:run", scale=0.5)) as pool:
-        good, bad = pool.begin([job("turns"), job("no turns")]).result(60)
-    assert good == Reward(1.75, {"chatcmpl-a": 0.5, "chatcmpl-b": 0.25})
-    assert isinstance(bad, Failure) and "id of an answer" in bad.reason
 
 
 def test_the_end_of_a_coroutines_output_is_kept_with_its_failure(tmp_path, capfd):
