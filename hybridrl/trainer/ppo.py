@@ -27,6 +27,7 @@ from hybridrl.data.schedule import ScheduledBatch, schedule
 from hybridrl.trainer.advantage import AdvantageEstimator, LossInputs, value_metrics
 from hybridrl.trainer.agents.turn_rewards import with_turn_rewards
 from hybridrl.trainer.callbacks import call_each
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
@@ -149,6 +150,11 @@ class PPOTrainer(TrainingLoop):
         self.metrics |= mixed_fraction(outcome, self.config.rollout.responses_per_prompt)
         self.reporter.log_responses(step, sampled.prompts, sampled.batch, rewarded)
         rewarded.stop_if_all_failed(step)
+        if not bool(sampled.batch.response_mask.values.any()):
+            raise RunStopped(
+                f"step {step}: no token is trained. The programs sampled nothing, or only what "
+                f"agent.other_sampling=mask leaves out."
+            )
         self.scored = sampled.prompts, sampled.batch, rewarded
         if self.callbacks:
             call_each(self.callbacks, "on_samples", self, step, self.samples)
