@@ -5,65 +5,61 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Any, BinaryIO, TextIO
 
 # End of an episode's output that is shown if it fails.
 SHOWN_CHARS = 2000
-
-
-class Output:
-    """End of what an episode writes."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def add(self, text: str) -> None:
-        """Add text; the last SHOWN_CHARS are kept."""
-        self.text = (self.text + text)[-SHOWN_CHARS:]
 
 
 class EpisodeOutput:
     """stdout and stderr of this process, by episode; what is written outside of one passes on."""
 
     def __init__(self) -> None:
-        self._current: ContextVar[Output | None] = ContextVar("output", default=None)
-        sys.stdout = _Stream(sys.stdout, self._current)
-        sys.stderr = _Stream(sys.stderr, self._current)
+        self._current: ContextVar[bytearray | None] = ContextVar("output", default=None)
+        sys.stdout, sys.stderr = self._of(sys.stdout), self._of(sys.stderr)
 
     @contextmanager
     def of_episode(self) -> Iterator[None]:
         """Keep the output of the code in this block; an error gets a note with its end."""
-        output = Output()
+        output = bytearray()
         before = self._current.set(output)
         try:
             yield
         except BaseException as error:
-            if output.text.strip():
-                error.add_note(f"output: {output.text.rstrip()}")
+            if text := output.decode(errors="replace").strip():
+                error.add_note(f"output: {text}")
             raise
         finally:
             self._current.reset(before)
 
+    def _of(self, real: TextIO) -> TextIO:
+        stream = _Stream(real.buffer, self._current)
+        return io.TextIOWrapper(stream, "utf-8", "backslashreplace", write_through=True)
 
-class _Stream(io.TextIOBase):
-    """Text stream in place of `real`, which has the descriptor."""
 
-    def __init__(self, real: TextIO, current: ContextVar[Output | None]) -> None:
+class _Stream(io.BufferedIOBase):
+    """Binary stream in place of `real`, which has the descriptor."""
+
+    def __init__(self, real: BinaryIO, current: ContextVar[bytearray | None]) -> None:
         self._real, self._current = real, current
 
-    def write(self, text: str) -> int:
-        """Write text to the episode's output or the real stream."""
-        if (output := self._current.get()) is None:
-            return self._real.write(text)
-        output.add(text)
-        return len(text)
+    @property
+    def name(self) -> str:
+        """Name of the real stream."""
+        return self._real.name
 
-    def flush(self) -> None:
-        """Flush the real stream."""
-        self._real.flush()
+    def write(self, data: Any) -> int:
+        """Add data to the episode's output, of which the end is kept, or to the real stream."""
+        if (output := self._current.get()) is None:
+            self._real.write(data)
+            self._real.flush()
+        else:
+            output += data
+            del output[:-SHOWN_CHARS]
+        return len(data)
 
     def writable(self) -> bool:
-        """Return that text can be written."""
+        """Return that data can be written."""
         return True
 
     def fileno(self) -> int:
