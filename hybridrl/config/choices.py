@@ -37,7 +37,7 @@ DoctorChecks = StrEnum("DoctorChecks", ["quick", "full", "none"])
 Init = StrEnum("Init", ["pretrained", "random"])
 # Memory that vLLM frees between rollouts.
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
-# Treatment of requests with other sampling parameters than the run's (agents/policy.py).
+# Treatment of requests with other sampling parameters than the run's (agents/format.py).
 OtherSampling = StrEnum("OtherSampling", ["refuse", "mask", "ignore"])
 # Whether a response may take several steps, and on which ranks (trainer/sampling/).
 Schedule = StrEnum("Schedule", ["sync", "partial", "split"])

@@ -234,7 +234,7 @@ def enable_grammars(core: Any) -> None:
     JSON has no whitespace between its parts, of which small models would write without end.
     """
     manager = core.engine_core.structured_output_manager
-    if "tokenizer" not in vars(manager):
+    if vars(manager).get("tokenizer") is None:
         manager.vllm_config.structured_outputs_config.disable_any_whitespace = True
         manager.tokenizer = load_tokenizer(manager.vllm_config.model_config.model)
 
