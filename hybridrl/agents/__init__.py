@@ -2,5 +2,5 @@
 
 record.py records the tokens of an episode, which are those that are trained; start reading there.
 policy.py samples a completion. server.py serves HTTP; chat.py, completions.py and the like are the
-formats of the requests.
+formats of the requests. constraints.py has JSON schemas and forced tool calls.
 """

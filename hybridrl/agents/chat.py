@@ -6,10 +6,14 @@ from typing import Any
 
 from pydantic import Field
 
-from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, message_key
+from hybridrl.agents.constraints import Constraint, constraint_of, parsed_call
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt, message_key
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
 from hybridrl.agents.policy import Policy
+from hybridrl.rollout.tool_calls import Parsed
+
+TOOL_PARSER = "Set agent.tool_parser, or hybridrl serve --tool-parser, to the model's parser."
 
 
 class ChatRequest(CompletionRequest):
@@ -26,6 +30,10 @@ class ChatRequest(CompletionRequest):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the text, if any."""
+        return constraint_of("response_format", self.response_format, self.tools, self.tool_choice)
+
 
 class Chat(Format):
     """Chat completions, streamed or not, with tools."""
@@ -36,17 +44,17 @@ class Chat(Format):
         """Render the messages by the chat template."""
         if request.top_logprobs:
             raise refused_parameter("top_logprobs", request.top_logprobs, "Use logprobs alone.")
-        text = rendered(
+        prompt = rendered(
             policy,
             episode,
             request.messages,
-            tools_of(policy, request.tools, request.tool_choice, request.response_format),
+            tools_of(policy, request.tools, request.tool_choice),
             continue_final_message=request.continue_final_message,
             add_generation_prompt=request.add_generation_prompt
             and not request.continue_final_message,
             **request.chat_template_kwargs,
         )
-        return request.ask(episode, text, request.max_completion_tokens or request.max_tokens)
+        return request.ask(episode, prompt, request.max_completion_tokens or request.max_tokens)
 
     def answer(
         self, policy: Policy, episode: Episode, request: ChatRequest, found: Sequence[Completion]
@@ -125,11 +133,12 @@ def rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     **options: Any,
-) -> str:
+) -> Prompt:
     """Render messages in OpenAI's form, whose content may be in parts of text."""
     if tools:
         options["tools"] = list(tools)
-    return policy.render(episode, [_plain(message) for message in messages], **options)
+    plain = [_plain(message) for message in messages]
+    return Prompt(policy.render(episode, plain, **options), plain)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,21 +155,17 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(
-    policy: Policy, tools: list[dict[str, Any]] | None, choice: Any, form: dict[str, Any] | None
+    policy: Policy, tools: list[dict[str, Any]] | None, choice: Any
 ) -> list[dict[str, Any]] | None:
     """Return the tools to render; None without.
 
     Raises:
-        RequestError: the run has no parser of tool calls, or the request would force the policy.
+        RequestError: the run has no parser of tool calls.
     """
-    if form is not None and form.get("type") != "text":
-        raise refused_parameter("response_format", form, "The policy's output is not constrained.")
     if not tools or choice == "none":
         return None
     if policy.parse_tools is None:
-        raise refused_parameter("tools", "...", "Set agent.tool_parser to the model's parser.")
-    if choice not in (None, "auto"):
-        raise refused_parameter("tool_choice", choice, "The policy's output is not constrained.")
+        raise refused_parameter("tools", "...", TOOL_PARSER)
     return tools
 
 
@@ -168,21 +173,31 @@ def message_of(
     policy: Policy, episode: Episode, one: Completion, tools: list[dict[str, Any]] | None
 ) -> tuple[dict[str, Any], str]:
     """Return the assistant's message and its finish reason; remember how it was sampled."""
-    message: dict[str, Any] = {"role": "assistant", "content": one.text}
-    reason = "length" if one.reason == LENGTH else "stop"
     raw = policy.text.without_end(one.tokens)
-    if tools and policy.parse_tools is not None:
-        parsed = policy.parse_tools(raw, tools)
-        message["content"] = parsed.content or (None if parsed.calls else "")
-        if parsed.calls:
-            reason = "tool_calls"
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{one.name}_{k}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": arguments},
-                }
-                for k, (name, arguments) in enumerate(parsed.calls)
-            ]
+    parsed = _parsed(policy, one, raw, tools)
+    content = parsed.content or (None if parsed.calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    reason = "length" if one.reason == LENGTH else "stop"
+    if parsed.calls:
+        reason = "tool_calls"
+        message["tool_calls"] = [
+            {
+                "id": f"call_{one.name}_{k}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for k, (name, arguments) in enumerate(parsed.calls)
+        ]
     episode.raw[message_key(message)] = raw
+    episode.answers[one.name] = message
     return message, reason
+
+
+def _parsed(
+    policy: Policy, one: Completion, raw: str, tools: list[dict[str, Any]] | None
+) -> Parsed:
+    if one.is_call:
+        return parsed_call(one.text)
+    if tools and policy.parse_tools is not None:
+        return policy.parse_tools(raw, tools)
+    return Parsed(one.text, [])

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.agents.record import EpisodeRecord
+from hybridrl.config.choices import OtherSampling
 from hybridrl.data.live import Progress
 
 # Ends of a completion.
@@ -21,7 +23,7 @@ class Settings:
         temperature, top_p: with which every completion is sampled.
         training_temperature, training_top_p: of training steps; requests may name only these.
         context: longest prompt and completion together, tokens.
-        masks_other: accept other sampling parameters, and do not train their completions.
+        other_sampling: of requests with other parameters, as agent.other_sampling.
     """
 
     temperature: float
@@ -29,7 +31,7 @@ class Settings:
     training_temperature: float
     training_top_p: float
     context: int
-    masks_other: bool
+    other_sampling: OtherSampling
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Episode:
         seed_parts: from which its seeds derive: run seed, step, prompt, sample.
         engine: index of the engine that samples all its requests.
         raw: sampled text by the assistant message that was returned for it.
+        answers: messages that were returned, by the completion's name.
         asked: how often each request was made.
         open: progress of the requests that are being sampled.
         is_open: accepts requests.
@@ -53,6 +56,7 @@ class Episode:
     settings: Settings
     record: EpisodeRecord
     raw: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked: Counter[bytes] = field(default_factory=Counter)
     open: "dict[str, asyncio.Queue[Progress]]" = field(default_factory=dict)
     is_open: bool = True
@@ -61,7 +65,11 @@ class Episode:
     def begin_anew(self, attempt: str) -> None:
         """Forget what an earlier attempt of the program has sampled."""
         self.record = EpisodeRecord(self.record.encode, self.record.most)
-        self.raw, self.asked, self.attempt = {}, Counter(), attempt
+        self.raw, self.answers, self.asked, self.attempt = {}, {}, Counter(), attempt
+
+    def transcript(self) -> list[list[Mapping[str, Any]]]:
+        """Return the messages of each token sequence: of its last request, and the answer."""
+        return [[*one.messages, self.answers[one.turns[-1].name]] for one in self.record.sequences]
 
     def wake(self) -> None:
         """End open requests at once."""
@@ -69,20 +77,29 @@ class Episode:
             queue.put_nowait(Progress(request_id, [], [], CANCELLED))
 
 
+class Prompt(NamedTuple):
+    """Rendered text of a request, and its messages in OpenAI's form."""
+
+    text: str
+    messages: Sequence[Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Ask:
-    """A request in no format: what to sample after a rendered text.
+    """A request in no format: what to sample after a prompt.
 
     Attributes:
         max_tokens: null: as many as the context has room for.
         sampling: parameters other than the run's, passed to vLLM; these are not trained.
+        is_call: the text is constrained to the JSON of a tool call.
     """
 
-    text: str
+    prompt: Prompt
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    is_call: bool = False
 
 
 @dataclass
@@ -94,6 +111,7 @@ class Completion:
         text: without special tokens and stop string.
         reason: STOP or LENGTH at its end, before that CANCELLED.
         stop: the stop string that ended it, if any.
+        is_call: its text is the JSON of a tool call.
     """
 
     index: int
@@ -104,6 +122,7 @@ class Completion:
     stop: str | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    is_call: bool = False
 
     @property
     def has_ended(self) -> bool:

@@ -2,14 +2,17 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hybridrl.agents.episode import Ask, Completion, Episode, Settings
+from hybridrl.agents.constraints import STRUCTURED, Constraint
+from hybridrl.agents.episode import Ask, Completion, Episode, Prompt, Settings
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.policy import Policy
+from hybridrl.config.choices import OtherSampling
+from hybridrl.rollout.constraints import check_constraint
 
 # The only model of the endpoint.
 MODEL = "policy"
@@ -55,21 +58,37 @@ class SamplingRequest(BaseModel):
         """The stop strings."""
         return ()
 
-    def sampling(self, episode: Episode) -> dict[str, Any]:
-        """Return the sampling parameters that differ from the run's.
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the text, if any."""
+        return None
+
+    def ask(self, episode: Episode, prompt: Prompt, max_tokens: int | None) -> Ask:
+        """Return the request to sample after a prompt.
 
         Raises:
-            RequestError: the run refuses them, or a parameter is not known.
+            RequestError: the run refuses a sampling parameter, or does not know one.
         """
         for name, value in (self.model_extra or {}).items():
             if name not in IGNORED and value not in (None, False, "", [], {}):
                 raise refused_parameter(name, value, "The endpoint does not know it. Leave it out.")
         given = {name: vars(self)[name] for name in OTHER_SAMPLING}
-        return other_sampling(episode.settings, given)
-
-    def ask(self, episode: Episode, text: str, max_tokens: int | None) -> Ask:
-        """Return the request to sample after a rendered text."""
-        return Ask(text, max_tokens, self.stops, self.seed, self.sampling(episode))
+        other, constraint = other_sampling(episode.settings, given), self.constraint()
+        match episode.settings.other_sampling:
+            case OtherSampling.refuse:
+                _refuse(episode.settings, other, constraint)
+            case OtherSampling.ignore:
+                other, constraint = {}, None
+        if constraint is None:
+            return Ask(prompt, max_tokens, self.stops, self.seed, other)
+        if constraint.excludes_calls:
+            why = "A text constrained to JSON cannot call tools. Leave out the one or the other."
+            raise refused_parameter(constraint.parameter, constraint.value, why)
+        try:
+            check_constraint(constraint.fields)
+        except ValueError as error:
+            raise RequestError(str(error), param=constraint.parameter) from error
+        other[STRUCTURED] = constraint.fields
+        return Ask(prompt, max_tokens, self.stops, self.seed, other, constraint.is_call)
 
 
 class CompletionRequest(SamplingRequest):
@@ -105,7 +124,8 @@ class Format(ABC):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise RequestError(f"{where}: {first['msg']}", param=where or None) from error
+            message = f"{where}: {first['msg']}" if where else first["msg"]
+            raise RequestError(message, param=where or None) from error
 
     @abstractmethod
     def ask(self, policy: Policy, episode: Episode, request: Any) -> Ask:
@@ -151,35 +171,41 @@ def usage(found: Sequence[Completion]) -> dict[str, int]:
 
 
 def other_sampling(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters that differ from the run's.
-
-    Args:
-        settings: of the run.
-        given: parameters of vLLM by name that a request has set.
-
-    Raises:
-        RequestError: there are some, and the run refuses them.
-    """
-    same = {"temperature": settings.training_temperature, "top_p": settings.training_top_p}
-    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0}
-    usual: dict[str, Callable[[Any], bool]] = {
-        "top_k": lambda value: value in (0, -1),
-        "logit_bias": lambda value: not value,
-    }
-    expected = same | neutral
-    other = {
+    """Return the parameters of vLLM in `given` that differ from those of training."""
+    usual = _usual(settings)
+    return {
         name: value
         for name, value in given.items()
-        if value is not None
-        and not (usual[name](value) if name in usual else value == expected[name])
+        if value is not None and value not in usual[name] and value != {}
     }
-    if other and not settings.masks_other:
-        name, value = next(iter(other.items()))
-        run = f"this run samples with {name} = {expected[name]}" if name in expected else ""
+
+
+def _usual(settings: Settings) -> dict[str, tuple[Any, ...]]:
+    """Return the values of sampling parameters that change nothing."""
+    return {
+        "temperature": (settings.training_temperature,),
+        "top_p": (settings.training_top_p,),
+        "top_k": (0, -1),
+        "min_p": (0,),
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "logit_bias": (),
+    }
+
+
+def _refuse(settings: Settings, other: dict[str, Any], constraint: Constraint | None) -> None:
+    """Raise RequestError if a request would be sampled otherwise than in training."""
+    if constraint is not None:
+        other = other | {constraint.parameter: constraint.value}
+    for name, value in other.items():
+        run = "".join(
+            f"; this run samples with {name} = {one}" for one in _usual(settings).get(name, ())[:1]
+        )
         raise refused_parameter(
             name,
             value,
-            f"Tokens sampled otherwise cannot be trained{'; ' + run if run else ''}. Leave it out, "
-            "or set agent.other_sampling=mask: then such completions are not trained.",
+            f"Tokens sampled otherwise cannot be trained{run}. Leave it out, or set "
+            "agent.other_sampling=ignore: then it is left out, or =mask: then it is honoured, and "
+            "the completion is not trained.",
         )
-    return other

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.chat import message_of, rendered, tools_of
+from hybridrl.agents.constraints import Constraint, constraint_of
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, Format, SamplingRequest, event
@@ -22,11 +23,17 @@ class MessagesRequest(SamplingRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return tuple(self.stop_sequences or ())
+
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the text, if any."""
+        form = (self.output_config or {}).get("format")
+        return constraint_of("output_config.format", form, _chat_tools(self), self.tool_choice)
 
 
 class Messages(Format):
@@ -39,14 +46,13 @@ class Messages(Format):
         if (request.thinking or {}).get("type", "disabled") != "disabled":
             raise refused_parameter("thinking", request.thinking, "The chat template decides it.")
         choice = (request.tool_choice or {}).get("type")
-        choice = "required" if choice in ("any", "tool") else choice
-        tools = tools_of(policy, _chat_tools(request), choice, None)
+        tools = tools_of(policy, _chat_tools(request), choice)
         system = [{"role": "system", "content": request.system}] if request.system else []
         messages = [*system, *(part for one in request.messages for part in _chat_messages(one))]
         continues = messages[-1]["role"] == "assistant"
         options = {"continue_final_message": continues, "add_generation_prompt": not continues}
-        text = rendered(policy, episode, messages, tools, **options)
-        return request.ask(episode, text, request.max_tokens)
+        prompt = rendered(policy, episode, messages, tools, **options)
+        return request.ask(episode, prompt, request.max_tokens)
 
     def answer(
         self,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
+from hybridrl.agents.constraints import STRUCTURED
 from hybridrl.agents.episode import (
     CANCELLED,
     LENGTH,
@@ -111,7 +112,7 @@ class Policy:
         Raises:
             RequestError: the prompt leaves no room for a token.
         """
-        start = episode.record.start(ask.text)
+        start = episode.record.start(ask.prompt.text)
         context = episode.settings.context
         if not 0 < len(start.prompt) < context:
             raise RequestError(
@@ -122,9 +123,13 @@ class Policy:
             )
         requests = [self._request(episode, start, ask) for _ in range(count)]
         return [
-            Begun(Completion(k, f"{request.seed:x}", len(start.prompt)), start, request, ask)
+            Begun(self._completion(k, request, ask), start, request, ask)
             for k, request in enumerate(requests)
         ]
+
+    def _completion(self, index: int, request: LiveRequest, ask: Ask) -> Completion:
+        name, num_tokens = f"{request.seed:x}", len(request.prompt)
+        return Completion(index, name, num_tokens, is_call=ask.is_call)
 
     async def complete(self, episode: Episode, begun: Sequence[Begun]) -> list[Completion]:
         """Sample completions to their end, in parallel."""
@@ -168,8 +173,18 @@ class Policy:
             del tokens[stream.used :], log_probs[stream.used :]
             if tokens and episode.is_open and episode.record is record:
                 text, trained = self.text.decode(tokens, special=True), not ask.sampling
-                cut = reason == LENGTH
-                record.add(start, tokens, log_probs, text, trained=trained, truncated=cut)
+                said = {"role": "assistant", "content": completion.text}
+                episode.answers[completion.name] = said
+                record.add(
+                    start,
+                    tokens,
+                    log_probs,
+                    text,
+                    name=completion.name,
+                    messages=ask.prompt.messages,
+                    trained=trained,
+                    truncated=reason == LENGTH,
+                )
 
         queue = episode.open[request.request_id] = self._engines.submit(request)
         try:
@@ -228,6 +243,7 @@ class Policy:
             max_tokens=min(ask.max_tokens or room, room),
             temperature=sampling.pop("temperature", episode.settings.temperature),
             top_p=sampling.pop("top_p", episode.settings.top_p),
-            stop_token_ids=self.text.stop_token_ids(ask.stop),
+            # A grammar allows a stop token at its end alone.
+            stop_token_ids=() if STRUCTURED in ask.sampling else self.text.stop_token_ids(ask.stop),
             sampling=sampling,
         )

@@ -13,9 +13,9 @@ turn, the second has the tokens before as context.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,12 +32,15 @@ class Turn(NamedTuple):
         start: index of its first token.
         end: index behind its last one, and `text_end` the number of characters up to there.
         digest: of its tokens and log-probs as the engine returned them.
+        name: of its completion, and `number` its place among all turns of the episode.
     """
 
     start: int
     end: int
     text_end: int
     digest: bytes
+    name: str
+    number: int
 
 
 @dataclass
@@ -45,6 +48,7 @@ class TokenSequence:
     """Tokens of a conversation of an episode; those of prompts have the log-prob 0.
 
     `trained` is true on sampled tokens, unless their sampling parameters forbid to train them.
+    `messages` are those of its last request.
     """
 
     ids: list[int]
@@ -53,6 +57,7 @@ class TokenSequence:
     text: str
     turns: list[Turn] = field(default_factory=list)
     truncated: bool = False
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 class Start(NamedTuple):
@@ -70,6 +75,7 @@ class EpisodeRecord:
 
     Attributes:
         most: sequences that are kept, the last ones; None: all.
+        count: turns that were recorded.
         branch: of the first branch, where the request departs from what was recorded; or "".
     """
 
@@ -77,6 +83,7 @@ class EpisodeRecord:
     most: int | None = None
     sequences: list[TokenSequence] = field(default_factory=list)
     branch: str = ""
+    count: int = 0
 
     def start(self, text: str) -> Start:
         """Return the prompt of a request that was rendered to `text`."""
@@ -102,6 +109,8 @@ class EpisodeRecord:
         log_probs: Sequence[float],
         text: str,
         *,
+        name: str = "",
+        messages: Sequence[Mapping[str, Any]] = (),
         trained: bool,
         truncated: bool,
     ) -> None:
@@ -125,9 +134,12 @@ class EpisodeRecord:
         sequence.log_probs.extend(log_probs)
         sequence.trained.extend([trained] * len(tokens))
         sequence.text = start.text + text
-        sequence.truncated = truncated
+        sequence.truncated, sequence.messages = truncated, messages
         end = len(sequence.ids)
-        sequence.turns.append(Turn(first, end, len(sequence.text), digest_of(tokens, log_probs)))
+        digest = digest_of(tokens, log_probs)
+        turn = Turn(first, end, len(sequence.text), digest, name, self.count)
+        sequence.turns.append(turn)
+        self.count += 1
 
 
 def digest_of(tokens: Sequence[int], log_probs: Sequence[float]) -> bytes:

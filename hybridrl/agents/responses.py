@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.chat import message_of, rendered, tools_of
+from hybridrl.agents.constraints import Constraint, constraint_of
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, Format, SamplingRequest, event
@@ -29,6 +30,11 @@ class ResponsesRequest(SamplingRequest):
     truncation: str | None = None
     top_logprobs: int | None = None
 
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the text, if any."""
+        form = (self.text or {}).get("format")
+        return constraint_of("text.format", form, _chat_tools(self), self.tool_choice)
+
 
 class Responses(Format):
     """Responses, streamed or not, with functions as tools."""
@@ -39,8 +45,7 @@ class Responses(Format):
         """Render the input items as chat messages."""
         if request.truncation not in (None, "disabled"):
             raise refused_parameter("truncation", request.truncation, "Nothing is left out.")
-        form = (request.text or {}).get("format")
-        tools = tools_of(policy, _chat_tools(request), request.tool_choice, form)
+        tools = tools_of(policy, _chat_tools(request), request.tool_choice)
         messages = [{"role": "system", "content": request.instructions}]
         messages = [*(messages if request.instructions else []), *_messages(request.input)]
         return request.ask(

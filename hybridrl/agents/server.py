@@ -51,6 +51,13 @@ def app_of(policy: Policy) -> FastAPI:
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
+    async def transcript(request: Request) -> Response:
+        try:
+            return JSONResponse(policy.episode(_key(request)).transcript())
+        except RequestError as error:
+            return JSONResponse(Chat().error(error), error.status)
+
+    app.add_route("/v1/transcript", transcript)
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{model}", models)
     return app

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
 from hybridrl.agents.policy import Policy
 
@@ -25,7 +25,8 @@ class TextCompletions(Format):
 
     def ask(self, policy: Policy, episode: Episode, request: TextRequest) -> Ask:
         """Return the prompt; special tokens in it are read as such."""
-        return request.ask(episode, request.prompt, request.max_tokens)
+        prompt = Prompt(request.prompt, [{"role": "user", "content": request.prompt}])
+        return request.ask(episode, prompt, request.max_tokens)
 
     def answer(
         self, policy: Policy, episode: Episode, request: TextRequest, found: Sequence[Completion]

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.app.compose import find_machine
-from hybridrl.commands.evaluation.config import evaluation_config
+from hybridrl.commands.evaluation.config import OF_SAMPLING, evaluation_config
 from hybridrl.commands.evaluation.options import find_subject
 from hybridrl.commands.running import argument_parser, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
+from hybridrl.config.choices import OtherSampling
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.models.resolve import absolute_path, model_folder
 
@@ -46,11 +47,14 @@ def _serve(argv: Sequence[str]) -> None:
     add("--port", type=int, default=0, help="port to listen on (a free one)")
     add("--key", help="key that clients send (a random one)")
     add("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (the run's)")
+    add("--other-sampling", choices=[*OtherSampling], help="as agent.other_sampling (the run's)")
     add("--run-code", action="store_true", help="trust the checkpoint's config, as hybridrl eval")
     args = parser.parse_intermixed_args(list(argv))
     subject, machine = find_subject(args.subject), find_machine()
     line = parse_argv(args.overrides)
-    config = evaluation_config(line, subject, machine, runs_code=args.run_code).config
+    config = evaluation_config(
+        line, subject, machine, runs_code=args.run_code, sections=OF_SAMPLING
+    ).config
     check_installation(config.hardware.accelerator)
     # Heavy imports follow the checks.
     from hybridrl.commands.evaluation.session import rollout_engines
@@ -61,15 +65,21 @@ def _serve(argv: Sequence[str]) -> None:
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)
     key = (args.key or secrets.token_urlsafe(16)).replace(".", "-")
-    parser_name = args.tool_parser
-    if parser_name is None and config.agent is not None:
-        parser_name = config.agent.tool_parser
+    found = None if subject.checkpoint is None else subject.checkpoint.manifest.config.get("agent")
+    agent = found or {"tool_parser": None, "other_sampling": OtherSampling.refuse}
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
         config.model.path = absolute_path(config.model.path)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-serve-")))
         rollout = rollout_engines(config, subject.folder, subject.step, logs, stack)
         endpoint = stack.enter_context(
-            Endpoint(config.rollout, rollout, args.host, args.port, tool_parser=parser_name)
+            Endpoint(
+                config.rollout,
+                rollout,
+                args.host,
+                args.port,
+                tool_parser=args.tool_parser or agent["tool_parser"],
+                other_sampling=OtherSampling(args.other_sampling or agent["other_sampling"]),
+            )
         )
         endpoint.episode(key, (config.rollout.seed, "serve"), 0, endpoint.settings, SEQUENCES)
         url = endpoint.server.url

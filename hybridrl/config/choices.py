@@ -37,8 +37,8 @@ DoctorChecks = StrEnum("DoctorChecks", ["quick", "full", "none"])
 Init = StrEnum("Init", ["pretrained", "random"])
 # Memory that vLLM frees between rollouts.
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
-# Treatment of requests with other sampling parameters than the run's (agents/policy.py).
-OtherSampling = StrEnum("OtherSampling", ["refuse", "mask"])
+# Treatment of requests with other sampling parameters than the run's (agents/format.py).
+OtherSampling = StrEnum("OtherSampling", ["refuse", "mask", "ignore"])
 # Whether a response may take several steps, and on which ranks (trainer/sampling/).
 Schedule = StrEnum("Schedule", ["sync", "partial", "split"])
 # Use of the experts that vLLM chose (rollout/vllm_routing.py).

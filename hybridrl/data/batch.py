@@ -153,6 +153,7 @@ class RolloutBatch:
         environment_rewards: [B] float64, sum of the rewards of each conversation's turns.
         environment_failures: [B] int64, index of the reason, from 1, for which the environment
             failed and the conversation ended; 0 otherwise.
+        turn_rewards: ragged float32, parts of environment_rewards on the last tokens of turns.
         scores: ragged float32, reward before the KL penalty; an outcome is on the last token.
         old_log_probs: ragged float32, the actor's, before this step's updates.
         ref_log_probs: ragged float32, the frozen reference's.
@@ -183,6 +184,7 @@ class RolloutBatch:
     turns: Tensor | None = None
     environment_rewards: Tensor | None = None
     environment_failures: Tensor | None = None
+    turn_rewards: Ragged | None = None
     scores: Ragged | None = None
     old_log_probs: Ragged | None = None
     ref_log_probs: Ragged | None = None
@@ -226,14 +228,20 @@ class RolloutBatch:
             return self
         last = self.last_of_episodes
         ends = self.responses.lengths.cumsum(0)[last]
-        lengths = ends.diff(prepend=ends.new_zeros(1))
+        found = self.with_rows(ends.diff(prepend=ends.new_zeros(1)), last)
+        return replace(found, episode=None)
+
+    def with_rows(self, lengths: Tensor, rows: Tensor) -> "RolloutBatch":
+        """Return the same tokens as rows of other lengths; `rows` are those of the other values."""
         fields: dict[str, Any] = {
-            name: value.select(last) if name == "prompts" else Ragged(value.values, lengths)
+            name: value[rows]
+            if isinstance(value, Tensor)
+            else value.select(rows)
+            if name == "prompts"
+            else Ragged(value.values, lengths)
             for name, value in self.tensors().items()
-            if isinstance(value, Ragged)
         }
-        others = {n: v[last] for n, v in self.tensors().items() if isinstance(v, Tensor)}
-        return replace(self, **(fields | others | {"episode": None}))
+        return replace(self, **fields)
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """Return the responses `indices`, in that order, with all fields."""

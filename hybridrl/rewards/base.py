@@ -6,7 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from hybridrl.config.keys import unknown_sibling
 
@@ -42,15 +42,17 @@ class Score(NamedTuple):
 # may be async. calls.py also calls functions written for verl and TRL.
 Reward = Callable[..., float | Score | Awaitable[float | Score]]
 
+Checked = TypeVar("Checked", bound=Callable[..., Any])
+
 # (key of the section with function and args, args) -> messages on wrong arguments or missing
 # requirements of this machine
 Problems = Callable[[str, dict[str, Any]], Iterable[str]]
 
 
-def checked_by(problems: Problems) -> Callable[[Reward], Reward]:
-    """Return a decorator of a reward whose arguments are checked before a run (`ChecksItself`)."""
+def checked_by(problems: Problems) -> Callable[[Checked], Checked]:
+    """Return a decorator of a function whose args are checked before a run (`ChecksItself`)."""
 
-    def decorate(function: Reward) -> Reward:
+    def decorate(function: Checked) -> Checked:
         function.problems = problems  # type: ignore[attr-defined]
         return function
 

@@ -10,7 +10,13 @@ from typing import Any
 
 from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
 from hybridrl.distributed import position
-from hybridrl.rollout.vllm_compat import StepLogProbs, core_request, finish_steps
+from hybridrl.rollout.vllm_compat import (
+    StepLogProbs,
+    core_request,
+    enable_grammars,
+    finish_steps,
+    structured_outputs,
+)
 
 
 class LiveRequests:
@@ -70,6 +76,10 @@ class LiveRequests:
     def _core_request(self, request: LiveRequest) -> Any:
         from vllm import SamplingParams
 
+        sampling = dict(request.sampling)
+        if fields := sampling.pop("structured_outputs", None):
+            enable_grammars(self._core)
+            sampling["structured_outputs"] = structured_outputs(fields)
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
@@ -78,6 +88,6 @@ class LiveRequests:
             stop_token_ids=[*self._stop_token_ids, *request.stop_token_ids],
             logprobs=0,  # the sampled token's alone
             detokenize=False,
-            **request.sampling,
+            **sampling,
         )
         return core_request(request.request_id, request.prompt, params)

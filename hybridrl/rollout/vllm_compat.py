@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
+from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.distributed.torch_compat import disable_dynamo
 
 # Methods of vLLM's worker that are called once each, and the log's names of their time.
@@ -57,6 +58,10 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index"),
     ("vllm.v1.outputs", "ModelRunnerOutput.logprobs"),
     ("vllm.v1.outputs", "LogprobsLists.logprobs"),
+    ("vllm.exceptions", "VLLMValidationError"),
+    ("vllm.sampling_params", "StructuredOutputsParams"),
+    ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init"),
+    ("vllm.v1.structured_output.backend_xgrammar", "validate_xgrammar_grammar"),
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
@@ -218,6 +223,27 @@ def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
         cache_salt=None,
         data_parallel_rank=None,
     )
+
+
+def structured_outputs(fields: dict[str, Any]) -> Any:
+    """Build vLLM's StructuredOutputsParams for the backend xgrammar."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = StructuredOutputsParams(**fields)
+    # Set by vLLM's input processor, which the requests of the engine core do not pass.
+    params._backend = "xgrammar"
+    return params
+
+
+def enable_grammars(core: Any) -> None:
+    """Give an engine core the tokenizer that its grammars need; it starts without one.
+
+    JSON has no whitespace between its parts, of which small models would write without end.
+    """
+    manager = core.engine_core.structured_output_manager
+    if vars(manager).get("tokenizer") is None:
+        manager.vllm_config.structured_outputs_config.disable_any_whitespace = True
+        manager.tokenizer = load_tokenizer(manager.vllm_config.model_config.model)
 
 
 class StepLogProbs:

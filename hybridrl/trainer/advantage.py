@@ -30,6 +30,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks, in_chunks, row_chunks
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
+from hybridrl.trainer.agents.turn_rewards import by_turn, has_turn_rewards
 
 # A block size above that of any batch.
 WHOLE = 2**62
@@ -109,7 +110,8 @@ class AdvantageEstimator:
     def estimate(self, batch: RolloutBatch, rewards: Ragged) -> dict[str, Ragged]:
         """Estimate `advantages` and, with a critic, `returns`.
 
-        The responses of an episode count as one, so that group baselines are by episode.
+        The responses of an episode count as one, so that group baselines are by episode, or by turn
+        where turns have rewards.
         Advantages are whitened over the tokens that count in the policy loss, if there are any.
 
         Args:
@@ -119,10 +121,13 @@ class AdvantageEstimator:
         Raises:
             ValueError: the estimator rejects its input, or an advantage is NaN or infinite.
             WrongReturn: it returned no advantages.
+            RunStopped: it is not defined for rewards of turns, which the batch has.
         """
         lengths, several = batch.responses.lengths, batch.episode is not None
         batch = batch.by_episode()
         rewards = batch.responses.like(rewards.values)
+        if self._compares_groups and has_turn_rewards(batch):
+            batch, rewards = by_turn(self._name, batch, rewards, lengths)
         blocks = PaddedBlocks(
             batch.responses.lengths,
             batch.group_id if self._compares_groups else None,

@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 from functools import partial
 
-from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import Generate
@@ -70,7 +69,7 @@ def generator_for(
             config.agent.host,
             config.agent.port,
             tool_parser=config.agent.tool_parser,
-            masks_other=config.agent.other_sampling is OtherSampling.mask,
+            other_sampling=config.agent.other_sampling,
         )
         stack.enter_context(endpoint)
         return AgentGenerator(

@@ -25,7 +25,9 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule
 from hybridrl.trainer.advantage import AdvantageEstimator, LossInputs, value_metrics
+from hybridrl.trainer.agents.turn_rewards import with_turn_rewards
 from hybridrl.trainer.callbacks import call_each
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
@@ -138,8 +140,9 @@ class PPOTrainer(TrainingLoop):
         return rewarded, baseline
 
     def token_scores(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
-        """Place outcome rewards on the last tokens of episodes."""
-        responses, last = sampled.batch.by_episode().responses, sampled.batch.last_of_episodes
+        """Place outcome rewards on the last tokens of episodes, rewards of turns on theirs."""
+        episodes, last = sampled.batch.by_episode(), sampled.batch.last_of_episodes
+        responses = episodes.responses
         penalty = overlong_shaping(self.config, responses.lengths)
         outcome = torch.tensor(rewarded.scores)[last] + penalty
         prompts = [sampled.prompts[row] for row in last.tolist()]
@@ -147,10 +150,17 @@ class PPOTrainer(TrainingLoop):
         self.metrics |= mixed_fraction(outcome, self.config.rollout.responses_per_prompt)
         self.reporter.log_responses(step, sampled.prompts, sampled.batch, rewarded)
         rewarded.stop_if_all_failed(step)
+        if not bool(sampled.batch.response_mask.values.any()):
+            raise RunStopped(
+                f"step {step}: no token is trained. The programs sampled nothing, or only what "
+                f"agent.other_sampling=mask leaves out."
+            )
         self.scored = sampled.prompts, sampled.batch, rewarded
         if self.callbacks:
             call_each(self.callbacks, "on_samples", self, step, self.samples)
         scores = outcome_on_last_token(outcome, responses)
+        if episodes.turn_rewards is not None:
+            scores = with_turn_rewards(scores, episodes.turn_rewards)
         return sampled.batch.responses.like(scores.values)
 
     def forward(self, sampled: Sampled, step: int) -> ScheduledBatch:

@@ -107,14 +107,18 @@ def test_an_agent_and_its_command():
     assert (agent.concurrency, agent.other_sampling, agent.host) == (64, "refuse", "127.0.0.1")
     result = examined([*AGENT, "environment=agent_command", "agent.args.command=[ls]"])
     assert result.report.problems == [] and result.config.environment is None
-    assert result.config.agent.args == {"command": ["ls"], "memory_mb": 4096}
+    assert result.config.agent.args == {
+        "command": ["ls"],
+        "memory_mb": 4096,
+        "reward": {"function": None},
+    }
 
 
 @pytest.mark.parametrize(
     ("override", "names"),
     [
         ("agent.concurrency=0", "agent.concurrency = 0, expected at least 1"),
-        ("agent.other_sampling=allow", "expected one of refuse, mask"),
+        ("agent.other_sampling=allow", "expected one of refuse, mask, ignore"),
         ("agent.function=hybridrl.environments.calculator_agent.go", "has no go"),
         ("agent.function=hybridrl.environments.calculator.evaluate", "cannot be called with"),
         ("agent.function=hybridrl.environments.calculator.Calculator", "expected `async def run"),
@@ -143,3 +147,20 @@ def test_a_program_is_a_coroutine_and_a_command_is_a_list(tmp_path):
     assert "expected `async def run(task, client)" in problem
     (problem,) = problems("hardware=cpu", "environment=agent_command", "algorithm=grpo")
     assert "agent.args.command = [], expected the texts" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("score", None),
+        ("scores", "has no scores; it has score, short"),
+        ("short", "cannot be called with"),
+    ],
+)
+def test_the_judge_of_a_command_takes_four_arguments(tmp_path, name, says):
+    file = tmp_path / "judge.py"
+    file.write_text("def score(task, transcript, folder, output): ...\ndef short(task): ...\n")
+    command = ["hardware=cpu", "environment=agent_command", "algorithm=grpo"]
+    command += ["agent.args.command=[ls]", f"agent.args.reward.function={file}:{name}"]
+    found = problems(*command)
+    assert len(found) == (says is not None) and (says or "") in "".join(found)

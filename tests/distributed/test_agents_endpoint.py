@@ -8,14 +8,38 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
+import httpx
 import openai
 import pytest
 
 from hybridrl.agents.chat import message_of, rendered
 from hybridrl.agents.episode import Completion
 from hybridrl.agents.server import MAX_BODY_BYTES
+from hybridrl.config.choices import OtherSampling
 from tests.agents_serving import CONTEXT, Served, serving
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "$defs": {"term": {"type": "integer", "minimum": 0, "maximum": 99}},
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/term"}, "b": {"$ref": "#/$defs/term"}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "stop"}},
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"who": {"enum": ["Tom", "Ann"]}, "is_even": {"type": "boolean"}},
+    "required": ["who", "is_even"],
+    "additionalProperties": False,
+}
 QUESTION = {"role": "user", "content": "Tom has 3 pens and buys 4 more. How many pens are there?"}
 
 
@@ -177,6 +201,8 @@ def test_messages_of_anthropic_streamed_or_not(served):
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"extra_body": {"max_tokens": 0}}, "max_tokens"),
     ],
@@ -190,10 +216,86 @@ def test_a_parameter_that_would_make_training_wrong_is_refused_by_name(served, o
 
 
 def test_other_sampling_may_be_masked(served):
-    episode = served.episode(masks_other=True)
+    episode = served.episode(other_sampling=OtherSampling.mask)
     answer = chat(client_of(served, episode.key), QUESTION, temperature=0.2)
     batch = served.batch(episode)
     assert answer.choices and not batch.response_mask.values.any()
+
+
+def test_other_sampling_may_be_ignored(served):
+    """As if the request had none; the policy's own tool calls are still found."""
+    one, other = (served.episode(13, other_sampling=OtherSampling.ignore) for _ in range(2))
+    own = {"temperature": 0.1, "response_format": {"type": "json_object"}}
+    first = chat(client_of(served, one.key), QUESTION, **own)
+    assert said(first) == said(chat(client_of(served, other.key), QUESTION))
+    assert served.batch(one).response_mask.values.all()
+
+
+def answer_in_json(served: Served, key: str, api: str) -> str:
+    """The text of an answer that the schema constrains, by the parameter of an API."""
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    if api == "messages":
+        own = anthropic.Anthropic(base_url=served.url[:-3], api_key=key, max_retries=0, timeout=60)
+        form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        asked = {"model": "policy", "max_tokens": 60, "messages": [QUESTION]}
+        return own.messages.create(**asked, output_config=form).content[0].text
+    client = client_of(served, key)
+    if api == "responses":
+        form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+        asked = {"model": "policy", "input": QUESTION["content"], "text": {"format": form}}
+        return client.responses.create(**asked).output_text
+    if api == "chat":
+        return said(chat(client, QUESTION, response_format=named))["content"]
+    pieces = chat(client, QUESTION, response_format=named, stream=True, stop=["zebra"])
+    return "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+
+@pytest.mark.parametrize("api", ["chat", "streamed chat", "responses", "messages"])
+def test_json_of_a_schema_is_recorded_as_it_was_constrained_and_not_trained(served, api):
+    episode = served.episode(other_sampling=OtherSampling.mask)
+    answer = json.loads(answer_in_json(served, episode.key, api))
+    assert answer.keys() == SCHEMA["properties"].keys() and answer["who"] in ("Tom", "Ann")
+    (row,) = episode.record.sequences
+    sampled = row.log_probs[row.turns[0].start :]
+    assert max(sampled) == 0.0 and sum(sampled) > -30  # the policy itself would not write this
+    assert not any(row.trained)
+    chat(client_of(served, episode.key), QUESTION | {"content": "And Ann?"})
+    assert [any(row.trained) for row in episode.record.sequences] == [False, True]
+    served.batch(episode)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"add", "stop"}), ({"type": "function", "function": {"name": "add"}}, {"add"})],
+)
+def test_a_forced_tool_call_fits_its_schema_and_is_continued(served, choice, names):
+    episode = served.episode(other_sampling=OtherSampling.mask)
+    client = client_of(served, episode.key)
+    answer = chat(client, QUESTION, tools=TOOLS, tool_choice=choice).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name in names and answer.finish_reason == "tool_calls"
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "stop" or all(0 <= arguments[name] < 100 for name in "ab")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+    chat(client, QUESTION, answer.message, result, tools=TOOLS)
+    batch = served.batch(episode)
+    assert batch.turns.tolist() == [2] and 0 < int(batch.response_mask.values.sum()) <= 60
+    assert not episode.record.branch
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [({"type": "nonsense"}, "nonsense"), ({"type": "array", "uniqueItems": True}, "not supported")],
+)
+def test_a_schema_that_cannot_be_followed_is_refused(served, schema, why):
+    client = client_of(served, served.episode(other_sampling=OtherSampling.mask).key)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=why) as refused:
+        chat(client, QUESTION, response_format=form)
+    assert refused.value.param == "response_format"
+    form["json_schema"]["schema"] = SCHEMA
+    with pytest.raises(openai.BadRequestError, match="cannot call tools"):
+        chat(client, QUESTION, response_format=form, tools=TOOLS)
 
 
 def test_errors_are_those_that_the_sdk_expects(served):
@@ -241,11 +343,8 @@ def test_a_client_that_goes_away_frees_the_engine_and_the_rest_goes_on(served):
     episode = served.episode()
     client = client_of(served, episode.key)
     before = set(served.sampled.requests)
-    body = json.dumps({"messages": [QUESTION], "n": 2, "stream": True, "extra_ids": None})
-    host, port = served.url.split("/")[2].split(":")
-    with socket.create_connection((host, int(port))) as link:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {episode.key}\r\n"
-        link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    with connected(served) as link:
+        link.sendall(posted(episode.key, n=2, stream=True))
         received = b""
         while b"data:" not in received:
             received += link.recv(1)
@@ -256,6 +355,113 @@ def test_a_client_that_goes_away_frees_the_engine_and_the_rest_goes_on(served):
         time.sleep(0.05)
     assert len(new) == 3 and not episode.open
     served.batch(episode)
+
+
+def connected(served: Served, receive_bytes: int | None = None) -> socket.socket:
+    """A connection to the endpoint, with a small receive buffer if wished."""
+    host, port = served.url.split("/")[2].split(":")
+    link = socket.socket()
+    if receive_bytes is not None:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    link.settimeout(60)
+    link.connect((host, int(port)))
+    return link
+
+
+def posted(key: str, **options: object) -> bytes:
+    """A request for the question, after which the connection is closed."""
+    body = json.dumps({"messages": [QUESTION], "max_tokens": 60} | options)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n"
+    head += "Connection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def read_all(link: socket.socket) -> bytes:
+    """What is received until the connection ends."""
+    parts = [b""]
+    while part := link.recv(2**16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_a_client_that_reads_slowly_holds_up_no_other_and_loses_nothing(served):
+    """It reads only when all has been sampled, which does not fit into its connection."""
+    slow, other = served.episode(), served.episode()
+    with connected(served, receive_bytes=2048) as link:
+        link.sendall(posted(slow.key, n=64, stream=True, logprobs=True))
+        assert chat(client_of(served, other.key), QUESTION).choices
+        deadline = time.monotonic() + 60
+        while len(slow.record.sequences) < 64 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not slow.open
+        received = read_all(link)
+    assert received.count(b'"finish_reason": "stop"') + received.count(b'"length"') == 64
+    assert b"data: [DONE]" in received
+    batch = served.batch(slow)
+    tokens = int(batch.response_mask.values.sum())
+    assert len(batch) == 64 and received.count(b'"top_logprobs": []') == tokens
+
+
+def test_a_client_that_sends_slowly_is_answered_and_one_that_stops_is_forgotten(served):
+    slow, stopped = served.episode(), served.episode()
+    with connected(served) as link, connected(served) as never:
+        for key, each in ((slow.key, link), (stopped.key, never)):
+            each.sendall(posted(key)[:-20])
+        assert chat(client_of(served, slow.key), QUESTION).choices
+        link.sendall(posted(slow.key)[-20:])
+        assert b"200 OK" in read_all(link)
+        assert len(served.batch(slow)) == 2
+        served.batch(stopped)
+        never.sendall(posted(stopped.key)[-20:])
+        assert b"401" in read_all(never)
+        assert not stopped.record.sequences and not stopped.open
+
+
+def test_a_turn_that_is_asked_for_before_the_last_ones_end(served):
+    """A part of its text is another history; the turn itself goes on to its end."""
+    episode = served.episode(21)
+    client = client_of(served, episode.key)
+    with chat(client, QUESTION, stream=True) as stream:
+        pieces = [next(stream).choices[0].delta.content]
+        part = {"role": "assistant", "content": pieces[0]}
+        chat(client, QUESTION, part, QUESTION)
+        pieces += [piece.choices[0].delta.content or "" for piece in stream]
+    whole = {"role": "assistant", "content": "".join(pieces)}
+    chat(client, QUESTION, whole, QUESTION)
+    assert len(whole["content"]) > len(part["content"])
+    assert sorted(served.batch(episode).turns.tolist()) == [1, 2]
+
+
+def test_turns_may_come_in_any_order(served):
+    """A turn after an old one begins a branch with its tokens; the newest may still go on."""
+    episode = served.episode()
+    client, history = client_of(served, episode.key), [QUESTION]
+    for _ in range(3):
+        history += [said(chat(client, *history)), QUESTION]
+    back = chat(client, *history[:2], {"role": "user", "content": "Once more?"})
+    chat(client, *history)
+    batch = served.batch(episode)
+    assert batch.turns.tolist() == [4, 1] and not episode.record.branch
+    first, branch = episode.record.sequences
+    shared = first.turns[0].end
+    assert branch.ids[:shared] == first.ids[:shared] and not any(branch.trained[:shared])
+    assert sum(branch.trained) == back.usage.completion_tokens
+
+
+def test_a_transcript_has_the_messages_of_each_conversation(served):
+    episode = served.episode()
+    client = client_of(served, episode.key)
+    first = said(chat(client, QUESTION))
+    second = said(chat(client, QUESTION, first, QUESTION))
+    client.responses.create(
+        model="policy", input="Apart?", instructions="Be brief.", max_output_tokens=9
+    )
+    found = client.get("/transcript", cast_to=httpx.Response).json()
+    assert found[0] == [QUESTION, first, QUESTION, second]
+    assert [message["role"] for message in found[1]] == ["system", "user", "assistant"]
+    assert found[1][1]["content"] == "Apart?"
+    with pytest.raises(openai.AuthenticationError):
+        client_of(served, "another").get("/transcript", cast_to=httpx.Response)
 
 
 def test_a_closed_episode_ends_its_open_requests(served):
@@ -284,7 +490,7 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     assert json.loads(call["function"]["arguments"]) == {"a": 3, "b": 4}
     call["function"]["arguments"] = '{"a":3,"b":4}'
     history = [QUESTION, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-    text = rendered(policy, episode, history, tools)
+    text = rendered(policy, episode, history, tools).text
     assert f"<|assistant|>{raw}<|end|><|tool|>7<|assistant|>" in text
     changed = message | {"content": "Well!"}
-    assert raw not in rendered(policy, episode, [QUESTION, changed], tools)
+    assert raw not in rendered(policy, episode, [QUESTION, changed], tools).text

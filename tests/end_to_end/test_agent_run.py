@@ -40,7 +40,46 @@ body = json.dumps({"model": "policy", "messages": task["messages"]}).encode()
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
 answer = json.load(urllib.request.urlopen(request))
-print(json.dumps({"reward": len(answer["choices"][0]["message"]["content"]) % 2}))
+said = answer["choices"][0]["message"]["content"]
+open("said.txt", "w").write(said)
+print(json.dumps({"reward": len(said) % 2}))
+"""
+JUDGE = """
+def score(task, transcript, folder, output):
+    (conversation,) = transcript
+    question, answer = conversation
+    assert question == task.messages[0] and answer["role"] == "assistant"
+    assert answer["content"] == (folder / "said.txt").read_text()
+    return 2.0 + len(answer["content"]) % 2
+"""
+CONSTRAINED = """
+import json
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"is_sure": {"type": "boolean"}},
+    "required": ["is_sure"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+async def run(task, client):
+    create, messages = client.chat.completions.create, list(task.messages)
+    answer = await create(model="policy", messages=messages)
+    messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+    answer = await create(model="policy", messages=messages, response_format=FORM)
+    return float(json.loads(answer.choices[0].message.content)["is_sure"])
+"""
+# The first turn is worth a half if it is short, the whole 1 or 0.
+TURNS = """
+async def run(task, client):
+    messages, turns = list(task.messages), {}
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        said = answer.choices[0].message
+        turns[answer.id] = 0.5 * (len(said.content) % 2) if not turns else 0.0
+        messages += [said, {"role": "user", "content": "And?"}]
+    return {"reward": len(said.content) % 2, "turns": turns}
 """
 
 
@@ -72,6 +111,12 @@ def test_two_steps_of_the_recipe(tmp_path, changes):
         command += [str(run.run_dir), *own]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
+        for row in rows[1:]:  # what the engine sampled does not count as outside
+            tokens = row["rollout/tokens_per_second"] * row["time/rollout_s"]
+            sampling_s = tokens / row["rollout/engine_tokens_per_second_max"]
+            inside_s = row["time/step_s"] - row["time/outside_s"]
+            assert inside_s > sampling_s > 0.0
+            assert 0.0 < row["environment/seconds"] < row["time/rollout_s"] - sampling_s
         found = (folder / "completions.jsonl").read_text().splitlines()
         assert len(found) == 12 and "calculator_agent.run" in done.stdout
     for row in rows[1:]:
@@ -103,11 +148,51 @@ def test_branches_and_failures_are_counted_by_episode(tmp_path, changes):
 
 
 @pytest.mark.slow
-def test_a_command_trains(tmp_path):
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_rewards_of_turns_train(tmp_path, algorithm):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(TURNS)
+    own = ["agent.function=agent.py:run", f"algorithm={algorithm}"]
+    with started(run_dir, *RECIPE, *WATCHED, *own) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert_trained(rows)
+    assert rows[1]["reward/failed"] == 0.0 and 0.0 < rows[1]["reward/mean"] < 1.5
+    lines = (run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    assert {json.loads(line)["score"] for line in lines} == {0.0, 0.5, 1.0, 1.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [[], [TWO, "rollout.tensor_parallel_size=2"]], ids=["one", "tp2"]
+)
+def test_constrained_turns_are_context(tmp_path, changes):
+    """A free answer, then one of a schema: half of the turns are trained."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(CONSTRAINED)
+    own = ["agent.function=agent.py:run", "agent.other_sampling=mask"]
+    with started(run_dir, *RECIPE, *WATCHED, *own, *changes) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert_trained(rows)
+    for row in rows[1:]:
+        assert row["reward/failed"] == row["agent/branches"] == 0.0
+        assert row["rollout/turns_mean"] == 2.0 and 0.0 < row["reward/mean"] < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("judge", [None, "judge.py:score"])
+def test_a_command_trains(tmp_path, judge):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "agent.py").write_text(COMMAND)
+    (run_dir / "judge.py").write_text(JUDGE)
     own = ["environment=agent_command", f"agent.args.command=[{sys.executable},{run_dir}/agent.py]"]
+    own += [f"agent.args.reward.function={judge}"] if judge else []
     with started(run_dir, *RECIPE, *own) as run:
         output = run.output()
         assert run.process.returncode == 0, output
@@ -115,11 +200,13 @@ def test_a_command_trains(tmp_path):
         run.assert_nothing_left()
     assert_trained(rows)
     assert rows[1]["reward/failed"] == 0.0 and rows[1]["rollout/turns_mean"] == 1.0
+    least = 2.0 if judge else 0.0
+    assert least < rows[1]["reward/mean"] < least + 1
 
 
-@pytest.mark.slow
-def test_a_model_is_served_as_it_would_be_trained():
-    command = [sys.executable, "-m", "hybridrl.cli", "serve", "embedded", "hardware=cpu"]
+def assert_served(*arguments: str) -> None:
+    """Check that `hybridrl serve` answers, and refuses what training would refuse."""
+    command = [sys.executable, "-m", "hybridrl.cli", "serve", *arguments, "hardware=cpu"]
     with subprocess.Popen([*command, "--key", "mine"], stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout is not None
         line = next(line for line in served.stdout if "OPENAI_BASE_URL" in line)
@@ -131,6 +218,11 @@ def test_a_model_is_served_as_it_would_be_trained():
             client.chat.completions.create(**asked, temperature=0.3)
         served.terminate()
     assert served.returncode == 143
+
+
+@pytest.mark.slow
+def test_a_model_is_served_as_it_would_be_trained():
+    assert_served("embedded")
 
 
 @pytest.mark.slow
@@ -150,3 +242,4 @@ def test_the_page_on_agents_trains_as_written(tmp_path):
     for row in rows[1:]:
         assert 1.0 < row["rollout/turns_mean"] < 2.0 and row["reward/std"] > 0.0
         assert row["agent/branches"] == row["reward/failed"] == 0.0
+    assert_served(str(run_dir))  # without the program, of which nothing runs

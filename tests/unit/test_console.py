@@ -296,11 +296,12 @@ def test_summary_says_how_well_the_devices_were_used(tmp_path):
         {"step": 1, "time/step_s": 3.0, "idle/mean_s": 0.5, "time/outside_s": 0.5}
         | {"mfu/old_log_probs": 0.5, "mfu/update_actor": 0.4},
         {"step": 2, "time/step_s": 5.0, "idle/mean_s": 0.5, "time/outside_s": 0.5}
-        | {"mfu/old_log_probs": 0.52, "mfu/update_actor": None},
+        | {"mfu/old_log_probs": 0.52, "mfu/update_actor": None, "environment/seconds": 1.5},
     ]
     console, file = screen(terminal=False)
     console.summary(rows, 0, tmp_path)
-    assert "ranks 20%; outside sampling, scoring and updates 30%" in file.getvalue()
+    idle = "ranks 20%; outside sampling, scoring and updates 30%; engines waited for the "
+    assert f"{idle}environment 15%" in " ".join(file.getvalue().split())
     assert "old logp 51%, actor 40%" in file.getvalue()
     assert "other 100%" in file.getvalue()  # neither of them is a phase
 

@@ -94,6 +94,7 @@ def found(*rows, overrides=()):
         ({"eval/accuracy_flexible": 0.75}, "wrong_form", "finds 75% of the held-out answers"),
         ({"reward/failed": 3.0}, "failed_rewards", "3 rewards failed"),
         ({"eval/failed": 3.0}, "failed_eval_rewards", "3 rewards of held-out responses"),
+        ({"eval/failed": 3.0, "eval/accuracy_flexible": 0.9}, "failed_eval_rewards", "3 rewards"),
         ({"time/score_s": 4.0}, "slow_reward", "40% of the step (4.0 s)"),
         ({"response/truncated_fraction": 0.9}, "truncated", "90% of the responses were cut off"),
         ({"response/unended_fraction": 0.1}, "unended_responses", "10% of the responses end"),

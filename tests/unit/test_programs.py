@@ -1,16 +1,20 @@
 """Agent programs: rewards, failures with their output, limits, and nothing left behind."""
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import AgentConfig
-from hybridrl.environments.programs import Job, Task
+from hybridrl.environments.programs import Job, Reward, Task
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.trainer.agents.programs import ProgramPool
@@ -34,6 +38,20 @@ async def run(task, client, *, scale):
             bytearray(6 * 2**30)
         case "text":
             return "good"
+        case "turns":
+            return {"reward": 1, "turns": {"chatcmpl-a": 0.5, "chatcmpl-b": 0.25}}
+        case "no turns":
+            return {"reward": 1, "turns": [0.5]}
+        case "flood":
+            print("beginning")
+            for number in range(10**5):
+                print("line", number)
+            await asyncio.to_thread(print, "end of", task.example["answer"])
+            raise ValueError("after much output")
+        case "slow flood":
+            print("I wait for a tool")
+            await asyncio.sleep(60)
+    print("quiet", task.example["answer"])
     return scale * len(task.messages)
 """
 
@@ -62,11 +80,13 @@ def config(function: str, **args: object) -> AgentConfig:
 def test_a_failed_episode_costs_its_own_reward(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM)
-    asked = ["1", "key", "raise", "hang", "block", "die", "memory", "text", "2"]
+    asked = ["1", "key", "raise", "hang", "block", "die", "memory", "text"]
+    asked += ["no turns", "turns", "2"]
     start = time.monotonic()
     with ProgramPool(config(f"{file}:run", scale=0.5)) as pool:
         found = pool.begin([job(answer) for answer in asked]).result(60)
-    assert found[0] == found[-1] == 0.5 and found[1] == 1.0
+    assert found[0] == found[-1] == Reward(0.5, {}) and found[1] == Reward(1.0, {})
+    assert found[-2] == Reward(1.75, {"chatcmpl-a": 0.5, "chatcmpl-b": 0.25})
     reasons = [one.reason for one in found if isinstance(one, Failure)]
     for reason, part in zip(
         reasons,
@@ -77,11 +97,28 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
             "exit code 3",
             "MemoryError",
             "text",
+            "id of an answer",
         ],
         strict=True,
     ):
         assert part in reason or (part == "text" and "expected a number" in reason)
     assert time.monotonic() - start < 20
+
+
+def test_the_end_of_a_coroutines_output_is_kept_with_its_failure(tmp_path, capfd):
+    """Of its own output, though other episodes of its process write meanwhile."""
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    settings = config(f"{file}:run", scale=0.5)
+    settings.num_processes = 1
+    asked = ["slow flood", "1", "flood", "2"]
+    with ProgramPool(settings) as pool:
+        slow, _, flood, _ = pool.begin([job(answer) for answer in asked]).result(60)
+    assert flood.reason == "ValueError: after much output"
+    assert "line 99999\nend of flood" in flood.traceback and len(flood.traceback) < 5000
+    assert "beginning" not in flood.traceback and "quiet" not in flood.traceback
+    assert "longer than 2 s" in slow.reason and "I wait for a tool" in slow.traceback
+    assert "quiet" not in "".join(capfd.readouterr())
 
 
 def test_the_end_of_a_run_does_not_wait_for_its_programs(tmp_path):
@@ -104,9 +141,15 @@ COMMAND = "import json, os; exec(json.loads(os.environ['HYBRIDRL_TASK'])['exampl
 @pytest.fixture(scope="module")
 def commands() -> Iterator[ProgramPool]:
     """Runs the answer of a task as a program."""
-    path, command = "hybridrl.environments.programs.command", [sys.executable, "-c", COMMAND]
-    with ProgramPool(config(path, command=command, memory_mb=512)) as pool:
+    with ProgramPool(config(**command_settings(None))) as pool:
         yield pool
+
+
+def command_settings(judge: str | None) -> dict[str, Any]:
+    """Settings of the command, judged by a function or by its last line."""
+    path, command = "hybridrl.environments.commands.command", [sys.executable, "-c", COMMAND]
+    own = {"command": command, "memory_mb": 512, "reward": {"function": judge}}
+    return {"function": path} | own
 
 
 def run(pool: ProgramPool, script: str) -> object:
@@ -121,7 +164,67 @@ def test_the_last_line_of_a_command_is_its_reward(commands):
         "assert os.environ['ANTHROPIC_BASE_URL'] == 'http://x'; "
         "print(json.dumps({'reward': len(task['messages'])}))"
     )
-    assert run(commands, script) == 1.0
+    assert run(commands, script) == Reward(1.0, {})
+    script = "print(json.dumps({'reward': 0, 'turns': {'chatcmpl-a': 0.5}}))"
+    assert run(commands, script) == Reward(0.5, {"chatcmpl-a": 0.5})
+
+
+JUDGE = """
+import os, time
+
+def score(task, transcript, folder, output):
+    print("judging")
+    if "slow" in output:
+        time.sleep(60)
+    if "much" in output:
+        bytearray(2**30)
+    assert transcript == [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]]
+    assert task.messages[0]["content"] == "?" and os.getcwd() == str(folder)
+    turns = {"msg_a": output.count("!")}
+    return {"reward": float((folder / "made.txt").read_text()), "turns": turns}
+"""
+
+
+@pytest.fixture
+def transcripts() -> Iterator[str]:
+    """The address of a server with the transcript of one conversation."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            said = {"role": "assistant", "content": "7"}
+            body = json.dumps([[{"role": "user", "content": "?"}, said]]).encode()
+            assert self.path == "/v1/transcript"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_a_function_judges_transcript_folder_and_output(tmp_path, transcripts):
+    """In a process of its own with the limits of the command."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    scripts = [
+        "open('made.txt', 'w').write('2.5'); print('done!!')",
+        "print('no file')",
+        "print('much')",
+        "raise SystemExit(3)",
+        "print('slow')",
+    ]
+    settings = config(**command_settings(f"{tmp_path}/judge.py:score"))
+    *jobs, slow = [job(script)._replace(url=transcripts) for script in scripts]
+    with ProgramPool(settings) as pool:
+        late = pool.begin([slow]).result(60)
+    settings.timeout_s = 60.0
+    with ProgramPool(settings) as pool:
+        found, *failures = [*pool.begin(jobs).result(60), *late]
+    assert found == Reward(4.5, {"msg_a": 2.0})
+    parts = ["FileNotFoundError", "MemoryError", "exit code 3", "longer than 2 s"]
+    for failure, part in zip(failures, parts, strict=True):
+        assert isinstance(failure, Failure) and part in failure.reason
 
 
 def test_a_command_that_fails_is_shown_with_its_output(commands):
@@ -132,7 +235,9 @@ def test_a_command_that_fails_is_shown_with_its_output(commands):
 
 
 def test_a_command_that_floods_its_output_is_read_to_its_end(commands):
-    assert run(commands, "for _ in range(2**14): print('x' * 4096)\nprint(0.25)") == 0.25
+    assert run(commands, "for _ in range(2**14): print('x' * 4096)\nprint(0.25)") == Reward(
+        0.25, {}
+    )
 
 
 def test_a_command_needs_no_more_memory_than_its_limit(commands):

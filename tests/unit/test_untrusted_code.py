@@ -53,9 +53,9 @@ def test_what_conf_names_is_ours():
         value
         for path in (REPO / "conf").rglob("*.yaml")
         for key, value in leaves(OmegaConf.to_container(OmegaConf.load(path))).items()
-        if names_code(key) and "." in value
+        if names_code(key) and "." in (value or "")
     }
-    commands = {"hybridrl.environments.programs.command"}  # which run code of others
+    commands = {"hybridrl.environments.commands.command"}  # which run code of others
     assert named - commands == ALLOWED
 
 

@@ -28,6 +28,8 @@ from hybridrl.trainer.tracking.provenance import HIDDEN
 
 # Sections from the run.
 OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "agent", "eval", "rollout")
+# Those of them that sampling alone needs.
+OF_SAMPLING = ("seed", "model", "lora", "data", "rollout")
 # Keys of rollout that are not from the run if it had another device.
 OF_DEVICE = (
     "dtype",
@@ -62,24 +64,30 @@ FLAGS = {
 
 
 def evaluation_config(
-    line: CommandLine, subject: Subject, machine: Machine, *, runs_code: bool
+    line: CommandLine,
+    subject: Subject,
+    machine: Machine,
+    *,
+    runs_code: bool,
+    sections: Sequence[str] = OF_RUN,
 ) -> Examined:
     """Return the examined config of an evaluation; ConfigError with every problem.
 
     With `runs_code` the checkpoint's config is trusted: its user code may run, and its rewards may
-    use URLs and environment variables.
+    use URLs and environment variables. `sections` are those that come from the run.
     """
     problems = list(idle_problems(line.overrides, subject))
     if problems:
         raise ConfigError(*problems)
     if subject.checkpoint is not None:
         _refuse_unresolved(subject.checkpoint)
-    found = composed(line, lambda: machine, partial(underlay, subject))
+    found = composed(line, lambda: machine, partial(underlay, subject, sections=sections))
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
     if subject.checkpoint is not None and not runs_code:
         origin = str(subject.checkpoint.folder)
-        refuse_untrusted_code(_own(subject.checkpoint), origin, line.overrides, runs_rewards=True)
+        own = {name: part for name, part in _own(subject.checkpoint).items() if name in sections}
+        refuse_untrusted_code(own, origin, line.overrides, runs_rewards=True)
     result = examine(
         found.cfg,
         machine=machine,
@@ -112,7 +120,9 @@ def _refuse_unresolved(checkpoint: Found) -> None:
         )
 
 
-def underlay(subject: Subject, cfg: DictConfig, groups: Sequence[str]) -> None:
+def underlay(
+    subject: Subject, cfg: DictConfig, groups: Sequence[str], sections: Sequence[str] = OF_RUN
+) -> None:
     """Set the subject's values in a config composed of groups, except in chosen groups."""
     with open_dict(cfg):
         if subject.checkpoint is None:
@@ -122,7 +132,7 @@ def underlay(subject: Subject, cfg: DictConfig, groups: Sequence[str]) -> None:
         run = subject.checkpoint.manifest.config
         cfg.run.name = run["run"]["name"]
         same_device = run["hardware"]["accelerator"] == cfg.hardware.accelerator
-        for section in OF_RUN:
+        for section in sections:
             # The section agent is set by choices of the group environment.
             group = "environment" if section == "agent" else section
             if group not in groups:

@@ -102,7 +102,9 @@ def _failure(index: int, error: BaseException, timeout_s: float | None) -> Failu
     trace = user_traceback(error)
     if timeout_s is not None:
         return Failure(index, FailureKind.timeout, f"took longer than {timeout_s:g} s", trace)
-    reason = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    told = traceback.TracebackException.from_exception(error)
+    told.__notes__ = None  # these are in the traceback
+    reason = list(told.format_exception_only())[-1].strip().splitlines()[0]
     reason = reason.removeprefix(f"{type(error).__module__}.")
     return Failure(index, FailureKind.error, reason[:_MAX_REASON_CHARS], trace)
 

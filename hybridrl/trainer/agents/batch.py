@@ -1,6 +1,7 @@
 """The batch of recorded episodes: one response per token sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -8,12 +9,14 @@ import torch
 from hybridrl.agents.record import EpisodeRecord, TokenSequence, digest_of
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.trainer.agents.turn_rewards import on_tokens, placed
 
 
 class EpisodeResult(NamedTuple):
     """An episode: its group, tokens and reward; `failure` numbers the reason, 0: none.
 
-    `prompt` is that of the task, for an episode that sampled nothing.
+    `prompt` is that of the task, for an episode that sampled nothing. `turns` are the parts of the
+    reward that were earned by turns, by the ids of their completions.
     """
 
     group: int
@@ -22,6 +25,7 @@ class EpisodeResult(NamedTuple):
     record: EpisodeRecord
     reward: float
     failure: int
+    turns: Mapping[str, float] = MappingProxyType({})
 
 
 def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) -> RolloutBatch:
@@ -39,6 +43,15 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
         for sequence in episode.record.sequences or [_nothing(episode, end_token)]
     ]
     index = torch.tensor([k for k, _, _ in rows])
+    turn_rewards = [
+        on_tokens(sequence, rewards)
+        for episode in episodes
+        for sequence, rewards in zip(
+            episode.record.sequences or [_nothing(episode, end_token)],
+            placed(episode.record, episode.turns) or [[0.0]],
+            strict=True,
+        )
+    ]
     is_last = torch.cat([index.diff(), torch.ones(1)]) > 0
     starts = [sequence.turns[0].start for _, _, sequence in rows]
     parts = [(sequence, start) for (_, _, sequence), start in zip(rows, starts, strict=True)]
@@ -56,6 +69,7 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
         episode=index,
         turns=torch.tensor([len(sequence.turns) for _, _, sequence in rows]),
         environment_rewards=torch.tensor([e.reward for _, e, _ in rows], dtype=torch.float64),
+        turn_rewards=Ragged.from_rows(turn_rewards, torch.float32),
         environment_failures=torch.tensor([e.failure for _, e, _ in rows]).where(is_last, 0),
     )
     check_turns(batch, [sequence for _, _, sequence in rows])

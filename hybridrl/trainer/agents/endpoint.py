@@ -7,6 +7,7 @@ from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
+from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.sources.tokenizer import load_tokenizer
@@ -24,7 +25,7 @@ class Endpoint:
         group: the engines.
         host, port: address to listen on; port 0: a free one.
         tool_parser: as agent.tool_parser.
-        masks_other: accept other sampling parameters, whose completions are not trained.
+        other_sampling: as agent.other_sampling.
 
     Attributes:
         settings: sampling of training steps.
@@ -43,7 +44,7 @@ class Endpoint:
         port: int,
         *,
         tool_parser: str | None,
-        masks_other: bool = False,
+        other_sampling: OtherSampling = OtherSampling.refuse,
     ) -> None:
         tokenizer = load_tokenizer(rollout.model.path)
         ends = stop_token_ids(plain_folder(rollout.model.path))
@@ -55,7 +56,7 @@ class Endpoint:
             training_temperature=rollout.temperature,
             training_top_p=rollout.top_p,
             context=rollout.max_prompt_tokens + rollout.max_response_tokens,
-            masks_other=masks_other,
+            other_sampling=other_sampling,
         )
         self.engines = LiveEngines(group)
         self.policy = Policy(ModelText(tokenizer, ends), self.engines, parse)

@@ -25,6 +25,7 @@ class LiveEngines:
     Attributes:
         weight_version: of the weights that sampled in the last `run`.
         stats: of each engine in the last `run`.
+        waited_s: seconds of the last `run` in which no engine had a request.
     """
 
     def __init__(self, rollout: WorkerGroup) -> None:
@@ -34,6 +35,7 @@ class LiveEngines:
         self._open: dict[str, int] = {}
         self.weight_version = 0
         self.stats: tuple[EngineStats, ...] = ()
+        self.waited_s = 0.0
 
     @property
     def num_engines(self) -> int:
@@ -57,7 +59,7 @@ class LiveEngines:
         Raises:
             WorkerError: a rank failed.
         """
-        self.stats = (EngineStats(0, 0.0, 0.0),) * self.num_engines
+        self.stats, self.waited_s = (EngineStats(0, 0.0, 0.0),) * self.num_engines, 0.0
         start = time.perf_counter()
         programs.add_done_callback(lambda _: self._inbox.put(None))
         while not programs.done():
@@ -67,7 +69,11 @@ class LiveEngines:
 
     def _received(self) -> tuple[list[LiveRequest], list[tuple[int, str]]]:
         """Return new and cancelled requests; wait for one if none is open."""
-        found = [] if self._open else [self._inbox.get()]
+        found = []
+        if not self._open:
+            start = time.perf_counter()
+            found.append(self._inbox.get())
+            self.waited_s += time.perf_counter() - start
         while not self._inbox.empty():
             found.append(self._inbox.get())
         new = [one for one in found if isinstance(one, LiveRequest)]

@@ -15,11 +15,12 @@ from dataclasses import replace
 from hybridrl.agents.episode import Episode
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.environments.programs import Job, Task
-from hybridrl.rewards.processes.messages import Failure
+from hybridrl.environments.programs import Job, Reward, Task
+from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
 from hybridrl.trainer.agents.endpoint import Endpoint
 from hybridrl.trainer.agents.programs import ProgramPool
+from hybridrl.trainer.agents.turn_rewards import unknown_turns
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class AgentGenerator:
         self._seed = seed
         self._programs, self._prompts = programs, prompts
         self._failures, self._failed_score = failures, failed_score
-        self._has_branched = False
+        self._has_branched = self._has_unknown = False
 
     def generate(self, request: PromptBatch) -> RolloutBatch:
         """Run `responses_per_prompt` episodes of each prompt; all of an episode lie together."""
@@ -74,7 +75,8 @@ class AgentGenerator:
         ]
         self._note_branch(results)
         batch = batch_of(results, endpoint.engines.weight_version, endpoint.end_token)
-        return replace(batch, engines=endpoint.engines.stats)
+        engines = endpoint.engines
+        return replace(batch, engines=engines.stats, environment_s=engines.waited_s)
 
     def _open(self, request: PromptBatch) -> list[Episode]:
         """Open the episodes; those of one prompt share an engine, as they share its tokens."""
@@ -92,14 +94,18 @@ class AgentGenerator:
             for k in range(request.responses_per_prompt)
         ]
 
-    def _result(self, prompt: Prompt, episode: Episode, found: float | Failure) -> EpisodeResult:
-        failure, reward = 0, self._failed_score
+    def _result(self, prompt: Prompt, episode: Episode, found: Reward | Failure) -> EpisodeResult:
+        ids, record = prompt.token_ids, episode.record
+        if isinstance(found, Reward) and (reason := unknown_turns(record, found.turns)):
+            if not self._has_unknown:
+                self._has_unknown = True
+                log.warning("an episode failed: %s; reward/failed counts further ones", reason)
+            found = Failure(0, FailureKind.error, reason)
+        fixed = prompt.prompt_id, episode.engine, ids, record
         if isinstance(found, Failure):
             failure = self._failures.number(found.kind, found.reason)
-        else:
-            reward = found
-        ids, record = prompt.token_ids, episode.record
-        return EpisodeResult(prompt.prompt_id, episode.engine, ids, record, reward, failure)
+            return EpisodeResult(*fixed, self._failed_score, failure)
+        return EpisodeResult(*fixed, found.total, 0, found.turns)
 
     def _note_branch(self, results: Sequence[EpisodeResult]) -> None:
         """Log an example of the first branches of a run."""

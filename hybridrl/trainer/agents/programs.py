@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from hybridrl.config.schema import AgentConfig
-from hybridrl.environments.programs import Job
+from hybridrl.environments.programs import Job, read_reward
 from hybridrl.rewards.processes.messages import Setup
 from hybridrl.rewards.processes.pool import TaskPool
 
@@ -20,11 +20,11 @@ class ProgramPool:
         setup = Setup(
             TASK, config.function, config.args, config.timeout_s, config.concurrency, options
         )
-        self._pool = TaskPool(setup, config.num_processes, "agent", float)
+        self._pool = TaskPool(setup, config.num_processes, "agent", read_reward)
         self._thread = ThreadPoolExecutor(1, "programs")
 
     def begin(self, jobs: Sequence[Job]) -> Future[list[Any]]:
-        """Begin to run jobs; return the Future of each one's reward or `Failure`."""
+        """Begin to run jobs; return the Future of each one's `Reward` or `Failure`."""
         return self._thread.submit(self._pool.run, jobs)
 
     def __enter__(self) -> Self:

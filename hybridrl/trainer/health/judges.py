@@ -107,9 +107,12 @@ def unmixed_groups(seen: Seen) -> str | None:
 
 
 def wrong_form(seen: Seen) -> str | None:
-    """Judge that no rule of eval.rules finds far more right answers than the reward."""
+    """Judge that no rule of eval.rules finds far more right answers than the reward.
+
+    A reward that failed says nothing about the answer's form.
+    """
     strict = seen.get("eval/accuracy")
-    if strict is None:
+    if strict is None or seen.get("eval/failed"):
         return None
     for name in seen.config.eval.rules:
         other = seen.get(f"eval/accuracy_{name}")

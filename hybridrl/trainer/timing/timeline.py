@@ -19,6 +19,7 @@ COMPUTE = frozenset(
     {
         "generate",
         "generate_ahead",
+        "advance",
         "compute_log_probs",
         "compute_values",
         "compute_scores",

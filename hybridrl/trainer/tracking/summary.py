@@ -170,7 +170,9 @@ def summary_lines(rows: Sequence[Metrics], failed_checkpoints: int) -> list[tupl
     ]
     if seconds and idle is not None and outside is not None:
         computing = f"outside sampling, scoring and updates {outside / seconds:.0%}"
-        lines.append(("idle", f"ranks {idle / seconds:.0%}; {computing}"))
+        waited = _total(rows, "environment/seconds")
+        waiting = f"; engines waited for the environment {waited / seconds:.0%}" if waited else ""
+        lines.append(("idle", f"ranks {idle / seconds:.0%}; {computing}{waiting}"))
     mfu = dict.fromkeys(name for row in rows for name in row if name.startswith("mfu/"))
     means = {name: fmean(known) for name in mfu if (known := _known(rows, name))}
     if means:

@@ -1,0 +1,189 @@
+"""Commands as agent programs, and functions that judge what a command has done.
+
+    def score(task, transcript, folder, output) -> reward
+
+Each is a process of its own below a supervisor, which ends all that it has started.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from hybridrl.config.errors import raised_problems
+from hybridrl.config.user_code.classes import function_at, locate
+from hybridrl.config.user_code.importing import check_import
+from hybridrl.config.user_code.signatures import check_arguments
+from hybridrl.environments.output import SHOWN_CHARS
+from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
+from hybridrl.rewards.base import checked_by
+
+# Variables of a command's environment: the task as JSON, the endpoint.
+TASK, URLS, KEYS = (
+    "HYBRIDRL_TASK",
+    ("OPENAI_BASE_URL", "OPENAI_API_BASE"),
+    ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"),
+)
+# End of a command's output in one line of the log, and what is kept in memory.
+LINE_CHARS, MAX_OUTPUT_BYTES = 300, 2**20
+# Seconds for a command to end after SIGTERM.
+END_S = 5.0
+_SUPERVISED = (
+    "import os, signal, sys; sys.path.append(sys.argv[1]); "
+    "from hybridrl.config.user_code.supervisor import supervise; "
+    "supervise(int(sys.argv[2]), os.open(os.devnull, os.O_RDONLY)); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execvp(sys.argv[3], sys.argv[3:])"
+)
+_JUDGE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from hybridrl.environments.commands import judge; judge(sys.argv[2])"
+)
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class ProgramFailed(RuntimeError):
+    """A command ended without a reward."""
+
+
+def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
+    """Check the arguments of `command`."""
+    found, path = args["command"], args["reward"]["function"]
+    if not found or not all(isinstance(part, str) for part in found):
+        yield (
+            f"{key}.args.command = {found}, expected the texts of a program and its arguments.\n"
+            f"Set '{key}.args.command=[python,/path/agent.py]'."
+        )
+    if path is not None:
+        yield from raised_problems(_check_judge, f"{key}.args.reward", path)
+
+
+def _check_judge(key: str, path: str) -> None:
+    check_import(f"{key}.function", path)
+    call = "(task, transcript, folder, output)"
+    check_arguments(key, path, function_at(key, path), {}, ((None,) * 4, {}), call)
+
+
+@checked_by(command_problems)
+async def command(
+    task: Task, client: Any, *, command: list[str], memory_mb: int, reward: Mapping[str, Any]
+) -> Reward:
+    """Run a command as a program.
+
+    Its environment names the endpoint and the task. It runs in an empty folder of its own; all
+    processes that it started end with it.
+
+    Args:
+        task: of the episode.
+        client: of the endpoint.
+        command: program and arguments.
+        memory_mb: limit of each of its processes, MiB of address space.
+        reward: `function` judges the finished command. Without one, the last line of its standard
+            output is the reward: a number, or an object as `as_reward` converts it.
+
+    Raises:
+        ProgramFailed: it failed, or gave no reward; the message has its output.
+    """
+    url, function = str(client.base_url).rstrip("/"), reward["function"]
+    variables = {TASK: json.dumps(asdict(task)), "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
+    variables |= dict.fromkeys(URLS, url) | dict.fromkeys(KEYS, client.api_key)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        run = partial(_run, Path(folder), os.environ | variables, memory_mb)
+        output, code = await run(command)
+        if function is None or code:
+            return _last_line(output, code, command[0])
+        told = {"task": asdict(task), "transcript": await _transcript(client), "output": output}
+        with tempfile.TemporaryFile("w+") as stdin:
+            json.dump(told, stdin)
+            stdin.seek(0)
+            paths = json.dumps([os.path.abspath(path) for path in sys.path])
+            judged = [sys.executable, "-c", _JUDGE, paths, function]
+            return _last_line(*await run(judged, stdin), function)
+
+
+def judge(path: str) -> None:
+    """Call the function at `path` with what stdin has; write its reward. A process of its own."""
+    told = json.load(sys.stdin)
+    function = locate("agent.args.reward.function", path)
+    found = function(Task(**told["task"]), told["transcript"], Path.cwd(), told["output"])
+    reward = as_reward(found, path)
+    own = reward.total - sum(reward.turns.values())
+    sys.stdout.write("\n" + json.dumps({"reward": own, "turns": reward.turns}))
+
+
+async def _transcript(client: Any) -> list[list[dict[str, Any]]]:
+    """Return the messages of each conversation of the episode."""
+    import httpx
+
+    answer = await client.get("/transcript", cast_to=httpx.Response)
+    found: list[list[dict[str, Any]]] = answer.json()
+    return found
+
+
+def _last_line(output: str, code: int, what: str) -> Reward:
+    """Return the reward in the last line of an output.
+
+    Raises:
+        ProgramFailed: it is none, or the exit code is not 0.
+    """
+    text = output.rstrip()
+    try:
+        if code == 0:
+            return as_reward(json.loads(text.rpartition("\n")[2]), what)
+    except ValueError:
+        pass
+    end = " | ".join(text[-LINE_CHARS:].splitlines())
+    raise ProgramFailed(f"no reward, exit code {code}, {end}\n{text[-SHOWN_CHARS:]}")
+
+
+async def _run(
+    folder: Path,
+    environment: Mapping[str, str],
+    memory_mb: int,
+    command: Sequence[str],
+    stdin: IO[str] | int = asyncio.subprocess.DEVNULL,
+) -> tuple[str, int]:
+    """Run a command; return the end of its output and its exit code."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", "-c", _SUPERVISED, _ROOT, str(os.getpid()), *command),
+        stdin=stdin,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=folder,
+        env=environment,
+        preexec_fn=partial(limit_memory, memory_mb),
+        process_group=0,
+    )
+    try:
+        output = await _last_output(process)
+        return output.decode(errors="replace"), await process.wait()
+    finally:
+        await _end(process)
+
+
+async def _last_output(process: asyncio.subprocess.Process) -> bytes:
+    """Return the end of a process's output, of which no more is kept in memory."""
+    assert process.stdout is not None
+    output = bytearray()
+    while part := await process.stdout.read(2**16):
+        output += part
+        del output[:-MAX_OUTPUT_BYTES]
+    return bytes(output)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a command and all processes below it."""
+    if process.returncode is None:
+        process.terminate()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

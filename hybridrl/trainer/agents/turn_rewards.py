@@ -1,0 +1,142 @@
+"""Rewards of an episode's turns, on tokens, and turns as members of their group.
+
+With R the reward of the whole episode and r_j that of turn j, the reward-to-go of turn k is
+
+    G_k = R + sum of r_j over turn k and the turns that ended after it, in any conversation
+
+Estimators that read rewards per token (GAE, REINFORCE++) find r on the last tokens of turns. Those
+that compare a group do so with the turns of its episodes in place of the episodes. For GRPO
+
+    A_k = (G_k - mean) / std,   mean and std over the turns of all episodes of the group
+
+A turn is not credited with rewards before it, as in REINFORCE (Williams 1992). GRPO's process
+supervision (Shao et al. 2024, section 4.1.3, https://arxiv.org/abs/2402.03300) standardises r and
+sums then; here the sums are standardised, so that A_k does not grow with the number of later turns.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hybridrl.agents.record import EpisodeRecord, TokenSequence
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.trainer.errors import RunStopped
+
+# Estimators whose groups may consist of turns: their baseline is the mean of the group.
+OF_TURNS = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
+
+
+def unknown_turns(record: EpisodeRecord, named: Iterable[str]) -> str:
+    """Return why rewards of these completions cannot be placed; "" if they can."""
+    known = {turn.name for sequence in record.sequences for turn in sequence.turns}
+    unknown = [name for name in named if turn_name(name) not in known]
+    return f"turns has {unknown[0]!r}, which is no completion of the episode" if unknown else ""
+
+
+def turn_name(identifier: str) -> str:
+    """Return the name of a completion from the id of an answer, as chatcmpl-<name>, msg_<name>."""
+    return identifier.replace("_", "-").rpartition("-")[2]
+
+
+def placed(record: EpisodeRecord, named: Mapping[str, float]) -> list[list[float]]:
+    """Return a reward of each turn of each sequence, in the order of the batch.
+
+    From a trained turn on, they sum up to its reward-to-go without R, although the turns of several
+    conversations lie one after the other there. All sum up to the sum of `named`.
+    """
+    of_turns = {turn_name(name): reward for name, reward in named.items()}
+    turns = [(row, turn) for row in record.sequences for turn in row.turns]
+    to_go, later = {}, 0.0
+    for _, turn in sorted(turns, key=lambda one: one[1].number, reverse=True):
+        later += of_turns.get(turn.name, 0.0)
+        to_go[turn.number] = later
+    trained = [turn.number for row, turn in turns if row.trained[turn.start]]
+    found = {k: to_go[k] - to_go[after] for k, after in pairwise(trained)}
+    found |= {k: to_go[k] for k in trained[-1:]}
+    # Earned before the first trained turn, if anything: on a turn that no estimator reads.
+    others = [turn.number for _, turn in turns if turn.number not in found]
+    found |= {k: later - sum(found.values()) for k in others[:1]}
+    return [[found.get(turn.number, 0.0) for turn in row.turns] for row in record.sequences]
+
+
+def on_tokens(sequence: TokenSequence, rewards: Iterable[float]) -> list[float]:
+    """Return a value per token after the first prompt: rewards on the last tokens of turns."""
+    before = sequence.turns[0].start
+    values = [0.0] * (len(sequence.ids) - before)
+    for turn, reward in zip(sequence.turns, rewards, strict=True):
+        values[turn.end - 1 - before] = reward
+    return values
+
+
+def has_turn_rewards(batch: RolloutBatch) -> bool:
+    """Return whether a program reported rewards of turns."""
+    return batch.turn_rewards is not None and bool(batch.turn_rewards.values.any())
+
+
+def with_turn_rewards(scores: Ragged, turn_rewards: Ragged) -> Ragged:
+    """Move the rewards of turns, which the score of each episode includes, to their tokens.
+
+    Both have one row per episode.
+    """
+    values = scores.values + turn_rewards.values
+    ends = scores.lengths.cumsum(0) - 1
+    values[ends] -= torch.stack([row.sum() for row in turn_rewards.rows()])
+    return scores.like(values)
+
+
+def by_turn(
+    estimator: str, batch: RolloutBatch, rewards: Ragged, sequences: Tensor
+) -> tuple[RolloutBatch, Ragged]:
+    """Return a batch of episodes with each turn as a response, and its reward-to-go.
+
+    A turn has the tokens before it, too. The reward-to-go is on its last token.
+
+    Args:
+        estimator: as algorithm.advantage.
+        batch: of episodes, and `rewards` of its tokens.
+        sequences: lengths of the episodes' token sequences.
+
+    Raises:
+        RunStopped: the estimator compares whole episodes.
+    """
+    if estimator not in OF_TURNS:
+        raise RunStopped(
+            f"algorithm.advantage = {estimator} compares whole episodes, but the program reported "
+            f"rewards of turns.\nSet algorithm.advantage to {', '.join(OF_TURNS)}, gae or "
+            f"reinforce_plus_plus, or let the program return their sum as one reward."
+        )
+    starts, ends = _turns(batch.response_mask, sequences)
+    rows = batch.response_mask.row_ids()[ends]
+    last = batch.response_mask.lengths.cumsum(0)[rows] - 1
+    sums = rewards.values.double().cumsum(0)
+    to_go = sums[last] - sums[starts] + rewards.values[starts]
+    lengths = ends.diff(prepend=ends.new_tensor([-1]))
+    values = torch.zeros_like(rewards.values)
+    values[ends] = to_go.to(values.dtype)
+    return batch.with_rows(lengths, rows), Ragged(values, lengths)
+
+
+def _turns(mask: Ragged, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first sampled token of each turn, and the last token that belongs to it.
+
+    Together they have all tokens: the last turn of a row ends with it, and a row without a sampled
+    token is a turn.
+    """
+    sampled, last = mask.values, sequences.cumsum(0) - 1
+    is_start, is_end = sampled.clone(), sampled.clone()
+    is_start[1:] &= ~sampled[:-1]
+    is_start[last[:-1] + 1] = sampled[last[:-1] + 1]
+    is_end[:-1] &= ~sampled[1:]
+    is_end[last] = sampled[last]
+    rows, row_ends = mask.row_ids(), mask.lengths.cumsum(0) - 1
+    row_starts = row_ends - mask.lengths + 1
+    ends = is_end.nonzero().flatten()
+    is_last = torch.cat([rows[ends].diff(), torch.ones(min(len(ends), 1))]) > 0
+    is_end[ends[is_last]] = False
+    is_end[row_ends] = True
+    empty = torch.tensor([not bool(row.any()) for row in mask.rows()])
+    is_start[row_starts[empty]] = True
+    return is_start.nonzero().flatten(), is_end.nonzero().flatten()
