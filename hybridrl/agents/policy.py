@@ -75,6 +75,10 @@ class Policy:
             episode.wake()
         return closed
 
+    def close_all(self) -> None:
+        """End all episodes."""
+        self.close([*self._episodes])
+
     def episode(self, key: str) -> Episode:
         """Return the episode of a key, `<key of the episode>.<attempt>`.
 
@@ -164,12 +168,13 @@ class Policy:
 
         def end(reason: str) -> None:
             completion.reason, completion.text, completion.stop = reason, stream.text, stream.stop
-            tokens, log_probs = completion.tokens, completion.log_probs
-            del tokens[stream.used :], log_probs[stream.used :]
-            if tokens and episode.is_open and episode.record is record:
+            sampled = completion.tokens, completion.log_probs, completion.versions
+            for values in sampled:
+                del values[stream.used :]
+            if (tokens := completion.tokens) and episode.is_open and episode.record is record:
                 text, trained = self.text.decode(tokens, special=True), not ask.sampling
                 cut = reason == LENGTH
-                record.add(start, tokens, log_probs, text, trained=trained, truncated=cut)
+                record.add(start, *sampled, text, trained=trained, truncated=cut)
 
         queue = episode.open[request.request_id] = self._engines.submit(request)
         try:
@@ -178,6 +183,7 @@ class Policy:
                 piece = stream.add(progress.tokens)
                 completion.tokens += progress.tokens
                 completion.log_probs += progress.log_probs
+                completion.versions += [progress.version] * len(progress.tokens)
                 if reason := STOP if stream.stop is not None else progress.reason.lower():
                     piece += stream.rest()
                     end(reason)

@@ -13,11 +13,14 @@ turn, the second has the tokens before as context.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
+from hybridrl.data.batch import NO_VERSION
 
 # Token ids of a text; the second argument is true at the beginning of a sequence.
 Encode = Callable[[str, bool], list[int]]
@@ -37,18 +40,20 @@ class Turn(NamedTuple):
     start: int
     end: int
     text_end: int
-    digest: bytes
+    digest: str
 
 
 @dataclass
 class TokenSequence:
     """Tokens of a conversation of an episode; those of prompts have the log-prob 0.
 
-    `trained` is true on sampled tokens, unless their sampling parameters forbid to train them.
+    `versions` are those of the weights that sampled them, `NO_VERSION` for prompts. `trained` is
+    true on sampled tokens, unless their sampling parameters forbid to train them.
     """
 
     ids: list[int]
     log_probs: list[float]
+    versions: list[int]
     trained: list[bool]
     text: str
     turns: list[Turn] = field(default_factory=list)
@@ -100,6 +105,7 @@ class EpisodeRecord:
         start: Start,
         tokens: Sequence[int],
         log_probs: Sequence[float],
+        versions: Sequence[int],
         text: str,
         *,
         trained: bool,
@@ -110,7 +116,11 @@ class EpisodeRecord:
         if sequence is None or start.turn + 1 < len(sequence.turns):
             context = len(start.prompt)
             sequence = TokenSequence(
-                list(start.prompt), [0.0] * context, [False] * context, start.text
+                list(start.prompt),
+                [0.0] * context,
+                [NO_VERSION] * context,
+                [False] * context,
+                start.text,
             )
             self.sequences.append(sequence)
             if self.most is not None:
@@ -119,10 +129,12 @@ class EpisodeRecord:
             more = start.prompt[len(sequence.ids) :]
             sequence.ids.extend(more)
             sequence.log_probs.extend([0.0] * len(more))
+            sequence.versions.extend([NO_VERSION] * len(more))
             sequence.trained.extend([False] * len(more))
         first = len(sequence.ids)
         sequence.ids.extend(tokens)
         sequence.log_probs.extend(log_probs)
+        sequence.versions.extend(versions)
         sequence.trained.extend([trained] * len(tokens))
         sequence.text = start.text + text
         sequence.truncated = truncated
@@ -130,10 +142,23 @@ class EpisodeRecord:
         sequence.turns.append(Turn(first, end, len(sequence.text), digest_of(tokens, log_probs)))
 
 
-def digest_of(tokens: Sequence[int], log_probs: Sequence[float]) -> bytes:
+def encode_sequences(sequences: Sequence[TokenSequence]) -> str:
+    """Return JSON of token sequences; numbers keep their bits."""
+    return json.dumps([vars(sequence) for sequence in sequences])
+
+
+def decode_sequences(text: str) -> list[TokenSequence]:
+    """Return the token sequences of a value of `encode_sequences`."""
+    found = json.loads(text)
+    return [
+        TokenSequence(**one | {"turns": [Turn(*turn) for turn in one["turns"]]}) for one in found
+    ]
+
+
+def digest_of(tokens: Sequence[int], log_probs: Sequence[float]) -> str:
     """Return the fingerprint of sampled tokens and their log-probs."""
     parts = np.asarray(tokens, np.int32).tobytes(), np.asarray(log_probs, np.float32).tobytes()
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def _departure(recorded: str, requested: str) -> str:

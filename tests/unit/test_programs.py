@@ -65,7 +65,7 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
     asked = ["1", "key", "raise", "hang", "block", "die", "memory", "text", "2"]
     start = time.monotonic()
     with ProgramPool(config(f"{file}:run", scale=0.5)) as pool:
-        found = pool.begin([job(answer) for answer in asked]).result(60)
+        found = [one.result(60) for one in pool.begin([job(answer) for answer in asked])]
     assert found[0] == found[-1] == 0.5 and found[1] == 1.0
     reasons = [one.reason for one in found if isinstance(one, Failure)]
     for reason, part in zip(
@@ -93,8 +93,10 @@ def test_the_end_of_a_run_does_not_wait_for_its_programs(tmp_path):
     with ProgramPool(settings) as pool:
         running = pool.begin([job("1"), job("block"), job("hang")])
         time.sleep(4)
-    with pytest.raises(RewardProcessError):
-        running.result(1)
+    assert running[0].result(1) == 0.5
+    for one in running[1:]:
+        with pytest.raises(RewardProcessError):
+            one.result(1)
     assert time.monotonic() - start < 30
 
 
@@ -111,7 +113,7 @@ def commands() -> Iterator[ProgramPool]:
 
 def run(pool: ProgramPool, script: str) -> object:
     """Result of a command as an episode."""
-    return pool.begin([job(script)]).result(60)[0]
+    return pool.begin([job(script)])[0].result(60)
 
 
 def test_the_last_line_of_a_command_is_its_reward(commands):

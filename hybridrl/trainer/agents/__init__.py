@@ -2,4 +2,5 @@
 
 generator.py: `AgentGenerator`, the Generator that runs a program per episode; start reading there.
 engines.py: the engines, which sample continuously. batch.py: the batch of recorded episodes.
+sampling.py: episodes that take several steps (rollout.schedule=partial).
 """
