@@ -1,11 +1,12 @@
 """The endpoint of agents over a real engine with the embedded model, and what that sampled."""
 
+import time
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from hybridrl.agents.episode import Episode
@@ -29,11 +30,16 @@ class Sampled:
         self._group = group
         self.num_shards = group.num_shards
         self.requests: dict[str, LiveRequest] = {}
+        self.admitted: Counter[str] = Counter()
+        self.calls = 0
         self.cancelled: set[str] = set()
         self.tokens: dict[str, list[tuple[int, float]]] = {}
 
     def call(self, method: str, call: LiveCall) -> list[EngineProgress]:
-        self.requests |= {request.request_id: request for request in call.new}
+        self.calls += 1
+        for request in call.new:  # one that was cut comes again
+            self.requests.setdefault(request.request_id, request)
+            self.admitted[request.request_id] += 1
         self.cancelled |= {name for _, name in call.cancelled}
         found: list[EngineProgress] = self._group.call(method, call)
         for one in [one for engine in found for one in engine.progress]:
@@ -50,6 +56,31 @@ class Served:
         self.sampled = sampled
         self.url = endpoint.server.url
         self._count = 0
+        self._is_cut, self._is_still, self.is_over = Event(), Event(), Event()
+
+    def sample(self) -> None:
+        """Sample until it is over; meanwhile stand still where `cut` says so."""
+        engines, loop = self.endpoint.engines, self.endpoint.server.loop
+        while not self.is_over.is_set():
+            engines.run(lambda: self.is_over.is_set() or self._is_cut.is_set(), loop)
+            while self._is_cut.is_set():
+                self._is_still.set()
+                time.sleep(0.001)
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Cut what is sampled; the engines stand still in the block, as during an update."""
+        self._is_still.clear()
+        self._is_cut.set()
+        self.endpoint.engines.wake()
+        assert self._is_still.wait(30)
+        yield
+        self._is_cut.clear()
+
+    def stop(self) -> None:
+        """End `sample`."""
+        self.is_over.set()
+        self.endpoint.engines.wake()
 
     def episode(self, *seeds: int, **settings: Any) -> Episode:
         """Open an episode; its seeds derive from `seeds`, by default its number."""
@@ -89,9 +120,9 @@ def serving(folder: Path, *, tool_parser: str | None = "hermes") -> Iterator[Ser
         sampled = Sampled(rollout_engines(config, None, 0, folder, stack))
         endpoint = Endpoint(config.rollout, sampled, "127.0.0.1", 0, tool_parser=tool_parser)  # type: ignore[arg-type]
         stack.enter_context(endpoint)
-        done: Future[None] = Future()
-        engines = Thread(target=endpoint.engines.run, args=(done, endpoint.server.loop))
+        served = Served(endpoint, sampled)
+        engines = Thread(target=served.sample)
         engines.start()
         stack.callback(engines.join)
-        stack.callback(done.set_result, None)
-        yield Served(endpoint, sampled)
+        stack.callback(served.stop)
+        yield served

@@ -122,6 +122,7 @@ class Completion:
     stop: str | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     is_call: bool = False
 
     @property

@@ -76,6 +76,10 @@ class Policy:
             episode.wake()
         return closed
 
+    def close_all(self) -> None:
+        """End all episodes."""
+        self.close([*self._episodes])
+
     def episode(self, key: str) -> Episode:
         """Return the episode of a key, `<key of the episode>.<attempt>`.
 
@@ -169,16 +173,16 @@ class Policy:
 
         def end(reason: str) -> None:
             completion.reason, completion.text, completion.stop = reason, stream.text, stream.stop
-            tokens, log_probs = completion.tokens, completion.log_probs
-            del tokens[stream.used :], log_probs[stream.used :]
-            if tokens and episode.is_open and episode.record is record:
+            sampled = completion.tokens, completion.log_probs, completion.versions
+            for values in sampled:
+                del values[stream.used :]
+            if (tokens := completion.tokens) and episode.is_open and episode.record is record:
                 text, trained = self.text.decode(tokens, special=True), not ask.sampling
                 said = {"role": "assistant", "content": completion.text}
                 episode.answers[completion.name] = said
                 record.add(
                     start,
-                    tokens,
-                    log_probs,
+                    *sampled,
                     text,
                     name=completion.name,
                     messages=ask.prompt.messages,
@@ -193,6 +197,7 @@ class Policy:
                 piece = stream.add(progress.tokens)
                 completion.tokens += progress.tokens
                 completion.log_probs += progress.log_probs
+                completion.versions += [progress.version] * len(progress.tokens)
                 if reason := STOP if stream.stop is not None else progress.reason.lower():
                     piece += stream.rest()
                     end(reason)

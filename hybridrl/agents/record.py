@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hybridrl.data.batch import NO_VERSION
+
 # Token ids of a text; the second argument is true at the beginning of a sequence.
 Encode = Callable[[str, bool], list[int]]
 # Characters around the place where texts part, in examples.
@@ -38,7 +40,7 @@ class Turn(NamedTuple):
     start: int
     end: int
     text_end: int
-    digest: bytes
+    digest: str
     name: str
     number: int
 
@@ -47,12 +49,14 @@ class Turn(NamedTuple):
 class TokenSequence:
     """Tokens of a conversation of an episode; those of prompts have the log-prob 0.
 
-    `trained` is true on sampled tokens, unless their sampling parameters forbid to train them.
-    `messages` are those of its last request.
+    `versions` are those of the weights that sampled them, `NO_VERSION` for prompts. `trained` is
+    true on sampled tokens, unless their sampling parameters forbid to train them. `messages` are
+    those of its last request.
     """
 
     ids: list[int]
     log_probs: list[float]
+    versions: list[int]
     trained: list[bool]
     text: str
     turns: list[Turn] = field(default_factory=list)
@@ -107,6 +111,7 @@ class EpisodeRecord:
         start: Start,
         tokens: Sequence[int],
         log_probs: Sequence[float],
+        versions: Sequence[int],
         text: str,
         *,
         name: str = "",
@@ -119,7 +124,11 @@ class EpisodeRecord:
         if sequence is None or start.turn + 1 < len(sequence.turns):
             context = len(start.prompt)
             sequence = TokenSequence(
-                list(start.prompt), [0.0] * context, [False] * context, start.text
+                list(start.prompt),
+                [0.0] * context,
+                [NO_VERSION] * context,
+                [False] * context,
+                start.text,
             )
             self.sequences.append(sequence)
             if self.most is not None:
@@ -128,10 +137,12 @@ class EpisodeRecord:
             more = start.prompt[len(sequence.ids) :]
             sequence.ids.extend(more)
             sequence.log_probs.extend([0.0] * len(more))
+            sequence.versions.extend([NO_VERSION] * len(more))
             sequence.trained.extend([False] * len(more))
         first = len(sequence.ids)
         sequence.ids.extend(tokens)
         sequence.log_probs.extend(log_probs)
+        sequence.versions.extend(versions)
         sequence.trained.extend([trained] * len(tokens))
         sequence.text = start.text + text
         sequence.truncated, sequence.messages = truncated, messages
@@ -142,10 +153,22 @@ class EpisodeRecord:
         self.count += 1
 
 
-def digest_of(tokens: Sequence[int], log_probs: Sequence[float]) -> bytes:
+def encode_sequences(sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]:
+    """Return token sequences as JSON objects, without the messages; numbers keep their bits."""
+    return [vars(sequence) | {"messages": ()} for sequence in sequences]
+
+
+def decode_sequences(found: list[dict[str, Any]]) -> list[TokenSequence]:
+    """Return the token sequences of a value of `encode_sequences`."""
+    return [
+        TokenSequence(**one | {"turns": [Turn(*turn) for turn in one["turns"]]}) for one in found
+    ]
+
+
+def digest_of(tokens: Sequence[int], log_probs: Sequence[float]) -> str:
     """Return the fingerprint of sampled tokens and their log-probs."""
     parts = np.asarray(tokens, np.int32).tobytes(), np.asarray(log_probs, np.float32).tobytes()
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def _departure(recorded: str, requested: str) -> str:

@@ -4,10 +4,8 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from hybridrl.app.compose import find_machine
 from hybridrl.commands.evaluation.config import OF_SAMPLING, evaluation_config
@@ -86,5 +84,4 @@ def _serve(argv: Sequence[str]) -> None:
         sys.stdout.write(f"export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}\n")
         sys.stdout.write(f"export ANTHROPIC_BASE_URL={url[:-3]} ANTHROPIC_API_KEY={key}\n")
         sys.stdout.flush()
-        never: Future[Any] = Future()
-        endpoint.engines.run(never, endpoint.server.loop)  # until a signal
+        endpoint.engines.run(lambda: False, endpoint.server.loop)  # until a signal

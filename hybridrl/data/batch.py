@@ -23,6 +23,9 @@ from hybridrl.data.partition import balance
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.shardable import Piece, Shardable
 
+# Version of tokens that no weights have sampled.
+NO_VERSION = -1
+
 
 @dataclass(frozen=True)
 class PromptBatch(Shardable):
@@ -143,8 +146,9 @@ class RolloutBatch:
         truncated: [B] bool, true if max_response_tokens cut off the response, or
             environment.max_turns the conversation.
         unfinished: [B] bool, true where the token budget ended the response; None without one.
-        token_versions: ragged int32, as weight_version of each token, where responses are continued
-            over several steps; weight_version is then that of the last token.
+        token_versions: ragged int32, as weight_version of each token, where responses may be
+            continued over several steps; weight_version is then that of the last token.
+            `NO_VERSION` for tokens that were not sampled.
         engine: [B] int64, index of the engine that sampled the response; None within an engine.
         episode: [B] int64, index of the episode of each response, in rising order. An agent's
             episode may have several, with one reward, which is placed on the last. None: each

@@ -44,13 +44,14 @@ class Progress(NamedTuple):
     """Tokens of one request in one call, with their log-probs in nats.
 
     `reason` at its end is STOP (by the last token, an end or stop token) or LENGTH (max_tokens);
-    before that it is empty.
+    before that it is empty. `version` is the number of the weights that sampled them.
     """
 
     request_id: str
     tokens: list[int]
     log_probs: list[float]
     reason: str
+    version: int = 0
 
 
 class EngineProgress(NamedTuple):

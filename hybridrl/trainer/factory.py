@@ -79,7 +79,7 @@ def generator_for(
             by_id,
             environment.failures,
             config.reward.failed_score,
-        ).generate
+        )
     assert config.environment is not None
     assert isinstance(environment.processes, EnvironmentPool)
     conversations = Conversations(

@@ -77,6 +77,13 @@ class PPOTrainer(TrainingLoop):
         turns = generator.conversations if isinstance(generator, MultiTurn) else OneTurn()
         sample = partial(rollout.call, "generate")
         partial_parts = self.state, self.engine, rollout.num_shards, sample, turns, *parts
+        if self.config.agent is not None:
+            # A web server, which other runs do not need.
+            from hybridrl.trainer.agents.generator import AgentGenerator
+            from hybridrl.trainer.agents.sampling import PartialAgents
+
+            assert isinstance(generator, AgentGenerator)
+            return PartialAgents(generator, *partial_parts)
         if not isinstance(self.engine, SplitEngine):
             return PartialSampling(*partial_parts)
         begin = partial(rollout.begin, "generate_ahead")

@@ -125,7 +125,6 @@ def test_an_agent_and_its_command():
         ("+agent.args.mod=strict", "Did you mean agent.args.mode?"),
         ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
         ("reward.timeout_s=3", "reward.timeout_s is set but has no effect"),
-        ("rollout.schedule=partial", "does not continue the episodes of agents yet"),
         ("algorithm.max_sampling_rounds=3", "does not work with environment=agent yet"),
         ("algorithm=remax", "Set algorithm=rloo"),
     ],

@@ -43,6 +43,10 @@ SPLIT = ["rollout.schedule=split", "placement.rollout_gpus=1", "cluster.gpus_per
             [*SPLIT, "rollout.max_in_flight=65", "rollout.max_versions=0"],
             ["rollout.max_in_flight = 65", "64"],
         ),
+        (
+            [*SPLIT, "environment=calculator_agent"],
+            ["rollout.schedule = split", "environment=agent", "rollout.schedule=partial"],
+        ),
         ([*SPLIT[:2], "cluster.gpus_per_node=1"], ["placement.rollout_gpus = 1", "left to train"]),
         (
             [

@@ -11,6 +11,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+import torch
 
 from hybridrl.agents.chat import message_of, rendered
 from hybridrl.agents.episode import Completion
@@ -462,6 +463,63 @@ def test_a_transcript_has_the_messages_of_each_conversation(served):
     assert found[1][1]["content"] == "Apart?"
     with pytest.raises(openai.AuthenticationError):
         client_of(served, "another").get("/transcript", cast_to=httpx.Response)
+
+
+def test_a_request_goes_on_after_each_cut(served):
+    """The prefix is computed anew, the tokens stay; greedily they are those without a cut."""
+    whole, cut = served.episode(temperature=0.0), served.episode(temperature=0.0)
+    said_whole = said(chat(client_of(served, whole.key), QUESTION))
+    before = set(served.sampled.requests)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(chat, client_of(served, cut.key), QUESTION)
+        while not asked.done():
+            seen = served.sampled.calls
+            while served.sampled.calls == seen and not asked.done():
+                time.sleep(0.001)
+            with served.cut():
+                pass
+    (name,) = set(served.sampled.requests) - before
+    assert served.sampled.admitted[name] > 2
+    assert said(asked.result()) == said_whole
+    one, other = served.batch(whole), served.batch(cut)
+    assert one.responses.values.equal(other.responses.values)
+    log_probs = one.rollout_log_probs.values, other.rollout_log_probs.values
+    assert torch.allclose(*log_probs, atol=1e-4)
+    assert other.token_versions.values.equal(torch.zeros_like(other.token_versions.values))
+
+
+def test_what_cannot_go_on_is_sampled_to_its_end_before_a_cut(served):
+    """A penalty counts the tokens of one request of the engine."""
+    episode = served.episode(masks_other=True)
+    before = set(served.sampled.requests)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(
+            chat, client_of(served, episode.key), QUESTION, presence_penalty=0.5, n=4
+        )
+        while not episode.open:
+            time.sleep(0.001)
+        with served.cut():
+            assert len(asked.result(10).choices) == 4
+    new = set(served.sampled.requests) - before
+    assert [served.sampled.admitted[name] for name in new] == [1] * 4
+    served.batch(episode)
+
+
+def test_a_client_that_goes_away_during_an_update_is_not_sampled_for(served):
+    episode = served.episode()
+    with served.cut():
+        before = dict(served.sampled.admitted)
+        client = client_of(served, episode.key).with_options(timeout=0.5)
+        with pytest.raises(openai.APITimeoutError):
+            chat(client, QUESTION)
+        deadline = time.monotonic() + 10
+        while episode.open and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not episode.open
+    other = served.episode()
+    assert chat(client_of(served, other.key), QUESTION).choices
+    assert len(served.sampled.admitted) == len(before) + 1
+    served.batch(other)
 
 
 def test_a_closed_episode_ends_its_open_requests(served):

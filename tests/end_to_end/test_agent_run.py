@@ -5,10 +5,12 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import openai
 import pytest
 
+from hybridrl.checkpoint.files import DRIVER
 from tests.end_to_end.metric_names import unexplained
 from tests.end_to_end.runs import ROOT, SMALL, started
 
@@ -80,6 +82,16 @@ async def run(task, client):
         turns[answer.id] = 0.5 * (len(said.content) % 2) if not turns else 0.0
         messages += [said, {"role": "user", "content": "And?"}]
     return {"reward": len(said.content) % 2, "turns": turns}
+"""
+# The calculator's program; it notes its begin, by the text of its problem, in a file.
+NOTING = """
+from pathlib import Path
+from hybridrl.environments import calculator_agent
+
+async def run(task, client):
+    with (Path(__file__).parent / "begun.txt").open("a") as begun:
+        begun.write(repr(task.prompt) + "\\n")
+    return await calculator_agent.run(task, client, mode="strict", max_turns=6)
 """
 
 
@@ -182,6 +194,46 @@ def test_constrained_turns_are_context(tmp_path, changes):
     for row in rows[1:]:
         assert row["reward/failed"] == row["agent/branches"] == 0.0
         assert row["rollout/turns_mean"] == 2.0 and 0.0 < row["reward/mean"] < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [[], [TWO]], ids=["one", "dp2"])
+def test_episodes_take_several_steps_and_begin_anew_in_a_resumed_run(tmp_path, changes):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(NOTING)
+    own = ["agent.function=agent.py:run", "rollout.schedule=partial", "rollout.max_versions=2"]
+    own += ["checkpoint.every_steps=1", "resume=auto", *changes]
+    command = [*RECIPE, *own, "eval.every_steps=2"]
+    with started(run_dir, *command) as run:
+        assert run.process.wait(240) == 0, run.output()
+    state = json.loads((run_dir / "checkpoints" / "step_00000002" / DRIVER).read_text())
+    kept: Counter[str] = Counter()
+    for group in state["in_flight"]:
+        (text,) = {text for draft in group["drafts"] for text in prompts_in(draft)} or {""}
+        kept[text] += sum(draft["finished"] for draft in group["drafts"])
+    begun = (run_dir / "begun.txt").read_text().splitlines()
+    with started(run_dir, *command, "trainer.total_steps=4") as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+        run.assert_nothing_left()
+    assert [row["actor/first_log_ratio_max"] for row in rows[1:]] == [0.0] * 4
+    found = [row["rollout/log_prob_diff_mean"] for row in rows[1:]]  # null: no token is so young
+    assert 0 < max(diff for diff in found if diff is not None) < 1e-4
+    again = Counter((run_dir / "begun.txt").read_text().splitlines()[len(begun) :])
+    assert len(kept) > 1 and sum(kept.values()) > 0
+    for text, finished in kept.items():
+        assert not text or again[text] == 4 - finished, text
+    lags = [row["partial/version_lag_max"] for row in rows[1:]]
+    assert max(lags) >= 1 and all(lag <= 2 for lag in lags)
+    assert max(row["partial/continued_responses"] for row in rows[1:]) > 0
+
+
+def prompts_in(draft: dict) -> set[str]:
+    """The problem of an ended episode, as the program notes it."""
+    sequences, _ = json.loads(draft["state"]) if draft["finished"] else ([], {})
+    return {repr(one["text"].partition("<|assistant|>")[0] + "<|assistant|>") for one in sequences}
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def sampled(record: EpisodeRecord, text: str, answer: str, **more: Any) -> list[
     tokens = [ord(character) for character in answer]
     log_probs = [-0.5 - k for k in range(len(tokens))]
     options = {"trained": True, "truncated": False} | more
-    record.add(record.start(text), tokens, log_probs, answer, **options)
+    record.add(record.start(text), tokens, log_probs, [3] * len(tokens), answer, **options)
     return tokens
 
 
@@ -57,7 +57,7 @@ def test_two_continuations_of_a_turn_train_it_once():
     sampled(record, PROMPT, "five<e>")
     starts = [record.start(f"{PROMPT}five<e><u>{k}<a>") for k in range(3)]
     for start in reversed(starts):  # in any order
-        record.add(start, [9, 9], [-1.0, -2.0], "ok", trained=True, truncated=False)
+        record.add(start, [9, 9], [-1.0, -2.0], [3, 3], "ok", trained=True, truncated=False)
     assert [len(sequence.turns) for sequence in record.sequences] == [2, 1, 1]
     batch = batch_of([result(record)], 0, 1)
     assert int(batch.response_mask.values.sum()) == len("five<e>") + 3 * 2

@@ -77,6 +77,10 @@ def config(function: str, **args: object) -> AgentConfig:
     )
 
 
+def results(pool: ProgramPool, jobs: list[Job]) -> list[Any]:
+    return [one.result(60) for one in pool.begin(jobs)]
+
+
 def test_a_failed_episode_costs_its_own_reward(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM)
@@ -84,7 +88,7 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
     asked += ["no turns", "turns", "2"]
     start = time.monotonic()
     with ProgramPool(config(f"{file}:run", scale=0.5)) as pool:
-        found = pool.begin([job(answer) for answer in asked]).result(60)
+        found = results(pool, [job(answer) for answer in asked])
     assert found[0] == found[-1] == Reward(0.5, {}) and found[1] == Reward(1.0, {})
     assert found[-2] == Reward(1.75, {"chatcmpl-a": 0.5, "chatcmpl-b": 0.25})
     reasons = [one.reason for one in found if isinstance(one, Failure)]
@@ -113,7 +117,7 @@ def test_the_end_of_a_coroutines_output_is_kept_with_its_failure(tmp_path, capfd
     settings.num_processes = 1
     asked = ["slow flood", "1", "flood", "2"]
     with ProgramPool(settings) as pool:
-        slow, _, flood, _ = pool.begin([job(answer) for answer in asked]).result(60)
+        slow, _, flood, _ = results(pool, [job(answer) for answer in asked])
     assert flood.reason == "ValueError: after much output"
     assert "line 99999\nend of flood" in flood.traceback and len(flood.traceback) < 5000
     assert "beginning" not in flood.traceback and "quiet" not in flood.traceback
@@ -130,8 +134,10 @@ def test_the_end_of_a_run_does_not_wait_for_its_programs(tmp_path):
     with ProgramPool(settings) as pool:
         running = pool.begin([job("1"), job("block"), job("hang")])
         time.sleep(4)
-    with pytest.raises(RewardProcessError):
-        running.result(1)
+    assert running[0].result(1) == Reward(0.5, {})
+    for one in running[1:]:
+        with pytest.raises(RewardProcessError):
+            one.result(1)
     assert time.monotonic() - start < 30
 
 
@@ -154,7 +160,7 @@ def command_settings(judge: str | None) -> dict[str, Any]:
 
 def run(pool: ProgramPool, script: str) -> object:
     """Result of a command as an episode."""
-    return pool.begin([job(script)]).result(60)[0]
+    return results(pool, [job(script)])[0]
 
 
 def test_the_last_line_of_a_command_is_its_reward(commands):
@@ -217,10 +223,10 @@ def test_a_function_judges_transcript_folder_and_output(tmp_path, transcripts):
     settings = config(**command_settings(f"{tmp_path}/judge.py:score"))
     *jobs, slow = [job(script)._replace(url=transcripts) for script in scripts]
     with ProgramPool(settings) as pool:
-        late = pool.begin([slow]).result(60)
+        late = results(pool, [slow])
     settings.timeout_s = 60.0
     with ProgramPool(settings) as pool:
-        found, *failures = [*pool.begin(jobs).result(60), *late]
+        found, *failures = [*results(pool, jobs), *late]
     assert found == Reward(4.5, {"msg_a": 2.0})
     parts = ["FileNotFoundError", "MemoryError", "exit code 3", "longer than 2 s"]
     for failure, part in zip(failures, parts, strict=True):

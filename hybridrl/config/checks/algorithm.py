@@ -124,8 +124,8 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
     if rollout.schedule is Schedule.sync or is_supervised(config):
         return
     key, per_step = f"rollout.schedule = {rollout.schedule}", config.data.prompts_per_step
-    if config.agent is not None:
-        yield f"{key} does not continue the episodes of agents yet.\nSet rollout.schedule=sync."
+    if config.agent is not None and rollout.schedule is Schedule.split:
+        yield f"{key} does not work with environment=agent yet.\nSet rollout.schedule=partial."
     is_against_rollout = policy_loss_of(algorithm.loss.function).is_against_rollout
     if algorithm.rollout_correction.method is CorrectionMethod.none and not is_against_rollout:
         yield (

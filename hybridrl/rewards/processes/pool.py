@@ -13,10 +13,12 @@ is not known. So these items are computed again at the end, each alone in its pr
 import logging
 import math
 import os
+import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -84,28 +86,41 @@ class TaskPool:
         Raises:
             RewardProcessError: processes do not start up.
         """
-        assert self._processes, "the pool is closed"
-        self._waiting, self._results = deque(enumerate(items)), {}
+        self._waiting, self._results, results = deque(enumerate(items)), {}, dict[int, Any]()
         self._suspects.clear()
         share = len(items) // (4 * len(self._processes))
         chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
         try:
-            while len(self._results) < len(items):
-                self._hand_out(chunk_items)
-                self._collect()
-                if self._is_stopped:  # also where the end of a process was its item's result
-                    raise RewardProcessError(f"the {self._what} processes were stopped")
+            while len(results) < len(items):
+                results |= self.advance((), chunk_items=chunk_items)
         except BaseException:  # the results are not needed any more
             for process in self._processes:
                 if process.pending:
                     self._replace(process)
             raise
-        results = [self._results[index] for index in range(len(items))]
-        self._log(results)
-        return results
+        found = [results[index] for index in range(len(items))]
+        self.log(found)
+        return found
+
+    def advance(
+        self, new: Iterable[Indexed], *bells: socket.socket, chunk_items: int = 1
+    ) -> dict[int, Any]:
+        """Add items, wait for an event or a bell, and return new results by index.
+
+        Raises:
+            RewardProcessError: processes do not start up, or `stop` was called.
+        """
+        assert self._processes, "the pool is closed"
+        self._waiting.extend(new)
+        self._hand_out(chunk_items)
+        self._collect(bells)
+        if self._is_stopped:  # also where the end of a process was its item's result
+            raise RewardProcessError(f"the {self._what} processes were stopped")
+        found, self._results = self._results, {}
+        return found
 
     def stop(self) -> None:
-        """Make a `run` in another thread raise RewardProcessError, soon."""
+        """Make `run` or `advance` in another thread raise RewardProcessError, soon."""
         self._is_stopped = True
         for process in self._processes:
             process.ask_to_end()
@@ -156,12 +171,13 @@ class TaskPool:
             size = min(share - pending, math.ceil(len(self._waiting) / len(self._processes)))
         return [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
 
-    def _collect(self) -> None:
+    def _collect(self, bells: Sequence[socket.socket]) -> None:
         """Wait for an event; store results and replace processes that ended or hang."""
         awaited = [process for process in self._processes if process.pending]
-        soonest = min(process.deadline for process in awaited)
+        soonest = min((process.deadline for process in awaited), default=math.inf)
         timeout = max(0.0, soonest - time.monotonic())
-        wait([process.socket for process in awaited], timeout)
+        sockets = [*bells, *(process.socket for process in awaited)]
+        wait(sockets, None if timeout == math.inf else timeout)
         for process in awaited:
             try:
                 for index, found in process.receive():
@@ -225,21 +241,21 @@ class TaskPool:
                 f"than {START_TIMEOUT_S:g} s to start; see their output above"
             )
 
-    def _log(self, results: Sequence[Any]) -> None:
+    def log(self, results: Sequence[Any]) -> None:
         """Log the first failure of each cause, and the number of such failures in the batch."""
         found: dict[str, list[Failure]] = {}
-        for result in results:
+        for place, result in enumerate(results):
             if isinstance(result, Failure):
-                found.setdefault(_cause(result), []).append(result)
+                found.setdefault(_cause(result), []).append(replace(result, index=place))
         for cause, failures in found.items():
             if cause not in self._failed:
                 if len(self._failed) >= MAX_LOGGED_CAUSES:
                     cause = OTHER_CAUSES
                 else:
-                    self._log_first(failures)
+                    self._log_first(failures, len(results))
             self._failed[cause] += len(failures)
 
-    def _log_first(self, failures: list[Failure]) -> None:
+    def _log_first(self, failures: list[Failure], count: int) -> None:
         first = failures[0]
         # Without frames of the user it is the reason again.
         trace = f"\n{first.traceback.rstrip()}" if last_frame(first.traceback) else ""
@@ -247,7 +263,7 @@ class TaskPool:
             "%s failed for %d of %d, first for item %d: %s%s",
             self._what,
             len(failures),
-            len(self._results),
+            count,
             first.index,
             first.reason,
             trace,

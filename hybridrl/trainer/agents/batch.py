@@ -32,7 +32,8 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
     """Return the sequences of episodes as a batch.
 
     The prompt of a row is what stands before its first sampled token. An episode without a token
-    gets an end token that is not trained, so that its reward counts in its group.
+    gets an end token that is not trained, so that its reward counts in its group; `version` is that
+    of such rows.
 
     Raises:
         RuntimeError: a row does not have the tokens or log-probs that were sampled.
@@ -40,14 +41,14 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
     rows = [
         (index, episode, sequence)
         for index, episode in enumerate(episodes)
-        for sequence in episode.record.sequences or [_nothing(episode, end_token)]
+        for sequence in episode.record.sequences or [_nothing(episode, end_token, version)]
     ]
     index = torch.tensor([k for k, _, _ in rows])
     turn_rewards = [
         on_tokens(sequence, rewards)
         for episode in episodes
         for sequence, rewards in zip(
-            episode.record.sequences or [_nothing(episode, end_token)],
+            episode.record.sequences or [_nothing(episode, end_token, version)],
             placed(episode.record, episode.turns) or [[0.0]],
             strict=True,
         )
@@ -63,7 +64,10 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
             [one.log_probs[start:] for one, start in parts], torch.float32
         ),
         group_id=torch.tensor([episode.group for _, episode, _ in rows]),
-        weight_version=torch.full((len(rows),), version),
+        weight_version=torch.tensor([one.versions[-1] for one, _ in parts]),
+        token_versions=Ragged.from_rows(
+            [one.versions[start:] for one, start in parts], torch.int32
+        ),
         truncated=torch.tensor([sequence.truncated for _, _, sequence in rows]),
         engine=torch.tensor([episode.engine for _, episode, _ in rows]),
         episode=index,
@@ -101,7 +105,8 @@ def check_turns(batch: RolloutBatch, sequences: Sequence[TokenSequence]) -> None
             raise RuntimeError(f"row {row} of the batch trains tokens that were not sampled")
 
 
-def _nothing(episode: EpisodeResult, end_token: int) -> TokenSequence:
+def _nothing(episode: EpisodeResult, end_token: int, version: int) -> TokenSequence:
     record = EpisodeRecord(lambda text, is_start: episode.prompt)
-    record.add(record.start(""), [end_token], [0.0], "", trained=False, truncated=False)
+    start = record.start("")
+    record.add(start, [end_token], [0.0], [version], "", trained=False, truncated=False)
     return record.sequences[0]

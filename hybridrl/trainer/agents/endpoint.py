@@ -66,6 +66,7 @@ class Endpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.server.call(self.policy.close_all)
         self.server.close()
 
     def episode(

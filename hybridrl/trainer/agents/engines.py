@@ -1,22 +1,41 @@
 """Rollout engines under the endpoint: requests go in at any time, a few decoding steps per call.
 
-The endpoint's thread submits requests; the driver's main thread calls the engines as long as
-programs run. Requests that arrive during a call are admitted by the next one.
+The endpoint's thread submits requests; the driver's main thread calls the engines as long as a
+step samples. Requests that arrive during a call are admitted by the next one. What is open at the
+end of a step's sampling goes on in the next: as a request with the tokens so far as its prompt.
 """
 
 import asyncio
 import time
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import NamedTuple
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
 from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
+from hybridrl.data.seeds import derive_seed
 
 # Decoding steps of one call: more save calls, fewer admit requests sooner.
 STEPS = 4
+
+
+class OpenRequest(NamedTuple):
+    """A request that is being sampled, and its tokens so far."""
+
+    request: LiveRequest
+    tokens: list[int]
+
+    def rest(self) -> LiveRequest:
+        """Return the request that continues it."""
+        request, count = self.request, len(self.tokens)
+        return replace(
+            request,
+            prompt=[*request.prompt, *self.tokens],
+            max_tokens=request.max_tokens - count,
+            seed=derive_seed(request.seed, "after", count) if count else request.seed,
+        )
 
 
 class LiveEngines:
@@ -32,7 +51,7 @@ class LiveEngines:
         self._rollout = rollout
         self._inbox: SimpleQueue[LiveRequest | tuple[int, str] | None] = SimpleQueue()
         self._queues: dict[str, asyncio.Queue[Progress]] = {}
-        self._open: dict[str, int] = {}
+        self._open: dict[str, OpenRequest] = {}
         self.weight_version = 0
         self.stats: tuple[EngineStats, ...] = ()
         self.waited_s = 0.0
@@ -53,19 +72,29 @@ class LiveEngines:
         if self._queues.pop(request.request_id, None) is not None:
             self._inbox.put((request.engine, request.request_id))
 
-    def run(self, programs: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-        """Sample for the programs until they have ended; then drop what is open.
+    def wake(self, *_: object) -> None:
+        """Make `run` ask again whether it is enough."""
+        self._inbox.put(None)
+
+    def run(self, is_enough: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
+        """Sample until it is enough. The next run continues what is open, unless it is cancelled.
+
+        Requests with sampling parameters of their own end before: vLLM would apply penalties and
+        grammars to the rest as if it were the whole.
 
         Raises:
             WorkerError: a rank failed.
         """
         self.stats, self.waited_s = (EngineStats(0, 0.0, 0.0),) * self.num_engines, 0.0
         start = time.perf_counter()
-        programs.add_done_callback(lambda _: self._inbox.put(None))
-        while not programs.done():
+        while not is_enough():
             self._call(*self._received(), STEPS, start, loop)
-        self._call([], [(engine, name) for name, engine in self._open.items()], 0, start, loop)
-        self._open = {}
+        while any(one.request.sampling for one in self._open.values()):
+            self._call([], [], STEPS, start, loop)
+        cut, self._open = self._open, {}
+        self._call([], [(one.request.engine, name) for name, one in cut.items()], 0, start, loop)
+        for one in cut.values():
+            self._inbox.put(one.rest())
 
     def _received(self) -> tuple[list[LiveRequest], list[tuple[int, str]]]:
         """Return new and cancelled requests; wait for one if none is open."""
@@ -78,7 +107,7 @@ class LiveEngines:
             found.append(self._inbox.get())
         new = [one for one in found if isinstance(one, LiveRequest)]
         cancelled = [one for one in found if isinstance(one, tuple)]
-        self._open |= {request.request_id: request.engine for request in new}
+        self._open |= {request.request_id: OpenRequest(request, []) for request in new}
         known = [(engine, name) for engine, name in cancelled if name in self._open]
         for _, name in known:
             del self._open[name]
@@ -102,10 +131,15 @@ class LiveEngines:
         self.stats = tuple(
             _added(stats, engine, waited) for stats, engine in zip(self.stats, found, strict=True)
         )
-        progress = [one for engine in found for one in engine.progress]
+        progress = [
+            one._replace(version=engine.weight_version)
+            for engine in found
+            for one in engine.progress
+        ]
         for one in progress:
+            self._open[one.request_id].tokens.extend(one.tokens)
             if one.reason:
-                self._open.pop(one.request_id, None)
+                del self._open[one.request_id]
         if progress:
             loop.call_soon_threadsafe(self._deliver, progress)
 

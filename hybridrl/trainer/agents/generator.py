@@ -9,21 +9,31 @@ What the engines sampled is recorded by the endpoint as token ids and becomes th
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from hybridrl.agents.episode import Episode
+from hybridrl.agents.episode import Episode, Settings
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.environments.programs import Job, Reward, Task
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
 from hybridrl.trainer.agents.endpoint import Endpoint
-from hybridrl.trainer.agents.programs import ProgramPool
+from hybridrl.trainer.agents.programs import Found, ProgramPool
 from hybridrl.trainer.agents.turn_rewards import unknown_turns
 from hybridrl.trainer.multi_turn.environment import FailureReasons
+from hybridrl.trainer.sampling.base import CallStats
 
 log = logging.getLogger(__name__)
+
+
+class Running(NamedTuple):
+    """An episode whose program was started, and its reward or `Failure` once it has ended."""
+
+    prompt: Prompt
+    episode: Episode
+    found: Found
 
 
 class AgentGenerator:
@@ -50,60 +60,90 @@ class AgentGenerator:
         self._endpoint = endpoint
         self._seed = seed
         self._programs, self._prompts = programs, prompts
-        self._failures, self._failed_score = failures, failed_score
+        self.failures, self._failed_score = failures, failed_score
         self._has_branched = self._has_unknown = False
 
-    def generate(self, request: PromptBatch) -> RolloutBatch:
-        """Run `responses_per_prompt` episodes of each prompt; all of an episode lie together."""
-        each, endpoint = request.responses_per_prompt, self._endpoint
-        prompts = [self._prompts[number] for number in request.prompt_id.tolist()]
-        of_episodes = [prompt for prompt in prompts for _ in range(each)]
-        episodes = self._open(request)
-        jobs = [
-            Job(_task(prompt), endpoint.server.url, episode.key)
-            for prompt, episode in zip(of_episodes, episodes, strict=True)
-        ]
-        running = self._programs.begin(jobs)
-        try:
-            endpoint.engines.run(running, endpoint.server.loop)
-        finally:
-            keys = [episode.key for episode in episodes]
-            endpoint.server.call(endpoint.policy.close, keys)
-        results = [
-            self._result(prompt, episode, found)
-            for prompt, episode, found in zip(of_episodes, episodes, running.result(), strict=True)
-        ]
-        self._note_branch(results)
-        batch = batch_of(results, endpoint.engines.weight_version, endpoint.end_token)
-        engines = endpoint.engines
-        return replace(batch, engines=engines.stats, environment_s=engines.waited_s)
+    def __call__(self, request: PromptBatch) -> RolloutBatch:
+        """Run `responses_per_prompt` episodes of each prompt; all of an episode lie together.
 
-    def _open(self, request: PromptBatch) -> list[Episode]:
-        """Open the episodes; those of one prompt share an engine, as they share its tokens."""
+        Those of one prompt share an engine, as they share its tokens.
+        """
+        each, engines = range(request.responses_per_prompt), self._endpoint.engines
         first = [0] * len(request) if request.first_sample is None else request.first_sample
-        endpoint, engines = self._endpoint, self._endpoint.engines.num_engines
-        settings = replace(endpoint.settings, temperature=request.temperature, top_p=request.top_p)
-        return [
+        settings = self._endpoint.settings
+        settings = replace(settings, temperature=request.temperature, top_p=request.top_p)
+        running: list[Running] = []
+        for place, number in enumerate(request.prompt_id.tolist()):
+            prompt, samples = self._prompts[number], [int(first[place]) + k for k in each]
+            engine = place % engines.num_engines
+            running += self.begin(prompt, request.step, samples, engine, settings)
+        self.run(lambda: all(one.found.done() for one in running))
+        waited_s = self._endpoint.engines.waited_s
+        batch = self.batch(self.end(running))
+        return replace(batch, engines=self.stats, environment_s=waited_s)
+
+    @property
+    def stats(self) -> CallStats:
+        """Throughput of each engine in the last `run`."""
+        return self._endpoint.engines.stats
+
+    def begin(
+        self,
+        prompt: Prompt,
+        step: int,
+        samples: Sequence[int],
+        engine: int,
+        settings: Settings | None = None,
+    ) -> list[Running]:
+        """Start the programs of some samples of a prompt; seeds derive from `step` and sample.
+
+        `settings` are those of training steps by default.
+        """
+        endpoint = self._endpoint
+        episodes = [
             endpoint.episode(
                 secrets.token_urlsafe(16),
-                (self._seed, "agent", request.step, number, int(first[place]) + k),
-                place % engines,
-                settings,
+                (self._seed, "agent", step, prompt.prompt_id, sample),
+                engine,
+                settings or endpoint.settings,
             )
-            for place, number in enumerate(request.prompt_id.tolist())
-            for k in range(request.responses_per_prompt)
+            for sample in samples
         ]
+        jobs = [Job(_task(prompt), endpoint.server.url, episode.key) for episode in episodes]
+        found = self._programs.begin(jobs)
+        for one in found:
+            one.add_done_callback(endpoint.engines.wake)
+        return [Running(prompt, *both) for both in zip(episodes, found, strict=True)]
 
-    def _result(self, prompt: Prompt, episode: Episode, found: Reward | Failure) -> EpisodeResult:
-        ids, record = prompt.token_ids, episode.record
+    def run(self, is_enough: Callable[[], bool]) -> None:
+        """Sample until it is enough; it is asked again when a program has ended."""
+        self._endpoint.engines.run(is_enough, self._endpoint.server.loop)
+
+    def end(self, running: Sequence[Running]) -> list[EpisodeResult]:
+        """Return the results of episodes whose programs have ended."""
+        keys = [one.episode.key for one in running]
+        self._endpoint.server.call(self._endpoint.policy.close, keys)
+        found = [one.found.result() for one in running]
+        self._programs.log(found)
+        results = [self._result(*both) for both in zip(running, found, strict=True)]
+        self._note_branch(results)
+        return results
+
+    def batch(self, results: Sequence[EpisodeResult]) -> RolloutBatch:
+        """Return the token sequences of episodes as a batch."""
+        version = self._endpoint.engines.weight_version
+        return batch_of(results, version, self._endpoint.end_token)
+
+    def _result(self, running: Running, found: Reward | Failure) -> EpisodeResult:
+        (prompt, episode, _), record = running, running.episode.record
         if isinstance(found, Reward) and (reason := unknown_turns(record, found.turns)):
             if not self._has_unknown:
                 self._has_unknown = True
                 log.warning("an episode failed: %s; reward/failed counts further ones", reason)
             found = Failure(0, FailureKind.error, reason)
-        fixed = prompt.prompt_id, episode.engine, ids, record
+        fixed = prompt.prompt_id, episode.engine, prompt.token_ids, record
         if isinstance(found, Failure):
-            failure = self._failures.number(found.kind, found.reason)
+            failure = self.failures.number(found.kind, found.reason)
             return EpisodeResult(*fixed, self._failed_score, failure)
         return EpisodeResult(*fixed, found.total, 0, found.turns)
 

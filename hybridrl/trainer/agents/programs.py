@@ -1,15 +1,21 @@
 """Processes of agent programs."""
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from queue import SimpleQueue
 from typing import Any, Self
 
 from hybridrl.config.schema import AgentConfig
 from hybridrl.environments.programs import Job, read_reward
-from hybridrl.rewards.processes.messages import Setup
+from hybridrl.rewards.processes.messages import Indexed, Setup
 from hybridrl.rewards.processes.pool import TaskPool
 
 TASK = "hybridrl.environments.programs.program_task"
+# `Reward` of an episode, or `Failure`.
+Found = Future[Any]
 
 
 class ProgramPool:
@@ -21,16 +27,58 @@ class ProgramPool:
             TASK, config.function, config.args, config.timeout_s, config.concurrency, options
         )
         self._pool = TaskPool(setup, config.num_processes, "agent", read_reward)
+        self._new: SimpleQueue[tuple[Job, Found]] = SimpleQueue()
+        self._numbers, self._found = count(), dict[int, Found]()
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
         self._thread = ThreadPoolExecutor(1, "programs")
+        self._serving = self._thread.submit(self._serve)
 
-    def begin(self, jobs: Sequence[Job]) -> Future[list[Any]]:
-        """Begin to run jobs; return the Future of each one's `Reward` or `Failure`."""
-        return self._thread.submit(self._pool.run, jobs)
+    def begin(self, jobs: Sequence[Job]) -> list[Found]:
+        """Begin to run jobs; return the Future of each one's `Reward` or `Failure`.
+
+        Raises:
+            RewardProcessError: processes do not start up.
+        """
+        if self._serving.done():
+            self._serving.result()
+        begun = [(job, Found()) for job in jobs]
+        for one in begun:
+            self._new.put(one)
+        self._ring.send(b"!")
+        return [found for _, found in begun]
+
+    def log(self, found: Sequence[Any]) -> None:
+        """Log the failures among the results of some jobs."""
+        self._pool.log(found)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.stop()
+        self._ring.send(b"!")
         self._thread.shutdown()
         self._pool.close()
+        self._bell.close()
+        self._ring.close()
+
+    def _serve(self) -> None:
+        """Run jobs as they come; an error, such as the pool's end, is that of all open ones."""
+        try:
+            while True:
+                for number, result in self._pool.advance(self._arrived(), self._bell).items():
+                    self._found.pop(number).set_result(result)
+        except BaseException as error:
+            list(self._arrived())
+            for found in self._found.values():
+                found.set_exception(error)
+            raise
+
+    def _arrived(self) -> Iterator[Indexed]:
+        with suppress(BlockingIOError):
+            self._bell.recv(2**16)
+        while not self._new.empty():
+            (job, found), number = self._new.get(), next(self._numbers)
+            self._found[number] = found
+            yield number, job

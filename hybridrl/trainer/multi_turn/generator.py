@@ -51,7 +51,9 @@ class MultiTurn:
             batch_of(drafts, prompts_of, request.prompt_id[which], talks),
             token_versions=None,
             engine=parts[0].engine,
-            engines=total_stats(parts, first_token=lambda of_turns: of_turns[0]),
+            engines=total_stats(
+                [part.engines for part in parts], first_token=lambda times: times[0]
+            ),
         )
 
     def _first(self, request: PromptBatch, opened: Sequence[Draft]) -> PromptBatch:

@@ -14,6 +14,9 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
 
+# Throughput of each engine in a call.
+CallStats = tuple[EngineStats, ...]
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -172,15 +175,15 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
     batch = replace(
         batch,
         group_id=group_id,
-        engines=total_stats([part for part in batches if part.engines], first_token=max),
+        engines=total_stats([part.engines for part in batches if part.engines], first_token=max),
         environment_s=sum(part.environment_s for part in batches),
     )
     return Sampled(batch, [prompt for part in parts for prompt in part.prompts])
 
 
 def total_stats(
-    batches: Sequence[RolloutBatch], first_token: Callable[[Sequence[float]], float]
-) -> tuple[EngineStats, ...]:
+    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float]
+) -> CallStats:
     """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
     return tuple(
         EngineStats(
@@ -188,5 +191,5 @@ def total_stats(
             seconds=sum(stats.seconds for stats in of_engine),
             first_token_s=first_token([stats.first_token_s for stats in of_engine]),
         )
-        for of_engine in zip(*(batch.engines for batch in batches), strict=True)
+        for of_engine in zip(*calls, strict=True)
     )

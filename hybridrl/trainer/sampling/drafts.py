@@ -13,12 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import NO_VERSION, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.rewards.processes.messages import FailureKind
-
-# Version of tokens that no weights have sampled.
-NO_VERSION = -1
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,8 @@ class Draft:
         truncated: a limit ended it.
         turns: turns of the policy that have ended.
         turn_tokens: tokens of the policy's last turn so far.
-        state: pickled environment; empty if there is none, or if it failed or has ended.
+        state: pickled environment; empty if there is none, or if it failed or has ended. Of an
+            agent's episode its key and, at its end, its token sequences (agents/sampling.py).
         reward: sum of the environment's rewards.
         failure, reason: failure of the environment, if any.
     """

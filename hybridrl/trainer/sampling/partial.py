@@ -23,7 +23,7 @@ import torch
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import sample_seed
-from hybridrl.trainer.sampling.base import Sampled, Sampling, total_stats
+from hybridrl.trainer.sampling.base import CallStats, Sampled, Sampling, total_stats
 from hybridrl.trainer.sampling.drafts import Draft, Turns, advanced, batch_of
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.sampling.in_flight import Group, due
@@ -59,11 +59,11 @@ class PartialSampling(Sampling):
         self._turns = turns
         # Of the step: calls of the engines, rounds of them with a budget each, and samples begun
         # of a prompt that is taken again.
-        self._parts: list[RolloutBatch] = []
+        self._calls: list[CallStats] = []
         self._rounds = self._begun = 0
 
     def _sample_step(self, step: int) -> Sampled:
-        self._parts, self._rounds, self._begun = [], 0, 0
+        self._calls, self._rounds, self._begun = [], 0, 0
         groups = self._state.in_flight
         continued = [len(groups[g].drafts[k]) for g, k in open_places(groups)]
         sampled = super()._sample_step(step)
@@ -79,21 +79,28 @@ class PartialSampling(Sampling):
         groups = [*self._state.in_flight, *admitted]
         # More may be due where a run is resumed with a lower rollout.max_versions.
         needed = min(missing, due(groups, version, self._config.rollout.max_versions, per_step))
-        parts: list[RolloutBatch] = []
+        groups, calls = self._until_finished(groups, missing, needed, version)
+        finished = [index for index, group in enumerate(groups) if group.is_finished][:missing]
+        assert set(finished).issuperset(range(needed)), "an old response was not finished"
+        self._state.in_flight = tuple(g for i, g in enumerate(groups) if i not in {*finished})
+        self._calls += calls
+        chosen = [groups[index] for index in finished]
+        batch = replace(self._joined(chosen), engines=total_stats(calls, first_token=first))
+        return Sampled(batch, [chosen[index].prompt for index in batch.group_id.tolist()])
+
+    def _until_finished(
+        self, groups: list[Group], missing: int, needed: int, version: int
+    ) -> tuple[list[Group], list[CallStats]]:
+        """Sample until `missing` groups are finished, the oldest `needed` among them."""
+        calls: list[CallStats] = []
         least = 0.0
         while (lacking := lacks(groups, missing)) or lacks(groups[:needed], needed):
             budget = self._budget(groups, lacking, least)
             groups, more = self._sampled(groups, needed, budget, version, self._continue)
-            parts += more
+            calls += more
             self._rounds += 1
             least = MIN_SHARE
-        finished = [index for index, group in enumerate(groups) if group.is_finished][:missing]
-        assert set(finished).issuperset(range(needed)), "an old response was not finished"
-        self._state.in_flight = tuple(g for i, g in enumerate(groups) if i not in {*finished})
-        self._parts += parts
-        chosen = [groups[index] for index in finished]
-        batch = replace(self._joined(chosen), engines=total_stats(parts, first_token=first))
-        return Sampled(batch, [group.prompt for group in chosen for _ in group.drafts])
+        return groups, calls
 
     def in_flight_metrics(self) -> dict[str, float]:
         """Count the responses in flight."""
@@ -128,18 +135,19 @@ class PartialSampling(Sampling):
 
     def _sampled(
         self, groups: list[Group], needed: int, budget: int, version: int, call: Generate
-    ) -> tuple[list[Group], list[RolloutBatch]]:
+    ) -> tuple[list[Group], list[CallStats]]:
         """Continue all unfinished responses until they have `budget` more tokens.
 
         The oldest `needed` prompts are finished whatever the budget. Without an environment that is
         one call of the engines. With one it is several, between which turns are answered.
         """
-        parts = []
+        calls = []
         while (places := open_places(groups)) and (budget > 0 or places[0][0] < needed):
-            parts.append(call(self._request(groups, places, needed, max(0, budget))))
-            assert (parts[-1].weight_version == version).all(), "stale weights"
+            part = call(self._request(groups, places, needed, max(0, budget)))
+            calls.append(part.engines)
+            assert (part.weight_version == version).all(), "stale weights"
             drafts = [groups[g].drafts[k] for g, k in places]
-            new = advanced(drafts, parts[-1], self._turns)
+            new = advanced(drafts, part, self._turns)
             budget -= sum(map(len, new)) - sum(map(len, drafts))
             of_groups: dict[int, dict[int, Draft]] = {}
             for (g, k), draft in zip(places, new, strict=True):
@@ -148,7 +156,7 @@ class PartialSampling(Sampling):
             ended = [(g, len(d)) for (g, _), d in zip(places, new, strict=True) if d.finished]
             ids = [groups[g].prompt.prompt_id for g, _ in ended]
             self._state.lengths.learn(ids, [length for _, length in ended])
-        return groups, parts
+        return groups, calls
 
     def _budget(
         self, groups: Sequence[Group], missing: float, least: float = 0.0, length: float = 0.0
@@ -211,7 +219,7 @@ class PartialSampling(Sampling):
         assert batch.token_versions is not None
         versions = batch.token_versions.values[batch.response_mask.values]
         lag = self._engine.weight_version - versions
-        sampled = sum(int(part.responses.lengths.sum()) for part in self._parts)
+        sampled = sum(engine.tokens for call in self._calls for engine in call)
         return {
             "partial/version_lag_mean": float(lag.float().mean()),
             "partial/version_lag_max": float(lag.max()),

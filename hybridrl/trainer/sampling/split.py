@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridrl.controller.background import MAY_BLOCK, run_in_background
 from hybridrl.data.batch import PromptBatch, RolloutBatch
-from hybridrl.trainer.sampling.base import Sampled, total_stats
+from hybridrl.trainer.sampling.base import CallStats, Sampled, total_stats
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.in_flight import Group, due
 from hybridrl.trainer.sampling.partial import PartialSampling, first
@@ -49,7 +49,7 @@ class SplitSampling(PartialSampling):
         self._begin_ahead = begin_ahead
         self._trains_policy = trains_policy
         # Groups in flight after the sampling beside the training, and the calls for them.
-        self._ahead: Future[tuple[list[Group], list[RolloutBatch]]] | None = None
+        self._ahead: Future[tuple[list[Group], list[CallStats]]] | None = None
         self._environment_s = 0.0
 
     def sample(self, step: int) -> Sampled:
@@ -69,11 +69,11 @@ class SplitSampling(PartialSampling):
         if self._ahead is None:
             return {}
         sent = self._engine.send() if self._trains_policy(step) else None
-        groups, parts = self._ahead.result()
+        groups, calls = self._ahead.result()
         self._ahead = None
         metrics = self._engine.swap(sent)
         self._state.in_flight = tuple(groups)
-        stats = total_stats([*self._parts, *parts], first_token=first)
+        stats = total_stats([*self._calls, *calls], first_token=first)
         seconds = max((engine.seconds for engine in stats), default=0.0)
         metrics |= engine_metrics(stats, seconds) if seconds else {}
         if waited := self._turns.take_seconds():
@@ -87,7 +87,7 @@ class SplitSampling(PartialSampling):
         del sampled.metrics["partial/trained_fraction"]  # most is trained in later steps
         return sampled
 
-    def _begin(self, step: int, length: float) -> Future[tuple[list[Group], list[RolloutBatch]]]:
+    def _begin(self, step: int, length: float) -> Future[tuple[list[Group], list[CallStats]]]:
         """Begin to sample what the next step trains, and some more, in a thread.
 
         `length` is the mean of this step's responses: lengths may grow during training.

@@ -1,0 +1,145 @@
+"""Episodes over several steps on simulated programs: none is lost, a resume keeps ended ones."""
+
+import json
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+
+from hybridrl.agents.record import EpisodeRecord
+from hybridrl.data.batch import EngineStats, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
+from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
+from hybridrl.trainer.agents.generator import Running
+from hybridrl.trainer.agents.sampling import PartialAgents
+from hybridrl.trainer.multi_turn.environment import FailureReasons
+from hybridrl.trainer.sampling.drafts import OneTurn
+from hybridrl.trainer.sampling.in_flight import decode, encode
+from tests.unit.sampling_fakes import prompt
+
+EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS = 2, 4, 12, 3
+
+
+@dataclass
+class Agents:
+    """Programs of drawn lengths, which sample a turn of one token at each tick of a clock.
+
+    Attributes:
+        weight_version: as that of a HybridEngine.
+        begun: (step, prompt, sample) of each program that was started.
+        lengths: turns of each program, by its key; every tenth fails.
+    """
+
+    weight_version: int = 0
+    begun: list[tuple[int, int, int]] = field(default_factory=list)
+    lengths: dict[str, int] = field(default_factory=dict)
+    open: dict[str, Running] = field(default_factory=dict)
+    failures: FailureReasons = field(default_factory=FailureReasons)
+    draw: random.Random = field(default_factory=lambda: random.Random(1))
+    stats: tuple[EngineStats, ...] = (EngineStats(1, 1.0, 0.5), EngineStats(0, 0.0, 0.0))
+
+    def begin(self, asked, step, samples, engine):
+        new = []
+        for sample in samples:
+            key = f"key{len(self.begun)}"
+            self.begun.append((step, asked.prompt_id, sample))
+            self.lengths[key] = min(40, int(self.draw.lognormvariate(1, 1)))
+            record = EpisodeRecord(lambda text, is_start: [1, 2])
+            episode = SimpleNamespace(key=key, engine=engine, record=record)
+            new.append(Running(asked, episode, Future()))
+        self.open |= {one.episode.key: one for one in new}
+        return new
+
+    def run(self, is_enough):
+        while not is_enough():
+            for key, one in list(self.open.items()):
+                record, done = one.episode.record, self.lengths[key]
+                turns = sum(len(sequence.turns) for sequence in record.sequences)
+                if turns < done:
+                    text = record.sequences[0].text if turns else ""
+                    version = [self.weight_version]
+                    options = {"trained": True, "truncated": False}
+                    record.add(record.start(text), [turns], [-0.5], version, "x", **options)
+                    continue
+                number = int(key[3:])
+                failure = Failure(0, FailureKind.error, f"reason {number}")
+                one.found.set_result(failure if number % 10 == 9 else float(number))
+                del self.open[key]
+
+    def end(self, running):
+        return [self._result(one, one.found.result()) for one in running]
+
+    def batch(self, results) -> RolloutBatch:
+        return batch_of(results, self.weight_version, 0)
+
+    def _result(self, one: Running, found: float | Failure) -> EpisodeResult:
+        reward, failure = found, 0
+        if isinstance(found, Failure):
+            reward, failure = -1.0, self.failures.number(found.kind, found.reason)
+        return EpisodeResult(0, one.episode.engine, [1], one.episode.record, reward, failure)
+
+
+def sampling_of(agents: Agents, state: SimpleNamespace, first: int) -> PartialAgents:
+    """Sampling with prompts from a number on."""
+    rollout = {"max_in_flight": IN_FLIGHT, "max_versions": MAX_VERSIONS, "temperature": 1.0}
+    rollout |= {"responses_per_prompt": EACH, "max_response_tokens": 40, "top_p": 1.0, "seed": 1}
+    overlong = SimpleNamespace(train_on_truncated=True)
+    config = SimpleNamespace(
+        algorithm=SimpleNamespace(overlong=overlong, advantage="grpo", max_sampling_rounds=1),
+        data=SimpleNamespace(prompts_per_step=PER_STEP),
+        rollout=SimpleNamespace(**rollout),
+    )
+    numbers = iter(range(first, 10**6))
+    take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
+    return PartialAgents(agents, state, agents, 2, None, OneTurn(), config, take, None, None)
+
+
+def test_every_episode_is_trained_once_and_no_token_is_too_old():
+    agents, state = Agents(), SimpleNamespace(lengths=ResponseLengths(), in_flight=())
+    sampling, rewards, lags = sampling_of(agents, state, 0), [], []
+    for step in range(1, 31):
+        sampled = sampling.sample(step)
+        batch, reasons = sampled.batch, sampled.batch.environment_failures.tolist()
+        assert (batch.group_id.bincount() == EACH).all() and len(batch) == PER_STEP * EACH
+        assert [one.prompt_id for one in sampled.prompts[::EACH]] == sorted(
+            {one.prompt_id for one in sampled.prompts}
+        )
+        rewards += batch.environment_rewards.tolist()
+        for reward, reason, turns in zip(rewards[-8:], reasons, batch.turns.tolist(), strict=True):
+            if reason:
+                _, text = agents.failures.look_up(reason)
+                reward = float(text.split()[1])
+            assert turns == max(1, agents.lengths[f"key{int(reward)}"])
+        mask, versions = batch.response_mask.values, batch.token_versions.values
+        lags.append(int((agents.weight_version - versions[mask]).max()))
+        agents.weight_version += 1
+    scores = [reward for reward in rewards if reward >= 0]
+    assert len({*scores}) == len(scores) and len(scores) < len(rewards)
+    assert 1 < max(lags) <= MAX_VERSIONS
+
+
+def test_a_checkpoint_has_ended_episodes_and_the_others_begin_anew():
+    agents, state = Agents(), SimpleNamespace(lengths=ResponseLengths(), in_flight=())
+    sampling = sampling_of(agents, state, 0)
+    for step in range(1, 6):
+        sampling.sample(step)
+        agents.weight_version += 1
+    text = json.dumps(encode(state.in_flight))
+    state.in_flight = decode(json.loads(text), prompt)
+    assert json.dumps(encode(state.in_flight)) == text
+    again = Agents(weight_version=agents.weight_version)
+    wanted = [
+        (group.step, group.prompt.prompt_id, group.first_sample + k)
+        for group in state.in_flight
+        for k, draft in enumerate(group.drafts)
+        if not draft.finished
+    ]
+    kept = sum(draft.finished for group in state.in_flight for draft in group.drafts)
+    sampled = sampling_of(again, state, 1000).sample(6)
+    assert again.begun[: len(wanted)] == wanted and kept > 0
+    assert all(number >= 1000 for _, number, _ in again.begun[len(wanted) :])
+    versions = sampled.batch.token_versions.values
+    assert versions.min() < again.weight_version and torch.isin(versions, torch.arange(6)).all()
