@@ -139,7 +139,7 @@ class Policy:
         """Sample completions to their end, in parallel."""
 
         async def to_the_end(one: Begun) -> None:
-            async for _ in self._sample(episode, one):
+            async for _ in self._sample(episode, one, in_pieces=False):
                 pass
 
         await asyncio.gather(*map(to_the_end, begun))
@@ -152,7 +152,7 @@ class Policy:
         queue: asyncio.Queue[tuple[Completion, str] | None] = asyncio.Queue()
 
         async def forward(one: Begun) -> None:
-            async for piece in self._sample(episode, one):
+            async for piece in self._sample(episode, one, in_pieces=True):
                 await queue.put((one.completion, piece))
             await queue.put(None)
 
@@ -166,10 +166,12 @@ class Policy:
             for task in tasks:
                 task.cancel()
 
-    async def _sample(self, episode: Episode, begun: Begun) -> AsyncIterator[str]:
+    async def _sample(
+        self, episode: Episode, begun: Begun, *, in_pieces: bool
+    ) -> AsyncIterator[str]:
         """Yield the text of a completion in pieces; record its tokens before the last one."""
         completion, start, request, ask = begun
-        record, stream = episode.record, TextStream(self.text, ask.stop)
+        record, stream = episode.record, TextStream(self.text, ask.stop, in_pieces=in_pieces)
 
         def end(reason: str) -> None:
             completion.reason, completion.text, completion.stop = reason, stream.text, stream.stop
@@ -207,6 +209,7 @@ class Policy:
             del episode.open[request.request_id]
             self._engines.cancel(request)
             if not completion.has_ended:
+                stream.rest()
                 end(CANCELLED)
 
     def _ended(self, completions: list[Completion]) -> list[Completion]:

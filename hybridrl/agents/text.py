@@ -69,14 +69,17 @@ class ModelText:
 class TextStream:
     """Text of a completion as its tokens arrive, up to a stop string.
 
+    Without stop strings and `in_pieces`, the text is decoded at its end.
+
     Attributes:
         text: so far, without the stop string at the end.
         stop: the stop string that was found.
         used: tokens up to the one that completes the stop string.
     """
 
-    def __init__(self, model: ModelText, stop: Sequence[str]) -> None:
+    def __init__(self, model: ModelText, stop: Sequence[str], *, in_pieces: bool) -> None:
         self._model = model
+        self._in_pieces = in_pieces
         self._stops = [text for text in stop if text]
         self._held = max(map(len, self._stops), default=1) - 1
         self._tokens: list[int] = []
@@ -92,6 +95,8 @@ class TextStream:
         first = len(self._tokens)
         self._tokens += tokens
         self.used = len(self._tokens)
+        if not (self._in_pieces or self._stops):
+            return ""
         self._decode()
         found = [(at, stop) for stop in self._stops if (at := self.text.find(stop)) >= 0]
         if not found:
@@ -106,6 +111,8 @@ class TextStream:
 
     def rest(self) -> str:
         """Return the text that was held back."""
+        if self._read < self.used and self.stop is None:
+            self._decode()
         return self._next(len(self.text), at_end=True)
 
     def _next(self, end: int, *, at_end: bool = False) -> str:

@@ -113,7 +113,8 @@ class TaskPool:
         assert self._processes, "the pool is closed"
         self._waiting.extend(new)
         self._hand_out(chunk_items)
-        self._collect(bells)
+        if not self._is_stopped:  # the bell of `stop` may have been heard before
+            self._collect(bells)
         if self._is_stopped:  # also where the end of a process was its item's result
             raise RewardProcessError(f"the {self._what} processes were stopped")
         found, self._results = self._results, {}
