@@ -178,7 +178,8 @@ def examine_data(result: Examined) -> "PromptSets | None":
     """Return the prompts, if their keys are usable; add problems to the config's report."""
     if not result.report.usable(DATA_NEEDS):
         return None
-    from hybridrl.data.sources.prompts import examine_prompts
+    with without_collections():
+        from hybridrl.data.sources.prompts import examine_prompts
 
     config, report, longest = result.config, result.report, None
     with suppress(Unusable):  # reported already
@@ -261,8 +262,8 @@ def _prepare_session(
     result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[NodeProbes]"
 ) -> "RunInputs":
     """Return the inputs of a run; also imports torch and other heavy packages."""
+    prompts = check_data(result)
     with without_collections():
-        prompts = check_data(result)
         from hybridrl.app.session import read_inputs
 
     verify_here = partial(verify, watch=watch)
