@@ -209,7 +209,7 @@ def one_step(
 def measure(config: PoolConfig, responses: int, tokens: int, steps: int) -> Parts:
     """The parts' times in `steps` steps, after two that are not counted."""
     parts = Parts()
-    with ray_runtime(config.cluster, config.accelerator), Pool(config) as pool:
+    with ray_runtime(config.cluster, config.accelerator), Pool(config).join() as pool:
         names = ("rollout", "actor", "critic", "ref")
         groups = build_roles(pool, {name: IdleConfig(tokens=tokens) for name in names})
         prompts = prompts_of(responses)

@@ -25,6 +25,7 @@ from hybridrl.config.estimators import is_supervised
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.background import without_collections
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
@@ -177,7 +178,8 @@ def examine_data(result: Examined) -> "PromptSets | None":
     """Return the prompts, if their keys are usable; add problems to the config's report."""
     if not result.report.usable(DATA_NEEDS):
         return None
-    from hybridrl.data.sources.prompts import examine_prompts
+    with without_collections():
+        from hybridrl.data.sources.prompts import examine_prompts
 
     config, report, longest = result.config, result.report, None
     with suppress(Unusable):  # reported already
@@ -221,6 +223,12 @@ def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[Tra
         setup.mark("ray")
         if ray_address():
             prepared.preflight()
+        from hybridrl.controller.worker_group import open_pool, role_configs
+
+        start = partial(open_pool, config, role_configs(config), folder)
+        # In a joined cluster, which may be full, wrong inputs are reported first.
+        pool = None if ray_address() else stack.enter_context(start())
+        setup.mark("processes")
         with ExitStack() as nodes:
             if _is_confirmed(config):
                 from hybridrl.controller.ray.ray_probes import RayProbes
@@ -239,7 +247,10 @@ def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[Tra
         prepared.owns_checkpoints = True
         from hybridrl.app.session import open_trainer
 
-        yield stack.enter_context(open_trainer(prepared, folder, inputs))
+        if pool is None:
+            pool = stack.enter_context(start())
+            setup.mark("processes")
+        yield stack.enter_context(open_trainer(prepared, folder, inputs, pool))
 
 
 def _is_confirmed(config: RunConfig) -> bool:
@@ -252,7 +263,8 @@ def _prepare_session(
 ) -> "RunInputs":
     """Return the inputs of a run; also imports torch and other heavy packages."""
     prompts = check_data(result)
-    from hybridrl.app.session import read_inputs
+    with without_collections():
+        from hybridrl.app.session import read_inputs
 
     verify_here = partial(verify, watch=watch)
     if _is_confirmed(result.config):

@@ -28,7 +28,7 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.world import training_ranks
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
-from hybridrl.controller.worker_group import start_workers
+from hybridrl.controller.worker_group import Pool, Workers, build_workers, role_configs
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
@@ -87,8 +87,10 @@ def read_inputs(
 
 
 @contextmanager
-def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterator[TrainingLoop]:
-    """Yield the trainer of a run with its workers, inside `ray_runtime`."""
+def open_trainer(
+    prepared: Prepared, run_dir: Path, inputs: RunInputs, pool: Pool
+) -> Iterator[TrainingLoop]:
+    """Yield the trainer of a run with its workers in a new pool, which the caller closes."""
     (result, machine, _, command, _), setup = prepared.checked, prepared.setup
     config, prompts, resume = result.config, inputs.prompts, inputs.resume
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -123,9 +125,9 @@ def open_trainer(prepared: Prepared, run_dir: Path, inputs: RunInputs) -> Iterat
         for warning in health.examine(data, prompts.details):
             console.warn(warning)
         setup.mark("driver")
-        workers = start_workers(config, run_dir)
-        stack.enter_context(workers.pool)
-        setup.mark("workers", workers.pool.start_times.seconds)
+        workers = Workers(pool, **build_workers(config, role_configs(config), pool))
+        stack.enter_context(pool)  # ends before what was opened above
+        setup.mark("workers", pool.start_times.seconds)
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
         texts = decode, decoder(tokenizer, special=True)

@@ -14,6 +14,7 @@ from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.fitting import (
     FASTEST,
     ROOM,
+    STAYS_GATHERED,
     Change,
     MemoryCase,
     cheapest,
@@ -167,6 +168,9 @@ def choose_for_memory(
     nulls = [change for change in FASTEST if _is_null(config, change.key)]
     for change in nulls:
         _set(config, *change)
+    gathered = _is_null(config, STAYS_GATHERED.key)
+    if gathered:
+        _set(config, STAYS_GATHERED.key, True)
     found: list[Change] = []
     with suppress(Unusable):
         if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
@@ -182,6 +186,11 @@ def choose_for_memory(
                     f"; chosen for its memory: {' '.join(map(str, found))} "
                     f"({then} at most, {without} otherwise)"
                 )
+            case = case.changed(found)
+            if gathered and case.may_stay_gathered():
+                held = gib(case.changed([STAYS_GATHERED]).held())
+                config.hardware.reason += f"; chosen for its speed: {STAYS_GATHERED} ({held} held)"
+                _set(config, *STAYS_GATHERED)
     for change in found:
         _set(config, *change)
     return found

@@ -79,7 +79,7 @@ class FSDPConfig(Section):
 
     dp_shard: Annotated[int | None, at_least_one("it counts ranks"), FREE]
     dp_replicate: Annotated[int, at_least_one("it counts copies; 1 means no replication"), FREE]
-    reshard_after_forward: Annotated[bool, FREE]
+    reshard_after_forward: Annotated[bool, FREE, CHOSEN]
     param_dtype: DType
     reduce_dtype: DType
     activation_checkpointing: Annotated[bool, FREE, CHOSEN]

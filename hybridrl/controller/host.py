@@ -59,6 +59,11 @@ def _step(name: str) -> Iterator[None]:
         position.leave()
 
 
+def early_log(folder: Path, node: str, pid: int) -> Path:
+    """Return the log file of a process that has no rank yet."""
+    return folder / f"{node}_pid{pid}.log"
+
+
 class WorkerHost:
     """Host of all roles of one rank: a Ray actor whose methods the pool calls in order.
 
@@ -82,7 +87,7 @@ class WorkerHost:
         if cluster.nvlink_multicast is NVLinkMulticast.off:
             turn_off_multicast()
         self._slot, self._node_name = self._place(), socket.gethostname()
-        self._log_file = Path(log_folder) / f"{self._node_name}_pid{os.getpid()}.log"
+        self._log_file = early_log(Path(log_folder), self._node_name, os.getpid())
         redirect_output(self._log_file)
         flight_recorder.write_on_signal(Path(log_folder))
         position.publish()

@@ -25,7 +25,7 @@ from hybridrl.controller import processes
 from hybridrl.controller.background import call_with_timeout
 from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.host import WorkerHost
+from hybridrl.controller.host import WorkerHost, early_log
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.placement import (
@@ -78,13 +78,14 @@ class PoolConfig:
 
 
 class Pool(AbstractContextManager["Pool"]):
-    """Worker processes in the order of their ranks, joined in process groups.
+    """Worker processes in the order of their ranks; `join` connects them in process groups.
 
+    They begin to import their modules at once, so the caller can do other work before `join`.
     Create it inside `ray_runtime` and close it there; also a context manager.
 
     Raises:
-        ConfigError: the cluster lacks slots, or no port is free for the rendezvous.
-        WorkerError: a process failed to start or to join.
+        ConfigError: the cluster lacks slots.
+        WorkerError: a process failed to start.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -99,7 +100,7 @@ class Pool(AbstractContextManager["Pool"]):
         self._ray_monitor = RayMonitor(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
         self.store = ObjectStore(partial(self._ray_monitor.guarded, "sending a batch"))
-        self.start_times = SetupTimes(time.time())
+        self._joins = False
         with ExitStack() as undo:
             undo.callback(self.close)
             with self._ray_monitor.guarded("start: slots"):
@@ -108,18 +109,34 @@ class Pool(AbstractContextManager["Pool"]):
                 timeout_s = config.cluster.start_timeout_s
                 self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
             self._identify(self._spawn(self._reservation))
-            self.start_times.mark("processes")
             engines = self.parts[-1]
             ahead = [config.ahead if rank in engines else [] for rank in range(self.size)]
-            self._start_step(self.hosts, "preload", [(config.modules, each) for each in ahead])
+            imports = [(config.modules, each) for each in ahead]
+            self._imported = self._begin_step(self.hosts, "preload", imports)
+            undo.pop_all()
+        self.spans = SpanLog(self.size)
+
+    def join(self) -> "Pool":
+        """Join the processes in process groups once their imports are done; return the pool.
+
+        After a failure the pool is closed.
+
+        Raises:
+            ConfigError: no port is free for the rendezvous.
+            WorkerError: a process failed to import its modules or to join.
+        """
+        self._joins, self.start_times = True, SetupTimes(time.time())
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._imported()
             self.start_times.mark("imports")
             self._join_rendezvous()
-            meshes = [part_mesh(config.fsdp, part) for part in self.parts for _ in part]
+            meshes = [part_mesh(self._config.fsdp, part) for part in self.parts for _ in part]
             arguments = [(mesh, self.parts) for mesh in meshes]
             self._start_step(self.hosts, "init_process_group", arguments)
             self.start_times.mark("rendezvous")
             undo.pop_all()
-        self.spans = SpanLog(self.size)
+        return self
 
     @property
     def size(self) -> int:
@@ -215,11 +232,20 @@ class Pool(AbstractContextManager["Pool"]):
             self._nodes.run_each(processes.end, arguments)
             for reader in self._readers.values():
                 reader.close()
+            if not self._joins:
+                self._remove_logs()
             self._readers, self.hosts = {}, []
             self._reservation = None
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _remove_logs(self) -> None:
+        """Remove the logs of processes that were not needed: the driver refused the run."""
+        for host in self.hosts:
+            early_log(self._config.log_folder, host.node_name, host.pid).unlink(missing_ok=True)
+        with suppress(OSError):  # logs of an earlier start
+            self._config.log_folder.rmdir()
 
     def _release_within_timeout(self) -> bool:
         if ray.is_initialized():
@@ -302,7 +328,12 @@ class Pool(AbstractContextManager["Pool"]):
     def _start_step(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
-        return self.begin(method, arguments, f"start: {method}", hosts, is_step=True)()
+        return self._begin_step(hosts, method, arguments)()
+
+    def _begin_step(
+        self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
+    ) -> Callable[[], list[Any]]:
+        return self.begin(method, arguments, f"start: {method}", hosts, is_step=True)
 
     def _close_idle(self) -> None:
         """Close roles in order, unless a call is in flight: then ranks wait for others."""

@@ -205,15 +205,8 @@ class Workers:
     sender: WorkerGroup | None = None
 
 
-def start_workers(config: RunConfig, run_dir: Path) -> Workers:
-    """Start one process per GPU or CPU slot and build the run's roles in it.
-
-    Call it inside `ray_runtime`. Each process logs to <run_dir>/logs/<node>_rank<k>.log.
-
-    Raises:
-        ConfigError: the cluster lacks slots, or a worker raised a ConfigError.
-        WorkerError: a process failed to start, to join or to build a role.
-    """
+def role_configs(config: RunConfig) -> dict[str, Any]:
+    """Return the configs of a run's roles by name, for `open_pool` and `build_workers`."""
     uses = {
         "critic": uses_critic(config),
         "ref": config.algorithm.kl.coef != 0,
@@ -221,38 +214,57 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     }
     configs = {role: getattr(config, role) for role in BUILD_ORDER if uses.get(role, True)}
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
-    groups = start_roles(config, configs, run_dir)
-    return Workers(groups["actor"].pool, **groups)
+    return configs
 
 
-def start_roles(
-    config: RunConfig, configs: Mapping[str, Any], run_dir: Path
-) -> dict[str, WorkerGroup]:
-    """Start one process per GPU or CPU slot and build roles in it; see `start_workers`.
+def open_pool(config: RunConfig, configs: Mapping[str, Any], run_dir: Path) -> Pool:
+    """Start one process per GPU or CPU slot, which begins to import the modules of roles.
 
-    Configs by role include rollout and actor. The rollout engine is built first and determines the
-    sharding of the other roles. The caller closes the pool of the worker groups. With
-    placement.rollout_gpus, the engine is on other ranks, and `sender` is one more role.
+    Call it inside `ray_runtime`. Each process logs to <run_dir>/logs/<node>_rank<k>.log.
+
+    Raises:
+        ConfigError: the cluster lacks slots.
+        WorkerError: a process failed to start.
     """
-    if config.placement.rollout_gpus:
-        never_sleeps = replace(configs["rollout"], sleep=SleepMode.none)
-        sender = SenderConfig(worker=SENDER, rollout=never_sleeps)
-        configs = {"sender": sender, **configs, "rollout": never_sleeps}
-    modules = [module_of(role.worker) for role in configs.values()]
     pool_config = PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
-        modules=modules,
+        modules=_modules(configs),
         ahead=[config.rollout],
         log_folder=run_dir / "logs",
         engine_ranks=engine_ranks(config),
     )
-    # Calls need the roles' classes; importing them here would delay the processes.
-    imported = import_in_background(modules)
+    return Pool(pool_config)
+
+
+def _modules(configs: Mapping[str, Any]) -> list[str]:
+    return [module_of(role.worker) for role in configs.values()]
+
+
+def build_workers(
+    config: RunConfig, configs: Mapping[str, Any], pool: Pool
+) -> dict[str, WorkerGroup]:
+    """Join the processes of a new pool and build roles in them; a failure closes the pool.
+
+    Configs by role include rollout and actor. The rollout engine is built first and determines the
+    sharding of the other roles. With placement.rollout_gpus, the engine is on other ranks, and
+    `sender` is one more role.
+
+    Raises:
+        ConfigError: a worker raised a ConfigError.
+        WorkerError: a process failed to join or to build a role.
+    """
+    if config.placement.rollout_gpus:
+        never_sleeps = replace(configs["rollout"], sleep=SleepMode.none)
+        sender = SenderConfig(worker=SENDER, rollout=never_sleeps)
+        configs = {"sender": sender, **configs, "rollout": never_sleeps}
+    # Calls need the roles' classes.
+    imported = import_in_background(_modules(configs))
     with ExitStack() as undo:
-        pool = undo.enter_context(Pool(pool_config))
+        undo.enter_context(pool)
+        pool.join()
         pool.read_ahead(configs["actor"].model)
         imported.result()
         rollout = _build_role(pool, "rollout", configs["rollout"], pool.parts[-1])

@@ -1,5 +1,6 @@
 """`hybridrl plan` and the settings chosen for the GPUs' memory: sizes, times, choices, recipes."""
 
+import math
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, examined
 from hybridrl.commands.plan import make_plan, plan
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import load_resolved
-from hybridrl.config.planner.fitting import ROOM, remedy
+from hybridrl.config.planner.fitting import ROOM, MemoryCase, remedy
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node, planned_machine
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.step_time import step_seconds
@@ -221,3 +222,32 @@ def test_nonsense_is_refused_with_what_is_expected(empty_folder, arguments, word
     with pytest.raises(ConfigError) as refused:
         plan(arguments)
     assert words in refused.value.problems[0]
+
+
+def gathers(*overrides, count=4, gib=141):
+    """Whether a run of 1.5B frees gathered weights after forward, why, and its memory."""
+    given = ["hardware=gpu", "algorithm=grpo", *FASTEST_SET, "rollout.sleep=all", *overrides]
+    machine = on(count, gib)
+    found = examined(given, machine=machine, model=QWEN2_5["1.5B"])
+    assert found.report.problems == []
+    case = MemoryCase(found.config, found.shape, None, machine)
+    return found.config.fsdp.reshard_after_forward, found.config.hardware.reason, case
+
+
+def test_weights_stay_gathered_where_the_allocator_has_room_for_it():
+    freed, reason, case = gathers()
+    update = next(phase for phase in case.phases() if phase.name == "update actor")
+    assert update.parts["gathered weights"] == pytest.approx(2 * PUBLISHED["1.5B"], rel=1e-3)
+    assert case.held() == pytest.approx(1.51 * update.total, rel=1e-6)  # vLLM sleeps
+    held = case.held() / GIB
+    assert freed is False and f"fsdp.reshard_after_forward=false ({held:.1f} GiB held)" in reason
+    assert gathers(gib=math.ceil(held))[0] is False
+    freed, reason, smaller = gathers(gib=math.floor(held))
+    assert freed is True and "gather" not in reason
+    assert update.total < ROOM * smaller.gpu.memory_bytes  # tensors alone would fit
+
+
+@pytest.mark.parametrize("given", ["fsdp.dp_replicate=4", "fsdp.reshard_after_forward=true"])
+def test_one_shard_has_nothing_to_gather_and_what_is_set_stands(given):
+    freed, reason, _ = gathers(given)
+    assert freed is True and "gather" not in reason

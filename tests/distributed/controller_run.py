@@ -73,7 +73,7 @@ def run(folder: Path, mode: str) -> None:
     if mode == "hang on two nodes":  # which are looked at all the time
         config = pool_config(folder, nodes=2, stall_s=300.0)
     print("starting", flush=True)
-    with ray_runtime(config.cluster, config.accelerator), Pool(config) as pool:
+    with ray_runtime(config.cluster, config.accelerator), Pool(config).join() as pool:
         memory = f"/dev/shm/hybridrl_test_{folder.name}"
         group = build_roles(pool, {"adder": AdderConfig(shared_memory=memory)})["adder"]
         node = ray._private.worker._global_node

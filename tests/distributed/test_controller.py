@@ -61,7 +61,7 @@ def groups(runtime, folder):
     """Roles `single` and `second` with one rank per shard, `engine` with both ranks in one."""
     single = AdderConfig(api_key="hunter22-of-a-role")
     roles = {"single": single, "second": AdderConfig(), "engine": AdderConfig(engine=2)}
-    with Pool(pool_config(folder, engine=2, multicast=NVLinkMulticast.off)) as pool:
+    with Pool(pool_config(folder, engine=2, multicast=NVLinkMulticast.off)).join() as pool:
         yield build_roles(pool, roles)
 
 
@@ -210,7 +210,7 @@ def test_two_kinds_of_ranks_work_at_the_same_time_and_a_failure_of_one_ends_the_
     """Each is rank 0 of a group of its own, and messages number all ranks."""
     config = pool_config(tmp_path)
     fsdp = replace(config.fsdp, dp_shard=1)
-    with Pool(replace(config, fsdp=fsdp, engine_ranks=1)) as pool:
+    with Pool(replace(config, fsdp=fsdp, engine_ranks=1)).join() as pool:
         assert pool.parts == [range(1), range(1, 2)]
         second = build_roles(pool, {"second": AdderConfig()}, pool.parts[1])["second"]
         first = build_roles(pool, {"first": AdderConfig()}, pool.parts[0])["first"]
@@ -226,8 +226,22 @@ def test_two_kinds_of_ranks_work_at_the_same_time_and_a_failure_of_one_ends_the_
 
 def test_what_cannot_be_imported_ahead_is_told_when_a_role_is_built(runtime, tmp_path):
     config = replace(pool_config(tmp_path), ahead=[AdderConfig(ahead="not_there")])
-    with Pool(config) as pool, pytest.raises(WorkerError, match="No module named 'not_there'"):
+    with (
+        Pool(config).join() as pool,
+        pytest.raises(WorkerError, match="No module named 'not_there'"),
+    ):
         build_roles(pool, {"adder": AdderConfig()})
+
+
+def test_processes_that_are_not_needed_leave_nothing(runtime, tmp_path):
+    """The driver refuses the run while they import."""
+    with Pool(pool_config(tmp_path)) as pool:
+        pids = [host.pid for host in pool.hosts]
+        assert len(list((tmp_path / "logs").iterdir())) == 2
+        start = time.monotonic()
+    assert time.monotonic() - start < 5.0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.slow
@@ -236,7 +250,7 @@ def test_ranks_meet_where_the_user_says(runtime, tmp_path, monkeypatch):
         port = str(free.getsockname()[1])
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
     monkeypatch.setenv("MASTER_PORT", port)
-    with Pool(pool_config(tmp_path)) as pool:
+    with Pool(pool_config(tmp_path)).join() as pool:
         about = build_roles(pool, {"adder": AdderConfig()})["adder"].call("about")
         told = {(r["environment"]["MASTER_ADDR"], r["environment"]["MASTER_PORT"]) for r in about}
         with socket.create_connection(("127.0.0.2", int(port)), 1.0):
@@ -257,7 +271,7 @@ class WithRankOneElsewhere(Pool):
 def test_a_rank_that_joined_another_rendezvous_is_named(runtime, tmp_path):
     told = rf"rank 1 .*127\.0\.0\.3:\d+ should be of .* and is of .*{os.getpid()}"
     with pytest.raises(WorkerError, match=told):
-        WithRankOneElsewhere(pool_config(tmp_path))
+        WithRankOneElsewhere(pool_config(tmp_path)).join()
 
 
 def test_unmarked_method_is_refused_before_anything_is_sent(groups):
@@ -309,7 +323,7 @@ def test_config_error_of_a_worker_stays_one(groups):
 def test_the_rank_at_fault_is_named(runtime, tmp_path, how, says):
     """The others wait for it in a barrier; their complaints are not the story."""
     memory = f"/dev/shm/hybridrl_test_{os.getpid()}_{how}"
-    with Pool(pool_config(tmp_path, stall_s=5.0)) as pool:
+    with Pool(pool_config(tmp_path, stall_s=5.0)).join() as pool:
         group = build_roles(pool, {"adder": AdderConfig(shared_memory=memory)})["adder"]
         pids = [host.pid for host in pool.hosts]
         for entry in group.call("about"):

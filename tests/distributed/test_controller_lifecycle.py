@@ -120,7 +120,7 @@ def test_two_runs_in_a_row_in_one_process(tmp_path):
             node = ray._private.worker._global_node
             assert node.node_ip_address == "127.0.0.1"
             folders.append(Path(node.temp_dir).parent)
-            with Pool(config) as pool:
+            with Pool(config).join() as pool:
                 group = build_roles(pool, {"adder": AdderConfig()})["adder"]
                 assert group.call("total", Numbers([1, 2]))["total"] == 3
                 left_open = [host.pid for host in pool.hosts]
@@ -161,7 +161,7 @@ def test_two_nodes_of_a_cluster_that_was_there(two_nodes, tmp_path, monkeypatch)
     for name, value in of_user.items():  # the cluster's processes do not inherit these
         monkeypatch.setenv(name, value)
     with ray_runtime(config.cluster, config.accelerator):
-        with Pool(config) as pool:
+        with Pool(config).join() as pool:
             nodes = [host.slot.node_id for host in pool.hosts]
             pids = [host.pid for host in pool.hosts]
             group = build_roles(pool, {"adder": AdderConfig(engine=2)})["adder"]
@@ -220,7 +220,7 @@ def test_closing_does_not_wait_for_one_silent_node_after_the_other(two_nodes, tm
     two_nodes.add_node(num_cpus=2, include_dashboard=False, temp_dir=os.environ["RAY_TMPDIR"])
     config = pool_config(tmp_path, nodes=3)
     with ray_runtime(config.cluster, config.accelerator):
-        pool = Pool(config)
+        pool = Pool(config).join()
         head = two_nodes.head_node.node_id
         near = [host.pid for host in pool.hosts if host.slot.node_id == head]
         with stopped(two_nodes.worker_nodes):

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(runtime, folder):
-    with Pool(pool_config(folder, stall_s=LIMIT_S)) as pool:
+    with Pool(pool_config(folder, stall_s=LIMIT_S)).join() as pool:
         yield pool
 
 
@@ -192,7 +192,7 @@ def check_that_rank_one_is_named(start: Callable[[], Pool], finding: str) -> Non
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_in_the_setup_is_named(tmp_path):
     check_that_rank_one_is_named(
-        lambda: WithoutRankOne(pool_config(tmp_path, stall_s=LIMIT_S)),
+        lambda: WithoutRankOne(pool_config(tmp_path, stall_s=LIMIT_S)).join(),
         r"rank 1 has been stopped by a signal in start: join_rendezvous for "
         r"cluster\.stall_timeout_s=4 s",
     )
@@ -201,7 +201,7 @@ def test_a_rank_that_is_stopped_in_the_setup_is_named(tmp_path):
 def test_a_role_that_hangs_while_it_is_built_is_named(tmp_path):
     start = time.monotonic()
     config = pool_config(tmp_path, stall_s=1.0)
-    with Pool(config) as pool, pytest.raises(WorkerError) as caught:
+    with Pool(config).join() as pool, pytest.raises(WorkerError) as caught:
         config.cluster.start_timeout_s = LIMIT_S
         build_roles(pool, {"rollout": StallConfig(hangs=True)})
     assert time.monotonic() - start < 60.0
@@ -212,6 +212,6 @@ def test_a_role_that_hangs_while_it_is_built_is_named(tmp_path):
 
 def test_a_rank_that_never_arrives_is_named_within_the_deadline(tmp_path):
     check_that_rank_one_is_named(
-        lambda: WithoutRankOneElsewhere(pool_config(tmp_path)),
+        lambda: WithoutRankOneElsewhere(pool_config(tmp_path)).join(),
         r"1 rank\(s\) did not finish start: join_rendezvous within cluster\.start_timeout_s=4 s",
     )

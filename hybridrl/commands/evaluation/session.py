@@ -17,7 +17,7 @@ from hybridrl.commands.evaluation.options import EvalOptions, Subject
 from hybridrl.commands.running import report_removal
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.worker_group import WorkerGroup, start_roles
+from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompts import Prompt, PromptSets
@@ -153,7 +153,8 @@ def rollout_engines(
     )
     roles = {"rollout": config.rollout, "actor": policy}
     with nullcontext() if folder is None else report_removal(folder):
-        rollout = start_roles(config, roles, output)["rollout"]
+        pool = open_pool(config, roles, output)
+        rollout = build_workers(config, roles, pool)["rollout"]
     stack.enter_context(rollout.pool)
     rollout.call("reshard", step)
     return rollout

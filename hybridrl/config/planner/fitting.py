@@ -20,6 +20,7 @@ from hybridrl.config.planner.memory import (
     host_parts,
     largest,
     rank_phases,
+    rollout_parts,
     tightest_node,
 )
 from hybridrl.config.planner.model_shape import ModelShape
@@ -32,6 +33,9 @@ LEAST_CACHE = GIB
 # Share of a GPU that chosen settings fill, if some do: torch's allocator keeps 1.14 times what
 # tensors take at their peak (benchmarks/RESULTS.md).
 ROOM = 0.88
+# The same with weights that stay gathered after forward: memory that torch keeps over what tensors
+# take at the peak of an update.
+GATHERED_HELD = 1.51
 # GPUs of a full node, and of the largest run.
 NODE_GPUS, MOST_GPUS = 8, 1024
 
@@ -55,6 +59,8 @@ FASTEST = (
     Change("rollout.sleep", SleepMode.none),
     Change("actor.max_tokens_per_gpu", 16384),
 )
+# Chosen after those, as it saves the least time.
+STAYS_GATHERED = Change("fsdp.reshard_after_forward", False)
 
 
 def with_changes(config: RunConfig, changes: Iterable[Change]) -> RunConfig:
@@ -116,6 +122,25 @@ class MemoryCase(NamedTuple):
             and not any(engine_problems(self.config))
             and not any(tensor_parallel_problems(self.config, self.shape))
             and needed <= available
+        )
+
+    def held(self) -> int:
+        """Return the memory that torch and vLLM hold in the largest update, all weights gathered.
+
+        torch keeps `GATHERED_HELD` times what its tensors take, beside vLLM's own memory.
+        """
+        ours = (p.parts for p in self.phases() if p.name.startswith("update"))
+        vllm = rollout_parts(self.config, self.shape, self.gpu.memory_bytes).keys()
+        return max(
+            int(sum(size * (1 if name in vllm else GATHERED_HELD) for name, size in parts.items()))
+            for parts in ours
+        )
+
+    def may_stay_gathered(self) -> bool:
+        """Return whether several shards exist, and the run fits with weights kept gathered."""
+        kept = self.changed([STAYS_GATHERED])
+        return (
+            self.config.fsdp.shards > 1 and kept.fits(ROOM) and kept.held() <= self.gpu.memory_bytes
         )
 
     def seconds(self) -> float:

@@ -2,7 +2,11 @@
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -87,7 +91,11 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
     for other, (other_path, _) in BUILT_IN.items():
         if path == other_path:
             raise ConfigError(f"{key} = {path} is the worker of {other}.\nSet {key}={built_in}.")
-    check_import(key, path)
+    with ThreadPoolExecutor(1) as meanwhile:
+        # The trial imports torch, and so will this process: together they take half of the time.
+        if _is_found(module_of(path)):
+            meanwhile.submit(importlib.import_module, module_of(built_in))
+        check_import(key, path)
     cls: Any = locate(key, path)
     if not inspect.isclass(cls) or WORKER_BASE not in map(_full_name, cls.__mro__):
         raise ConfigError(
@@ -100,6 +108,14 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
             f"{_full_name(expected)}: other code reads its keys."
         )
     return config_class
+
+
+def _is_found(module: str) -> bool:
+    """Return whether a module's file or package exists; imports nothing."""
+    if (file := file_of(module)) is not None:
+        return os.path.exists(file)
+    package = module.partition(".")[0]
+    return package in sys.modules or (package != "" and find_spec(package) is not None)
 
 
 def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], list[str]]:

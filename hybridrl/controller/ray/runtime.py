@@ -171,6 +171,7 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
         compat.loopback_only(),
         compat.keep_signal_handlers(),
         compat.own_process_groups(),
+        compat.essential_processes(),
     ):
         ray.init(
             address="local",

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridrl.controller.worker_group import WorkerGroup, start_roles
+from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
@@ -106,8 +106,9 @@ def replay(kept: ReplayBatch, folder: Path) -> Findings:
     roles = ["rollout", "actor"] + ["critic"] * (kept.role == "critic")
     configs = {role: getattr(config, role) for role in roles}
     configs["replay"] = ReplayConfig(role=kept.role, fsdp=config.fsdp)
-    group = start_roles(config, configs, folder)["replay"]
-    with group.pool:
+    pool = open_pool(config, configs, folder)
+    group = build_workers(config, configs, pool)["replay"]
+    with pool:
         group.call("load_weights", str((folder / WEIGHTS_FOLDER).resolve()))
         return examine(kept, group)
 
