@@ -27,6 +27,8 @@ EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS = 2, 4, 12, 3
 class Agents:
     """Programs of drawn lengths, which sample a turn of one token at each tick of a clock.
 
+    Each reports a reward of 0.25 for its first turn.
+
     Attributes:
         weight_version: as that of a HybridEngine.
         begun: (step, prompt, sample) of each program that was started.
@@ -61,7 +63,7 @@ class Agents:
                 if turns < done:
                     text = record.sequences[0].text if turns else ""
                     version = [self.weight_version]
-                    options = {"trained": True, "truncated": False}
+                    options = {"trained": True, "truncated": False, "name": f"{key}t{turns}"}
                     record.add(record.start(text), [turns], [-0.5], version, "x", **options)
                     continue
                 number = int(key[3:])
@@ -77,9 +79,18 @@ class Agents:
 
     def _result(self, one: Running, found: float | Failure) -> EpisodeResult:
         reward, failure = found, 0
+        turns = {f"chatcmpl-{one.episode.key}t0": 0.25}
         if isinstance(found, Failure):
             reward, failure = -1.0, self.failures.number(found.kind, found.reason)
-        return EpisodeResult(0, one.episode.engine, [1], one.episode.record, reward, failure)
+            turns = {}
+        return EpisodeResult(0, one.episode.engine, [1], one.episode.record, reward, failure, turns)
+
+
+def assert_first_turns_are_rewarded(batch: RolloutBatch) -> None:
+    samples = batch.response_mask.values[batch.response_mask.lengths.cumsum(0) - 1]
+    rewarded = samples & (batch.environment_failures == 0)
+    assert torch.stack([row.sum() for row in batch.turn_rewards.rows()]).equal(0.25 * rewarded)
+    assert rewarded.any()
 
 
 def sampling_of(agents: Agents, state: SimpleNamespace, first: int) -> PartialAgents:
@@ -104,6 +115,7 @@ def test_every_episode_is_trained_once_and_no_token_is_too_old():
         sampled = sampling.sample(step)
         batch, reasons = sampled.batch, sampled.batch.environment_failures.tolist()
         assert (batch.group_id.bincount() == EACH).all() and len(batch) == PER_STEP * EACH
+        assert_first_turns_are_rewarded(batch)
         assert [one.prompt_id for one in sampled.prompts[::EACH]] == sorted(
             {one.prompt_id for one in sampled.prompts}
         )
@@ -143,3 +155,4 @@ def test_a_checkpoint_has_ended_episodes_and_the_others_begin_anew():
     assert all(number >= 1000 for _, number, _ in again.begun[len(wanted) :])
     versions = sampled.batch.token_versions.values
     assert versions.min() < again.weight_version and torch.isin(versions, torch.arange(6)).all()
+    assert_first_turns_are_rewarded(sampled.batch)

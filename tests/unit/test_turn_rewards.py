@@ -27,7 +27,7 @@ def record(turns: Turns) -> EpisodeRecord:
     for k, (conversation, trained) in enumerate(turns):
         text = texts.get(conversation, chr(97 + conversation))
         how = {"name": str(k), "trained": trained, "truncated": False}
-        made.add(made.start(text), [5, 6], [-1.0, -2.0], f"{k}!", **how)
+        made.add(made.start(text), [5, 6], [-1.0, -2.0], [3, 3], f"{k}!", **how)
         texts[conversation] = f"{text}{k}!?"
     return made
 
