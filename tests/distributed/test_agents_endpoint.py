@@ -490,7 +490,7 @@ def test_a_request_goes_on_after_each_cut(served):
 
 def test_what_cannot_go_on_is_sampled_to_its_end_before_a_cut(served):
     """A penalty counts the tokens of one request of the engine."""
-    episode = served.episode(masks_other=True)
+    episode = served.episode(other_sampling=OtherSampling.mask)
     before = set(served.sampled.requests)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(

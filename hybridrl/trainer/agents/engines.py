@@ -18,7 +18,7 @@ from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
 from hybridrl.data.seeds import derive_seed
 
 # Decoding steps of one call: more save calls, fewer admit requests sooner.
-STEPS = 8
+STEPS = 4
 
 
 class OpenRequest(NamedTuple):
