@@ -23,6 +23,10 @@ def score(prompt, response, example, mode=""):
 STRICT_RULE = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"
 
 
+# Promised by recipes/<recipe>/README.md, on two free cores; of the others 4 minutes.
+SECONDS = {"calculator_agent": 300}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
     # The warm start's most likely answers, which no temperature makes right.
     assert first["eval/accuracy_greedy"] <= 0.3
     assert last["eval/accuracy_greedy"] >= 0.75
-    assert seconds <= 240
+    assert seconds <= SECONDS.get(recipe, 240)
 
 
 @pytest.mark.slow
