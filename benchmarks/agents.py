@@ -19,7 +19,6 @@ Prints one JSON line; append it to benchmarks/results/agents.jsonl.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,12 +27,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.grpo_step import COMMON, ON_GPU
+from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import SHAPES, make_model
 from benchmarks.timing import result
 from hybridrl.environments.programs import Task
 from hybridrl.models.cache import cache_folder
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "1.5b"
 # Of SmolLM2's tokenizer.
 VOCABULARY = 49152
@@ -56,24 +55,21 @@ def run(args: argparse.Namespace, extra: list[str], folder: Path) -> list[dict[s
     """Train for a few steps; return the rows of the metrics.
 
     Raises:
-        SystemExit: the run failed; its output has been printed.
+        SystemExit: the run failed.
     """
-    command = [sys.executable, "-m", "hybridrl.main", "+recipe=gsm8k_grpo", *COMMON]
-    command += ["algorithm.kl.coef=0", "tracking.report=false", "rollout.responses_per_prompt=4"]
-    command += [f"trainer.total_steps={args.steps + 3}", f"hydra.run.dir={folder}"]
+    overrides = ["+recipe=gsm8k_grpo", *COMMON]
+    overrides += ["algorithm.kl.coef=0", "tracking.report=false"]
+    overrides += [f"trainer.total_steps={args.steps + 3}"]
     if args.small:
-        command += ["hardware=cpu", "cluster.gpus_per_node=1", "data.prompts_per_step=16"]
-        command += ["actor.mini_batch_size=64", "data.num_eval_problems=8"]
+        overrides += ["hardware=cpu", "cluster.gpus_per_node=1", "data.prompts_per_step=16"]
+        overrides += ["actor.mini_batch_size=64", "data.num_eval_problems=8"]
     else:
         model = cache_folder() / "benchmarks" / "agents"
         make_model(model, SHAPES[SHAPE] | {"vocab_size": VOCABULARY})
-        command += [*ON_GPU, "cluster.gpus_per_node=1", f"model.path={model}"]
-        command += [f"data.train_files={args.data.resolve()}", "data.prompts_per_step=64"]
-        command += ["rollout.max_response_tokens=1280", "actor.mini_batch_size=256"]
-    done = subprocess.run([*command, *extra], cwd=ROOT, stdout=sys.stderr)
-    if done.returncode:
-        raise SystemExit(f"the run failed with exit code {done.returncode}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        overrides += [*ON_GPU, "cluster.gpus_per_node=1", f"model.path={model}"]
+        overrides += [f"data.train_files={args.data.resolve()}", "data.prompts_per_step=64"]
+        overrides += ["rollout.max_response_tokens=1280", "actor.mini_batch_size=256"]
+    return metrics_of_run([*overrides, *extra], folder)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

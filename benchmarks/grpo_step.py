@@ -32,7 +32,6 @@ Prints one JSON line; append it to benchmarks/results/grpo_step.jsonl.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -40,11 +39,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import SHAPES, make_model
 from benchmarks.timing import result
 from hybridrl.models.cache import cache_folder
-
-ROOT = Path(__file__).resolve().parents[1]
 
 RECIPE, SHAPE = "gsm8k_grpo", "1.5b"
 
@@ -115,11 +113,13 @@ PRESETS = {
 VOCABULARIES = {"one_gpu": 49152, "field": 49152}
 
 
-def run(args: argparse.Namespace, preset: str, extra: list[str], folder: Path) -> Path:
-    """Train for `args.steps` timed steps and two more; returns the run's directory.
+def run(
+    args: argparse.Namespace, preset: str, extra: list[str], run_dir: Path
+) -> list[dict[str, Any]]:
+    """Train for `args.steps` timed steps and two more; return the rows of the metrics.
 
     Raises:
-        SystemExit: the run failed; its output has been printed.
+        SystemExit: the run failed.
     """
     overrides = [f"+recipe={args.recipe}", *RECIPES[args.recipe], *COMMON, *PRESETS[preset]]
     overrides.append(f"trainer.total_steps={args.steps + 2}")
@@ -132,12 +132,7 @@ def run(args: argparse.Namespace, preset: str, extra: list[str], folder: Path) -
         shape = SHAPES[args.shape]
         make_model(model, shape | {"vocab_size": VOCABULARIES.get(preset, shape["vocab_size"])})
         overrides += [f"model.path={model}", f"data.train_files={args.data.resolve()}"]
-    run_dir = folder / "run"
-    command = [sys.executable, "-m", "hybridrl.main", *overrides, *extra]
-    done = subprocess.run([*command, f"hydra.run.dir={run_dir}"], cwd=ROOT, stdout=sys.stderr)
-    if done.returncode:
-        raise SystemExit(f"the run failed with exit code {done.returncode}")
-    return run_dir
+    return metrics_of_run([*overrides, *extra], run_dir)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -222,11 +217,10 @@ def main() -> None:
     preset = "small" if args.small else args.preset
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep.resolve() if args.keep else Path(temporary)
-        run_dir = run(args, preset, extra, folder)
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        run_dir = folder / "run"
+        found = summarize(run(args, preset, extra, run_dir))
         manifest = json.loads((run_dir / "manifest.json").read_text())
     gpus = [gpu["name"] for node in manifest["hardware"]["nodes"] for gpu in node["gpus"]]
-    found = summarize([json.loads(line) for line in lines])
     settings = {
         "preset": preset,
         "recipe": args.recipe,

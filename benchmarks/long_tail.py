@@ -29,7 +29,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import QWEN2_5, make_model
 from benchmarks.timing import min_median_max, result
 from hybridrl.config.schema import RolloutConfig
@@ -50,7 +50,6 @@ from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
-ROOT = Path(__file__).resolve().parents[1]
 SIGMA = 1.0
 # Of SmolLM2's tokenizer.
 VOCABULARY = 49152
@@ -176,18 +175,12 @@ def run(args: argparse.Namespace, schedule: str, extra: list[str], folder: Path)
         f"trainer.total_steps={args.settling + args.steps}",
         f"rollout.schedule={'sync' if schedule == 'equal' else schedule}",
         *([f"placement.rollout_gpus={args.rollout_gpus}"] if schedule == "split" else []),
-        f"hydra.run.dir={folder / schedule}",
     ]
     if not args.small:
         model = cache_folder() / "benchmarks" / f"long_tail_{args.shape}"
         make_model(model, QWEN2_5[args.shape] | {"vocab_size": VOCABULARY})
         overrides.append(f"model.path={model}")
-    command = [sys.executable, "-m", "hybridrl.main", *overrides, *extra]
-    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr)
-    if done.returncode:
-        raise SystemExit(f"the run with {schedule} failed with exit code {done.returncode}")
-    lines = (folder / schedule / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return metrics_of_run([*overrides, *extra], folder / schedule)
 
 
 def summarize(rows: list[dict[str, Any]], settling: int) -> dict[str, Any]:

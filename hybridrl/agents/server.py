@@ -26,6 +26,7 @@ END_TIMEOUT_S = 5.0
 # a request may meet a connection that is being closed, and fail.
 KEEP_ALIVE_S = 600
 
+Handler = Callable[[Request], Awaitable[Response]]
 FORMATS: Mapping[str, type[Format]] = {
     "/v1/chat/completions": Chat,
     "/v1/completions": TextCompletions,
@@ -38,47 +39,52 @@ def app_of(policy: Policy) -> FastAPI:
     """Return the web application of the endpoint."""
     app = FastAPI(openapi_url=None)
     for path, form in FORMATS.items():
-        app.add_route(path, _handler(policy, form()), methods=["POST"])
+        app.add_route(path, _with_errors(form(), _handler(policy, form())), methods=["POST"])
 
     async def models(request: Request) -> Response:
-        form = Chat()
-        try:
-            policy.episode(_key(request))
-        except RequestError as error:
-            return JSONResponse(form.error(error), error.status)
+        policy.episode(_key(request))
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridrl"}
         if "model" in request.path_params:
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
     async def transcript(request: Request) -> Response:
-        try:
-            return JSONResponse(policy.episode(_key(request)).transcript())
-        except RequestError as error:
-            return JSONResponse(Chat().error(error), error.status)
+        return JSONResponse(policy.episode(_key(request)).transcript())
 
-    app.add_route("/v1/transcript", transcript)
-    app.add_route("/v1/models", models)
-    app.add_route("/v1/models/{model}", models)
+    for path, handle in (
+        ("/v1/transcript", transcript),
+        ("/v1/models", models),
+        ("/v1/models/{model}", models),
+    ):
+        app.add_route(path, _with_errors(Chat(), handle))
     return app
 
 
-def _handler(policy: Policy, form: Format) -> Callable[[Request], Awaitable[Response]]:
+def _handler(policy: Policy, form: Format) -> Handler:
     async def handle(request: Request) -> Response:
+        episode = policy.episode(_key(request))
+        asked = form.parse(await _body(request))
+        begun = policy.begin(episode, form.ask(policy, episode, asked), asked.count)
+        if asked.stream:
+            pieces = policy.pieces(episode, begun)
+            events = form.events(policy, episode, asked, pieces)
+            return StreamingResponse(_until_the_end(events), media_type="text/event-stream")
+        found = await _unless_gone(request, policy.complete(episode, begun))
+        return JSONResponse(form.answer(policy, episode, asked, found))
+
+    return handle
+
+
+def _with_errors(form: Format, handle: Handler) -> Handler:
+    """Answer a RequestError in this format."""
+
+    async def answer(request: Request) -> Response:
         try:
-            episode = policy.episode(_key(request))
-            asked = form.parse(await _body(request))
-            begun = policy.begin(episode, form.ask(policy, episode, asked), asked.count)
-            if asked.stream:
-                pieces = policy.pieces(episode, begun)
-                events = form.events(policy, episode, asked, pieces)
-                return StreamingResponse(_until_the_end(events), media_type="text/event-stream")
-            found = await _unless_gone(request, policy.complete(episode, begun))
-            return JSONResponse(form.answer(policy, episode, asked, found))
+            return await handle(request)
         except RequestError as error:
             return JSONResponse(form.error(error), error.status)
 
-    return handle
+    return answer
 
 
 async def _until_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import openai
 import pytest
@@ -104,6 +105,20 @@ def assert_trained(rows: list[dict]) -> None:
         assert all(value is None or math.isfinite(value) for value in row.values())
 
 
+def trained(tmp_path: Path, program: str, *changes: str) -> tuple[Path, str, list[dict]]:
+    """The directory, output and metrics of two steps with a program, which have trained."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "agent.py").write_text(program)
+    overrides = [*RECIPE, *WATCHED, "agent.function=agent.py:run", *changes]
+    with started(run_dir, *overrides) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        rows = run.metrics()
+    assert_trained(rows)
+    return run_dir, output, rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -139,15 +154,7 @@ def test_two_steps_of_the_recipe(tmp_path, changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [[], [TWO], ["algorithm=ppo"]], ids=["one", "dp2", "critic"])
 def test_branches_and_failures_are_counted_by_episode(tmp_path, changes):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "agent.py").write_text(BRANCHING)
-    own = ["agent.function=agent.py:run", "reward.failed_score=-1"]
-    with started(run_dir, *RECIPE, *WATCHED, *own, *changes) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        rows = run.metrics()
-    assert_trained(rows)
+    run_dir, output, rows = trained(tmp_path, BRANCHING, "reward.failed_score=-1", *changes)
     for row in rows[1:]:
         # Three answers to the question, one of them continued, and the edited history.
         assert row["agent/branches"] == 3.0 and row["rollout/turns_mean"] == 5.0
@@ -162,15 +169,7 @@ def test_branches_and_failures_are_counted_by_episode(tmp_path, changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_rewards_of_turns_train(tmp_path, algorithm):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "agent.py").write_text(TURNS)
-    own = ["agent.function=agent.py:run", f"algorithm={algorithm}"]
-    with started(run_dir, *RECIPE, *WATCHED, *own) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        rows = run.metrics()
-    assert_trained(rows)
+    run_dir, _, rows = trained(tmp_path, TURNS, f"algorithm={algorithm}")
     assert rows[1]["reward/failed"] == 0.0 and 0.0 < rows[1]["reward/mean"] < 1.5
     lines = (run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
     assert {json.loads(line)["score"] for line in lines} == {0.0, 0.5, 1.0, 1.5}
@@ -182,15 +181,7 @@ def test_rewards_of_turns_train(tmp_path, algorithm):
 )
 def test_constrained_turns_are_context(tmp_path, changes):
     """A free answer, then one of a schema: half of the turns are trained."""
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "agent.py").write_text(CONSTRAINED)
-    own = ["agent.function=agent.py:run", "agent.other_sampling=mask"]
-    with started(run_dir, *RECIPE, *WATCHED, *own, *changes) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        rows = run.metrics()
-    assert_trained(rows)
+    _, _, rows = trained(tmp_path, CONSTRAINED, "agent.other_sampling=mask", *changes)
     for row in rows[1:]:
         assert row["reward/failed"] == row["agent/branches"] == 0.0
         assert row["rollout/turns_mean"] == 2.0 and 0.0 < row["reward/mean"] < 1.0

@@ -44,15 +44,12 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
         for sequence in episode.record.sequences or [_nothing(episode, end_token, version)]
     ]
     index = torch.tensor([k for k, _, _ in rows])
-    turn_rewards = [
-        on_tokens(sequence, rewards)
+    of_turns = [
+        rewards
         for episode in episodes
-        for sequence, rewards in zip(
-            episode.record.sequences or [_nothing(episode, end_token, version)],
-            placed(episode.record, episode.turns) or [[0.0]],
-            strict=True,
-        )
+        for rewards in placed(episode.record, episode.turns) or [[0.0]]
     ]
+    turn_rewards = [on_tokens(row, own) for (_, _, row), own in zip(rows, of_turns, strict=True)]
     is_last = torch.cat([index.diff(), torch.ones(1)]) > 0
     starts = [sequence.turns[0].start for _, _, sequence in rows]
     parts = [(sequence, start) for (_, _, sequence), start in zip(rows, starts, strict=True)]

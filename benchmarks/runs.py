@@ -1,0 +1,25 @@
+"""Runs of the real command, in a process of their own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def metrics_of_run(overrides: Sequence[str], run_dir: Path) -> list[dict[str, Any]]:
+    """Train with the command line's `overrides` into a folder; return the rows of its metrics.
+
+    The output goes to stderr.
+
+    Raises:
+        SystemExit: the run failed.
+    """
+    command = [sys.executable, "-m", "hybridrl.main", *overrides, f"hydra.run.dir={run_dir}"]
+    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr)
+    if done.returncode:
+        raise SystemExit(f"the run in {run_dir} failed with exit code {done.returncode}")
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
