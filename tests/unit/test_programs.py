@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -53,6 +54,18 @@ async def run(task, client, *, scale):
             await asyncio.sleep(60)
     print("quiet", task.example["answer"])
     return scale * len(task.messages)
+"""
+
+
+MEETING = """
+import asyncio
+from pathlib import Path
+
+async def run(task, client, *, folder, count):
+    (Path(folder) / task.example["answer"]).touch()
+    while len([*Path(folder).iterdir()]) < count:
+        await asyncio.sleep(0.01)
+    return 1
 """
 
 
@@ -107,6 +120,16 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
     ):
         assert part in reason or (part == "text" and "expected a number" in reason)
     assert time.monotonic() - start < 20
+
+
+def test_as_many_programs_run_at_the_same_time_as_allowed(tmp_path):
+    file, folder = tmp_path / "agent.py", tmp_path / "met"
+    file.write_text(MEETING)
+    folder.mkdir()
+    settings = config(f"{file}:run", folder=str(folder), count=8)
+    with ProgramPool(replace(settings, num_processes=3, timeout_s=30.0)) as pool:
+        found = results(pool, [job(str(number)) for number in range(8)])
+    assert found == [Reward(1.0, {})] * 8
 
 
 def test_the_end_of_a_coroutines_output_is_kept_with_its_failure(tmp_path, capfd):

@@ -149,14 +149,20 @@ class TaskPool:
         self.close()
 
     def _hand_out(self, chunk_items: int) -> None:
-        """Assign items to every process that has room for more."""
-        for process in list(self._processes):
-            if chunk := self._chunk_for(process, chunk_items):
-                try:
-                    process.hand_out(chunk)
-                except OSError:  # it failed before: not caused by these items
-                    self._waiting.extendleft(reversed(chunk))
-                    self._fail_current(process, FailureKind.error)
+        """Assign items to processes until all are assigned, or no process has room for more."""
+        while sum(self._hand_to(process, chunk_items) for process in list(self._processes)):
+            pass
+
+    def _hand_to(self, process: RewardProcess, chunk_items: int) -> int:
+        """Assign items to a process; return their number."""
+        chunk = self._chunk_for(process, chunk_items)
+        if chunk:
+            try:
+                process.hand_out(chunk)
+            except OSError:  # it failed before: not caused by these items
+                self._waiting.extendleft(reversed(chunk))
+                self._fail_current(process, FailureKind.error)
+        return len(chunk)
 
     def _chunk_for(self, process: RewardProcess, chunk_items: int) -> list[Indexed]:
         """Take the next items for a process: a chunk when it is idle, or as many as it may have."""
