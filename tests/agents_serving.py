@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,17 +35,22 @@ class Sampled:
         self.cancelled: set[str] = set()
         self.tokens: dict[str, list[tuple[int, float]]] = {}
 
-    def call(self, method: str, call: LiveCall) -> list[EngineProgress]:
+    def begin(self, method: str, call: LiveCall) -> Callable[[], list[EngineProgress]]:
         self.calls += 1
         for request in call.new:  # one that was cut comes again
             self.requests.setdefault(request.request_id, request)
             self.admitted[request.request_id] += 1
         self.cancelled |= {name for _, name in call.cancelled}
-        found: list[EngineProgress] = self._group.call(method, call)
-        for one in [one for engine in found for one in engine.progress]:
-            pairs = zip(one.tokens, one.log_probs, strict=True)
-            self.tokens.setdefault(one.request_id, []).extend(pairs)
-        return found
+        wait = self._group.begin(method, call)
+
+        def result() -> list[EngineProgress]:
+            found: list[EngineProgress] = wait()
+            for one in [one for engine in found for one in engine.progress]:
+                pairs = zip(one.tokens, one.log_probs, strict=True)
+                self.tokens.setdefault(one.request_id, []).extend(pairs)
+            return found
+
+        return result
 
 
 class Served:

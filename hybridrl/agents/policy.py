@@ -110,8 +110,10 @@ class Policy:
         except TemplateError as error:
             raise RequestError(f"The chat template refuses the messages: {error}") from error
 
-    def begin(self, episode: Episode, ask: Ask, count: int) -> list[Begun]:
-        """Begin `count` completions of a request.
+    def begin(
+        self, episode: Episode, ask: Ask, count: int, *, in_pieces: bool = False
+    ) -> list[Begun]:
+        """Begin `count` completions of a request; a stream needs their text in pieces.
 
         Raises:
             RequestError: the prompt leaves no room for a token.
@@ -125,7 +127,9 @@ class Policy:
                 param="messages",
                 code="context_length_exceeded",
             )
-        requests = [self._request(episode, start, ask) for _ in range(count)]
+        # A stop string is found while the completion is sampled.
+        in_pieces = in_pieces or bool(ask.stop)
+        requests = [self._request(episode, start, ask, in_pieces) for _ in range(count)]
         return [
             Begun(self._completion(k, request, ask), start, request, ask)
             for k, request in enumerate(requests)
@@ -235,7 +239,7 @@ class Policy:
         ]
         return message | {"tool_calls": parsed}
 
-    def _request(self, episode: Episode, start: Start, ask: Ask) -> LiveRequest:
+    def _request(self, episode: Episode, start: Start, ask: Ask, in_pieces: bool) -> LiveRequest:
         """Build the engine's request; equal requests of an episode have different seeds."""
         content = json.dumps([start.prompt, ask.max_tokens, ask.stop, ask.seed, ask.sampling])
         digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
@@ -253,5 +257,6 @@ class Policy:
             top_p=sampling.pop("top_p", episode.settings.top_p),
             # A grammar allows a stop token at its end alone.
             stop_token_ids=() if STRUCTURED in ask.sampling else self.text.stop_token_ids(ask.stop),
+            in_pieces=in_pieces,
             sampling=sampling,
         )

@@ -64,7 +64,8 @@ def _handler(policy: Policy, form: Format) -> Handler:
     async def handle(request: Request) -> Response:
         episode = policy.episode(_key(request))
         asked = form.parse(await _body(request))
-        begun = policy.begin(episode, form.ask(policy, episode, asked), asked.count)
+        ask = form.ask(policy, episode, asked)
+        begun = policy.begin(episode, ask, asked.count, in_pieces=bool(asked.stream))
         if asked.stream:
             pieces = policy.pieces(episode, begun)
             events = form.events(policy, episode, asked, pieces)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from hybridrl.config.errors import ConfigError
@@ -49,7 +50,8 @@ class ModelText:
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of tokens, with special tokens or without."""
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
-        found = self._tokenizer.decode(list(tokens), **options)
+        # Of a list, transformers would look at each element.
+        found = self._tokenizer.decode(np.asarray(tokens, np.int64), **options)
         assert isinstance(found, str)
         return found
 

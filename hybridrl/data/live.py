@@ -26,6 +26,7 @@ class LiveRequest:
         temperature: divides the logits; 0 decodes greedily.
         top_p: probability mass of nucleus sampling.
         stop_token_ids: tokens that end it, besides the model's end tokens; they are part of it.
+        in_pieces: its tokens are returned as they are sampled, not at its end alone.
         sampling: further fields of vLLM's SamplingParams.
     """
 
@@ -37,11 +38,12 @@ class LiveRequest:
     temperature: float
     top_p: float
     stop_token_ids: tuple[int, ...] = ()
+    in_pieces: bool = False
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
 class Progress(NamedTuple):
-    """Tokens of one request in one call, with their log-probs in nats.
+    """Further tokens of one request, with their log-probs in nats.
 
     `reason` at its end is STOP (by the last token, an end or stop token) or LENGTH (max_tokens);
     before that it is empty. `version` is the number of the weights that sampled them.
@@ -55,9 +57,14 @@ class Progress(NamedTuple):
 
 
 class EngineProgress(NamedTuple):
-    """Progress of one engine in one call, its seconds, and the version of the weights."""
+    """Progress of one engine in one call.
+
+    `tokens` is the number of tokens sampled in its `seconds`; `weight_version` is that of the
+    weights.
+    """
 
     progress: list[Progress]
+    tokens: int
     seconds: float
     weight_version: int = 0
 

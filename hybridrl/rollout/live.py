@@ -25,7 +25,9 @@ class LiveRequests:
     def __init__(self, core: Any, stop_token_ids: Sequence[int]) -> None:
         self._core = core
         self._stop_token_ids = list(stop_token_ids)
-        self._open: set[str] = set()
+        # Open requests, and tokens that have not been returned.
+        self._open: dict[str, LiveRequest] = {}
+        self._sampled: dict[str, Progress] = {}
         self._steps = 0
 
     def advance(self, call: LiveCall) -> EngineProgress:
@@ -34,15 +36,16 @@ class LiveRequests:
         Raises:
             RuntimeError: vLLM aborted a request.
         """
-        start = time.perf_counter()
+        start, tokens = time.perf_counter(), 0
         dropped = [request_id for _, request_id in call.cancelled if request_id in self._open]
         if dropped:
             self._core.abort_requests(dropped)
-            self._open.difference_update(dropped)
+        for request_id in dropped:
+            del self._open[request_id]
         for request in call.new:
             self._core.add_request(self._core_request(request))
-            self._open.add(request.request_id)
-        found: dict[str, Progress] = {}
+            self._open[request.request_id] = request
+            self._sampled[request.request_id] = Progress(request.request_id, [], [], "")
         log_probs = StepLogProbs()
         with log_probs.recorded(self._core):
             for _ in range(call.steps):
@@ -51,27 +54,39 @@ class LiveRequests:
                 self._steps += 1
                 position.at("decoding step", self._steps)
                 if outputs := self._core.get_output().outputs:
-                    self._add(found, outputs, log_probs)
+                    self._add(outputs, log_probs)
+                    tokens += len(outputs)
             if not self._open:
                 finish_steps(self._core)
-        return EngineProgress(list(found.values()), time.perf_counter() - start)
+        return EngineProgress(self._progress(), tokens, time.perf_counter() - start)
 
-    def _add(
-        self, found: dict[str, Progress], outputs: Sequence[Any], log_probs: StepLogProbs
-    ) -> None:
+    def _add(self, outputs: Sequence[Any], log_probs: StepLogProbs) -> None:
         """Add the outputs of one step, a token each."""
         rows = log_probs.of([output.request_id for output in outputs]).tolist()
         for output, log_prob in zip(outputs, rows, strict=True):
             name = output.request_id
-            so_far = found.setdefault(name, Progress(name, [], [], ""))
+            so_far = self._sampled[name]
             so_far.tokens.extend(output.new_token_ids)
             so_far.log_probs.append(log_prob)
             if output.finish_reason is not None:
                 reason = output.finish_reason.name
                 if reason not in ("STOP", "LENGTH"):
                     raise RuntimeError(f"vLLM ended request {name} with {reason}")
-                found[name] = so_far._replace(reason=reason)
-                self._open.remove(name)
+                self._sampled[name] = so_far._replace(reason=reason)
+                del self._open[name]
+
+    def _progress(self) -> list[Progress]:
+        """Take the tokens of requests in pieces, and of those that are not open any more."""
+        found = [
+            one
+            for name, one in self._sampled.items()
+            if name not in self._open or (self._open[name].in_pieces and one.tokens)
+        ]
+        for one in found:
+            del self._sampled[one.request_id]
+            if one.request_id in self._open:
+                self._sampled[one.request_id] = Progress(one.request_id, [], [], "")
+        return found
 
     def _core_request(self, request: LiveRequest) -> Any:
         from vllm import SamplingParams

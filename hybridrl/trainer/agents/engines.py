@@ -1,12 +1,13 @@
 """Rollout engines under the endpoint: requests go in at any time, a few decoding steps per call.
 
 The endpoint's thread submits requests; the driver's main thread calls the engines as long as a
-step samples. Requests that arrive during a call are admitted by the next one. What is open at the
-end of a step's sampling goes on in the next: as a request with the tokens so far as its prompt.
+step samples, the next call before the last one has ended: so they wait for nobody. What is open at
+the end of a step's sampling goes on in the next: as a request with the tokens so far as its prompt.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from queue import SimpleQueue
@@ -19,6 +20,8 @@ from hybridrl.data.seeds import derive_seed
 
 # Decoding steps of one call: more save calls, fewer admit requests sooner.
 STEPS = 4
+# Calls that an engine has before it, with the one that runs.
+AHEAD = 2
 
 
 class OpenRequest(NamedTuple):
@@ -86,20 +89,30 @@ class LiveEngines:
             WorkerError: a rank failed.
         """
         self.stats, self.waited_s = (EngineStats(0, 0.0, 0.0),) * self.num_engines, 0.0
-        start = time.perf_counter()
+        begun, start = deque[Callable[[], None]](), time.perf_counter()
         while not is_enough():
-            self._call(*self._received(), STEPS, start, loop)
+            new, cancelled = self._received(waits=not begun)
+            if new or cancelled or self._open:
+                begun.append(self._begin(new, cancelled, STEPS, start, loop))
+            if len(begun) == AHEAD or not self._open:
+                self._finish(begun, 1)
+        self._finish(begun, len(begun))
         while any(one.request.sampling for one in self._open.values()):
-            self._call([], [], STEPS, start, loop)
-        cut, self._open = self._open, {}
-        self._call([], [(one.request.engine, name) for name, one in cut.items()], 0, start, loop)
-        for one in cut.values():
+            self._begin([], [], STEPS, start, loop)()
+        cut = [(one.request.engine, name) for name, one in self._open.items()]
+        self._begin([], cut, 0, start, loop)()
+        for one in self._open.values():
             self._inbox.put(one.rest())
+        self._open = {}
 
-    def _received(self) -> tuple[list[LiveRequest], list[tuple[int, str]]]:
-        """Return new and cancelled requests; wait for one if none is open."""
+    def _finish(self, begun: deque[Callable[[], None]], count: int) -> None:
+        for _ in range(min(count, len(begun))):
+            begun.popleft()()
+
+    def _received(self, *, waits: bool) -> tuple[list[LiveRequest], list[tuple[int, str]]]:
+        """Return new and cancelled requests; if it `waits` and none is open, wait for one."""
         found = []
-        if not self._open:
+        if waits and not self._open:
             start = time.perf_counter()
             found.append(self._inbox.get())
             self.waited_s += time.perf_counter() - start
@@ -114,34 +127,42 @@ class LiveEngines:
         gone = {name for _, name in known}
         return [one for one in new if one.request_id not in gone], known
 
-    def _call(
+    def _begin(
         self,
         new: list[LiveRequest],
         cancelled: list[tuple[int, str]],
         steps: int,
         start: float,
         loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        """Advance the engines and hand their progress to the endpoint's thread."""
-        if steps and not (new or cancelled or self._open):
-            return
-        found: list[EngineProgress] = self._rollout.call("advance", LiveCall(new, cancelled, steps))
-        self.weight_version = found[0].weight_version
-        waited = time.perf_counter() - start
-        self.stats = tuple(
-            _added(stats, engine, waited) for stats, engine in zip(self.stats, found, strict=True)
-        )
-        progress = [
-            one._replace(version=engine.weight_version)
-            for engine in found
-            for one in engine.progress
-        ]
-        for one in progress:
-            self._open[one.request_id].tokens.extend(one.tokens)
-            if one.reason:
-                del self._open[one.request_id]
-        if progress:
-            loop.call_soon_threadsafe(self._deliver, progress)
+    ) -> Callable[[], None]:
+        """Begin to advance the engines.
+
+        Return a function that waits and hands their progress to the endpoint's thread.
+        """
+        wait = self._rollout.begin("advance", LiveCall(new, cancelled, steps))
+
+        def finish() -> None:
+            found: list[EngineProgress] = wait()
+            self.weight_version = found[0].weight_version
+            waited = time.perf_counter() - start
+            self.stats = tuple(
+                _added(stats, engine, waited)
+                for stats, engine in zip(self.stats, found, strict=True)
+            )
+            progress = [
+                one._replace(version=engine.weight_version)
+                for engine in found
+                for one in engine.progress
+                if one.request_id in self._open
+            ]
+            for one in progress:
+                self._open[one.request_id].tokens.extend(one.tokens)
+                if one.reason:
+                    del self._open[one.request_id]
+            if progress:
+                loop.call_soon_threadsafe(self._deliver, progress)
+
+        return finish
 
     def _deliver(self, progress: Iterable[Progress]) -> None:
         for one in progress:
@@ -152,6 +173,5 @@ class LiveEngines:
 
 
 def _added(stats: EngineStats, engine: EngineProgress, waited: float) -> EngineStats:
-    tokens = sum(len(one.tokens) for one in engine.progress)
-    first = stats.first_token_s or (waited if tokens else 0.0)
-    return EngineStats(stats.tokens + tokens, stats.seconds + engine.seconds, first)
+    first = stats.first_token_s or (waited if engine.tokens else 0.0)
+    return EngineStats(stats.tokens + engine.tokens, stats.seconds + engine.seconds, first)
