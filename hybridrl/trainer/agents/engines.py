@@ -8,7 +8,7 @@ the end of a step's sampling goes on in the next: as a request with the tokens s
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -22,6 +22,8 @@ from hybridrl.data.seeds import derive_seed
 STEPS = 4
 # Calls that an engine has before it, with the one that runs.
 AHEAD = 2
+# Requests whose progress is passed on at once.
+PORTION = 8
 
 
 class OpenRequest(NamedTuple):
@@ -164,12 +166,15 @@ class LiveEngines:
 
         return finish
 
-    def _deliver(self, progress: Iterable[Progress]) -> None:
-        for one in progress:
+    def _deliver(self, progress: Sequence[Progress]) -> None:
+        """Pass on progress; between portions the event loop handles the next requests."""
+        for one in progress[:PORTION]:
             if (queue := self._queues.get(one.request_id)) is not None:
                 queue.put_nowait(one)
                 if one.reason:
                     del self._queues[one.request_id]
+        if rest := progress[PORTION:]:
+            asyncio.get_running_loop().call_soon(self._deliver, rest)
 
 
 def _added(stats: EngineStats, engine: EngineProgress, waited: float) -> EngineStats:
