@@ -136,7 +136,8 @@ class VLLMEngine:
                 self._llm = LLM(model=str(folder), **options)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
-        self._live = LiveRequests(vllm_compat.engine_core(self._llm), self._stop_token_ids)
+        core = vllm_compat.engine_core(self._llm)
+        self._live = LiveRequests(core, config.model, self._stop_token_ids)
         with times.part("first sampling"):
             self._warm_up()
         compiling = vllm_compat.compile_seconds(self._llm)
