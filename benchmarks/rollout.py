@@ -139,9 +139,10 @@ def _model(args: argparse.Namespace, folder: Path) -> Path:
 
 def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> EndlessWorker:
     on_gpu = device_type == "cuda"
+    model = ModelConfig(path=str(folder), init=Init.random, seed=1, trust_remote_code=False)
     config = RolloutConfig(
         worker="",
-        model=ModelConfig(path=str(folder), init=Init.random, seed=1),
+        model=model,
         lora=None,
         seed=1,
         tensor_parallel_size=args.tp,

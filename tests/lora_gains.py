@@ -240,7 +240,7 @@ def in_engine(worker: RolloutWorker) -> dict[str, Tensor]:
     tensors = worker.engine.tensors()
     shapes = {shard.name: shard.shape for shard in worker.actor.named_shards()}
     whole: dict[str, Tensor] = {}
-    for copy in worker.trace.copies:
+    for copy in worker.engine.trace.copies:
         part = region_view(tensors[copy.parameter], copy.destination)
         source = whole.setdefault(copy.source, torch.zeros(shapes[copy.source]).double())
         region_view(source, copy.region).copy_(part)

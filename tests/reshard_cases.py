@@ -394,10 +394,11 @@ def corrupted(worker: RolloutWorker) -> dict[str, str]:
 
 def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
     """What is said where ranks disagree, and about a prompt that is too long."""
-    rank, tensors, shards = dist.get_rank(), worker.engine.tensors(), actor.named_shards()
+    rank, engine, shards = dist.get_rank(), worker.engine, actor.named_shards()
+    side = engine.trace, engine.tensors(), Route.colocated(worker.mesh)
 
     def resharder(shards: Any, bucket_mb: int) -> Resharder:
-        return Resharder(shards, worker.trace, tensors, Route.colocated(worker.mesh), bucket_mb)
+        return Resharder(shards, *side, bucket_mb)
 
     long = replace(
         prompts(), prompts=Ragged.from_rows([[1] * (MAX_PROMPT + 1), [1], [1]], torch.int64)

@@ -43,8 +43,10 @@ LINEAR_LAYERS = (
 )
 
 
-def model_config(folder: Path | str, init: Init = Init.pretrained, seed: int = 0) -> ModelConfig:
-    return ModelConfig(path=str(folder), init=init, seed=seed)
+def model_config(
+    folder: Path | str, init: Init = Init.pretrained, seed: int = 0, *, trusted: bool = False
+) -> ModelConfig:
+    return ModelConfig(path=str(folder), init=init, seed=seed, trust_remote_code=trusted)
 
 
 def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPConfig:

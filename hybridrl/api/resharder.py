@@ -35,7 +35,7 @@ class Resharder(resharder.Resharder):
     Args:
         module: causal LM of transformers with float32 weights under `fully_shard`, over all ranks,
             on a mesh of one dim or of (replicate, shard).
-        llm: vLLM's `LLM` of the same model, built in `vllm_in_process`, without quantization.
+        llm: vLLM's `LLM` of the same model, awake, built in `vllm_in_process`, not quantized.
         bucket_mb: MiB that a rank sends and receives at a time.
 
     Raises:

@@ -185,14 +185,14 @@ def examine_data(result: Examined) -> "PromptSets | None":
     with suppress(Unusable):  # reported already
         longest = config.rollout.max_response_tokens if is_supervised(config) else None
     prompts, problems = examine_prompts(
-        config.data, config.model.path, config.rollout.max_prompt_tokens, longest
+        config.data, config.model, config.rollout.max_prompt_tokens, longest
     )
     for problem in problems:
         report.add(problem, broken="data")
     if config.environment is not None and report.usable(["environment"]):
         from hybridrl.trainer.multi_turn.environment import stop_problems
 
-        for problem in stop_problems(config.model.path, config.environment):
+        for problem in stop_problems(config.model, config.environment):
             report.add(problem, broken="environment.stop")
     if prompts is not None and not report.problems:
         prompt = (prompts.train or prompts.held_out)[0]

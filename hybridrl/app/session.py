@@ -113,7 +113,7 @@ def open_trainer(
         except OSError as error:  # the run does not need them
             log.warning("the manifest or outputs/latest could not be written: %s", error)
         _show_header(config, run_dir, machine, prompts, resume, console)
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model)
         decode = decoder(tokenizer)
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)

@@ -62,7 +62,7 @@ def _check(argv: Sequence[str]) -> None:
     result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
     prompts, config = check_data(result), result.config
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model)
     console.print("\n".join(_prompt_lines(prompts, tokenizer, config)))
     console.print("\n".join(_length_lines(prompts, tokenizer, config)))
     console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))

@@ -157,4 +157,5 @@ def _is_write_error(error: OSError, folder: Path) -> bool:
 def _model(config: Mapping[str, Any], base: str | None) -> ModelConfig:
     section = config["model"]
     path = section["path"] if base is None else absolute_path(base)
-    return ModelConfig(path=path, init=Init(section["init"]), seed=section["seed"])
+    init, seed = Init(section["init"]), section["seed"]
+    return ModelConfig(path=path, init=init, seed=seed, trust_remote_code=False)

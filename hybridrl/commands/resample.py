@@ -96,7 +96,7 @@ def resample(run_dir: Path, step: int, response: int, *, runs_code: bool) -> tup
     engines //= run["rollout"]["tensor_parallel_size"]
     with ray_runtime(config.cluster, config.hardware.accelerator):
         config.model.path = absolute_path(config.model.path)
-        decode = decoder(load_tokenizer(config.model.path))
+        decode = decoder(load_tokenizer(config.model))
         sample = _sampled(config, prompts, recorded, asked, checkpoint, engines, decode)
     same, text = compared(recorded, sample, decode)
     return same, f"response {response} of step {step}: {text}"

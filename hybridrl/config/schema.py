@@ -68,6 +68,7 @@ class ModelConfig(Section):
     path: Annotated[str, FREE]
     init: Init
     seed: Annotated[int, SEED]
+    trust_remote_code: Annotated[bool, FREE]
 
 
 @dataclass(kw_only=True)

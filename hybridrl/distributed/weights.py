@@ -179,9 +179,9 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
     return model
 
 
-def checkpoint_sources(model: ModelConfig) -> list[CheckpointTensor]:
-    """Return every tensor of the causal LM's checkpoint, tied ones twice."""
-    return sources_of(empty_model(AutoModelForCausalLM, model_folder(model)))
+def checkpoint_sources(folder: Path) -> list[CheckpointTensor]:
+    """Return every tensor of the causal LM's checkpoint by config.json, tied ones twice."""
+    return sources_of(empty_model(AutoModelForCausalLM, folder))
 
 
 def sources_of(lm: nn.Module) -> list[CheckpointTensor]:

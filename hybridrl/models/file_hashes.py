@@ -10,7 +10,8 @@ from pathlib import Path
 # Files that transformers and vLLM read beside the weights; others only document the model.
 _WHOLE = (
     *("config.json", "generation_config.json", "chat_template*", "tokenizer*", "tekken.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    *("tokenization*.py", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model"),
 )
 _WEIGHTS, _INDEX = (".safetensors", ".bin"), ".safetensors.index.json"
 # These contain the version of transformers that wrote them.

@@ -31,7 +31,7 @@ EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
 EMBEDDED_FOLDERS = {EMBEDDED: EMBEDDED_FOLDER, "embedded_moe": Path(__file__).with_name("tiny_moe")}
 
 # Files that transformers and vLLM need beside weights.
-PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]
 # A hub folder may hold the same weights in further formats.
 _HUB_FILES = ["*.safetensors", *PLAIN_FILES]
 # Errors of a download; HfHubHTTPError is an OSError.

@@ -41,6 +41,7 @@ def read_run(folder: Path, budget: int) -> Data:
         rows: of metrics.jsonl, of which a page shows `points`.
         responses: a list of each file, those to keep first. timeline: per step.
         tokens: per response its tokens, ids and a list for each quantity.
+        experts: the last file of experts/, step and shares by layer; null without one.
         found: numbers of responses, tokens and timeline on disk. notes: what cannot be read.
     """
     found, notes = Counter[str](), list[str]()
@@ -52,6 +53,7 @@ def read_run(folder: Path, budget: int) -> Data:
         "points": min(MAX_POINTS, budget // POINT_CHARACTERS),
         "responses": _responses(folder, budget * RESPONSES, tokens, found),
         "tokens": tokens,
+        "experts": _experts(folder),
         "timeline": _evenly(steps, budget * TIMELINE / max(size, 1)),
         "found": found,
         "notes": notes,
@@ -82,7 +84,8 @@ def thinned(run: Data, share: float) -> Data:
             every = f"{run['found'][name]:,}; the folder has all of them"
             notes.append(f"{name.capitalize()}: {len(records):,} of {every}.")
     texts = [dict(zip(PROMPT, prompt, strict=True)) for prompt in prompts]
-    return {"series": curves, "prompts": texts, **kept, "notes": notes}
+    whole = {"prompts": texts, "experts": run["experts"]}
+    return {"series": curves, **whole, **kept, "notes": notes}
 
 
 def _evenly(items: Sequence[Data], share: float) -> list[Data]:
@@ -197,6 +200,15 @@ def _tokens(folder: Path, budget: float, found: Counter[str], notes: list[str]) 
                 kept.append({"step": step, "response": response, **_token_columns(own)})
             start += count
     return kept
+
+
+def _experts(folder: Path) -> Data | None:
+    """Read the newest file of experts/."""
+    files = _numbered(folder / "experts", r"step_(\d+)\.jsonl")
+    if not files:
+        return None
+    step, path = files[-1]
+    return {"step": step, "shares": [row["shares"] for _, row in _json_lines(path)]}
 
 
 def _token_columns(columns: dict[str, list[Any]]) -> Data:

@@ -44,49 +44,53 @@ class AdaptedLinear:
         return self._base.apply(layer, x, bias) + update * self._scaling
 
 
-def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> None:
+def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> Trace:
     """Add adapters of zeros to the layers that hold weights of lora.target_modules.
 
     Args:
         model: vLLM's model, loaded and not yet compiled.
         trace: trace of its loader.
-        lora: the trainer's adapters.
+        lora: the trainer's adapters; A and B of q_proj are the sources q_proj.lora_A.weight and
+            q_proj.lora_B.weight.
+
+    Returns:
+        The trace, with the writes into lora_A and lora_B.
     """
-    for layer_name, sources in _adapted(trace, lora):
-        layer: Any = model.get_submodule(layer_name)
+    copies, fills, shapes = list(trace.copies), list(trace.fills), dict(trace.parameters)
+    for name, sources in _adapted(trace, lora):
+        layer: Any = model.get_submodule(name)
         height, width = layer.weight.shape
         rank = lora.rank * len(sources)
         layer.lora_A = nn.Parameter(layer.weight.new_zeros(rank, width), requires_grad=False)
         layer.lora_B = nn.Parameter(layer.weight.new_zeros(height, rank), requires_grad=False)
         layer.quant_method = AdaptedLinear(layer.quant_method, lora.alpha / lora.rank)
+        shapes |= {f"{name}.lora_A": (rank, width), f"{name}.lora_B": (height, rank)}
+        written = _writes(name, sources, height, lora.rank)
+        copies += written[0]
+        fills += written[1]
+    return Trace(copies, fills, shapes)
 
 
-def trace_with_adapters(trace: Trace, lora: LoRAConfig) -> Trace:
-    """Add the writes into lora_A and lora_B to the trace of a model.
-
-    Args:
-        trace: trace of the loader, without adapters.
-        lora: the trainer's adapters; A and B of q_proj are the sources q_proj.lora_A.weight and
-            q_proj.lora_B.weight.
-    """
-    copies, fills, r = list(trace.copies), list(trace.fills), lora.rank
-    for layer, sources in _adapted(trace, lora):
-        height = trace.parameters[f"{layer}.weight"][0]
-        for number, (source, parts) in enumerate(sources.items()):
-            name, left, top = source.removesuffix("weight"), number * r, 0
-            (_, column), (_, columns) = parts[0].region
-            a = Region((0, column), (r, columns))
-            start = (left, parts[0].offset[1])
-            copies.append(TracedCopy(f"{name}lora_A.weight", a, f"{layer}.lora_A", start))
-            for part in sorted(parts, key=lambda part: part.offset):
-                rows = part.region.shape[0]
-                b = Region((part.region.offset[0], 0), (rows, r))
-                start = (part.offset[0], left)
-                copies.append(TracedCopy(f"{name}lora_B.weight", b, f"{layer}.lora_B", start))
-                fills += _zeros(layer, left, r, top, part.offset[0])
-                top = part.offset[0] + rows
-            fills += _zeros(layer, left, r, top, height)
-    return trace._replace(copies=copies, fills=fills)
+def _writes(
+    layer: str, sources: dict[str, list[TracedCopy]], height: int, r: int
+) -> tuple[list[TracedCopy], list[TracedFill]]:
+    """Return the copies and fills of a layer's adapters."""
+    copies, fills = [], []
+    for number, (source, parts) in enumerate(sources.items()):
+        name, left, top = source.removesuffix("weight"), number * r, 0
+        (_, column), (_, columns) = parts[0].region
+        a = Region((0, column), (r, columns))
+        start = (left, parts[0].offset[1])
+        copies.append(TracedCopy(f"{name}lora_A.weight", a, f"{layer}.lora_A", start))
+        for part in sorted(parts, key=lambda part: part.offset):
+            rows = part.region.shape[0]
+            b = Region((part.region.offset[0], 0), (rows, r))
+            start = (part.offset[0], left)
+            copies.append(TracedCopy(f"{name}lora_B.weight", b, f"{layer}.lora_B", start))
+            fills += _zeros(layer, left, r, top, part.offset[0])
+            top = part.offset[0] + rows
+        fills += _zeros(layer, left, r, top, height)
+    return copies, fills
 
 
 def _zeros(layer: str, left: int, r: int, start: int, stop: int) -> list[TracedFill]:

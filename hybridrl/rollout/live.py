@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
 from hybridrl.distributed import position
 from hybridrl.rollout.vllm_compat import (
@@ -22,8 +23,9 @@ from hybridrl.rollout.vllm_compat import (
 class LiveRequests:
     """Open requests of an engine core in this process. `stop_token_ids` are the model's."""
 
-    def __init__(self, core: Any, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, core: Any, model: ModelConfig, stop_token_ids: Sequence[int]) -> None:
         self._core = core
+        self._model = model
         self._stop_token_ids = list(stop_token_ids)
         # Open requests, and tokens that have not been returned.
         self._open: dict[str, LiveRequest] = {}
@@ -93,7 +95,7 @@ class LiveRequests:
 
         sampling = dict(request.sampling)
         if fields := sampling.pop("structured_outputs", None):
-            enable_grammars(self._core)
+            enable_grammars(self._core, self._model)
             sampling["structured_outputs"] = structured_outputs(fields)
         params = SamplingParams(
             temperature=request.temperature,

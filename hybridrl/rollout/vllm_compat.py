@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.distributed.torch_compat import disable_dynamo
 
@@ -235,7 +236,7 @@ def structured_outputs(fields: dict[str, Any]) -> Any:
     return params
 
 
-def enable_grammars(core: Any) -> None:
+def enable_grammars(core: Any, model: ModelConfig) -> None:
     """Give an engine core the tokenizer that its grammars need; it starts without one.
 
     JSON has no whitespace between its parts, of which small models would write without end.
@@ -243,7 +244,7 @@ def enable_grammars(core: Any) -> None:
     manager = core.engine_core.structured_output_manager
     if vars(manager).get("tokenizer") is None:
         manager.vllm_config.structured_outputs_config.disable_any_whitespace = True
-        manager.tokenizer = load_tokenizer(manager.vllm_config.model_config.model)
+        manager.tokenizer = load_tokenizer(model)
 
 
 class StepLogProbs:

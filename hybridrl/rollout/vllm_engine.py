@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
@@ -21,7 +21,7 @@ from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout import requests, vllm_compat, vllm_experts, vllm_routing
-from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
+from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.live import LiveRequests
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import check_ranks_agree, sample_seeds
@@ -99,6 +99,8 @@ class VLLMEngine:
 
     Attributes:
         awake: parts that have memory and keep its content.
+        sources: every tensor of the model's checkpoint, without adapters.
+        trace: writes of vLLM's loader and of the adapters on this rank.
 
     Raises:
         ConfigError: this installation of vLLM cannot be used.
@@ -112,6 +114,7 @@ class VLLMEngine:
         device_type: str,
     ) -> None:
         self._config = config
+        self._folder = folder
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
         self._calls = 0
@@ -133,8 +136,8 @@ class VLLMEngine:
                 self._llm = LLM(model=str(folder), **options)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
-        self._written = {name for name, _ in self._model.named_parameters()}
-        self._live = LiveRequests(vllm_compat.engine_core(self._llm), self._stop_token_ids)
+        core = vllm_compat.engine_core(self._llm)
+        self._live = LiveRequests(core, config.model, self._stop_token_ids)
         with times.part("first sampling"):
             self._warm_up()
         compiling = vllm_compat.compile_seconds(self._llm)
@@ -146,27 +149,18 @@ class VLLMEngine:
         """True if the content of the parameters outlives `sleep`, as it always does on a CPU."""
         return not self._on_gpu or EnginePart.WEIGHTS not in SLEEPERS[self._config.sleep]
 
-    def trace(self, sources: Sequence[CheckpointTensor]) -> Trace:
-        """Trace the writes of vLLM's loader and of the adapters on this rank.
-
-        The parameters do not change.
-        """
-        trace, lora = self._trace(self._model, sources), self._config.lora
-        self._written |= trace.parameters.keys()
-        return trace if lora is None else trace_with_adapters(trace, lora)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameters by vLLM's names, and the buffers that its loader writes.
 
         Their addresses never change.
         """
         live = live_tensors(self._model)
-        return {name: tensor for name, tensor in live.items() if name in self._written}
+        return {name: tensor for name, tensor in live.items() if name in self.trace.parameters}
 
     def check(self) -> None:
         """Raise RuntimeError if the address of one of `tensors` has changed."""
         found = places(self._model)
-        moved = [name for name in self._written if found.get(name) != self._places[name]]
+        moved = [name for name in self.trace.parameters if found.get(name) != self._places[name]]
         if moved:
             raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
@@ -244,19 +238,19 @@ class VLLMEngine:
             experts=self._experts,
         )
 
-    def _trace(self, model: nn.Module, sources: Sequence[CheckpointTensor]) -> Trace:
-        dtype = getattr(torch, self._config.dtype.value)
-        return trace_loader(model, model.load_weights, sources, dtype)  # type: ignore[arg-type]
-
     def _adapt(self, runner: Any) -> None:
-        """Check a loaded model and add adapters and recorder, if any, before it is compiled."""
-        model = runner.get_model()
+        """Check and trace a loaded model; add adapters and recorder, if any, before it is compiled.
+
+        Loaders read buffers (experts on this rank), so the trace cannot wait until after `sleep`.
+        """
+        model, lora = runner.get_model(), self._config.lora
         vllm_experts.check_experts(model)
         if self._config.router_replay is not RouterReplay.none:
             self._experts = vllm_routing.RoutedExperts(runner)
-        if self._config.lora is not None:
-            sources = checkpoint_sources(self._config.model)
-            add_adapters(model, self._trace(model, sources), self._config.lora)
+        self.sources = checkpoint_sources(self._folder)
+        dtype = getattr(torch, self._config.dtype.value)
+        trace = trace_loader(model, model.load_weights, self.sources, dtype)
+        self.trace = trace if lora is None else add_adapters(model, trace, lora)
 
     def _warm_up(self) -> None:
         """Sample a few tokens from random weights, so that kernels are compiled now.

@@ -84,7 +84,7 @@ def generator_for(
     assert isinstance(environment.processes, EnvironmentPool)
     conversations = Conversations(
         environment.processes,
-        turn_tokens(config.model.path, config.environment),
+        turn_tokens(config.model, config.environment),
         decode,
         {number: prompt.example for number, prompt in by_id.items()},
         Limits(config.environment.max_turns, config.rollout.max_response_tokens),

@@ -192,6 +192,8 @@ class TrainingLoop:
         self.engine.weight_version += trains_policy
         for outcome in outcomes.values():
             self.metrics |= outcome.value
+        if "router/load_max" in self.metrics and self.reporter.is_recorded(step):
+            self.reporter.log_experts(step, self.workers.actor.call("expert_shares"))
         self.guard.note(step, scheduled, self.kl.loss_coef, self.metrics)
         self.metrics |= self.kl.adapt(scheduled.batch)
 

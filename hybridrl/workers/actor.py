@@ -107,6 +107,12 @@ class ActorWorker(TrainedWorker):
         routing = self.routing.report(whole_sequences=self.sequence_group is None)
         return metrics | {f"router/{name}": value for name, value in routing.items()}
 
+    @on_all_ranks(Dispatch.RANK_ZERO)
+    def expert_shares(self) -> list[list[float]]:
+        """Return the share of each expert in its layer's choices, by layer, of the last update."""
+        assert self.routing.shares is not None, "no update, or no experts"
+        return self.routing.shares.tolist()
+
     def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
         """Compute the loss: a sum over a micro-batch's tokens, divided by `totals`.
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,12 +13,10 @@ from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.live import EngineProgress, LiveCall
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.columns import choose_columns
-from hybridrl.distributed.experts import CheckpointTensor, parameter_shapes
+from hybridrl.distributed.experts import parameter_shapes
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.process_memory import trim_heap
-from hybridrl.distributed.regions import Trace
-from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
 from hybridrl.reshard.resharder import Resharder
@@ -66,16 +63,6 @@ class RolloutWorker(Worker):
         folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, stop_token_ids(folder), self.mesh.device_type)
 
-    @cached_property
-    def sources(self) -> list[CheckpointTensor]:
-        """Every tensor of the model's checkpoint, without adapters."""
-        return checkpoint_sources(self.config.model)
-
-    @cached_property
-    def trace(self) -> Trace:
-        """Trace of the engine's weight loader on this rank."""
-        return self.engine.trace(self.sources)
-
     @on_all_ranks(Dispatch.RANK_ZERO)
     def columns(self, fsdp: FSDPConfig) -> list[str]:
         """Return the names of the weights that actor, critic and ref shard by columns.
@@ -85,10 +72,10 @@ class RolloutWorker(Worker):
         if fsdp.columns is not None:
             return fsdp.columns
         traces: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(traces, self.trace)
+        dist.all_gather_object(traces, self.engine.trace)
         engine = traces[: self.config.tensor_parallel_size]
         dtype = getattr(torch, self.config.dtype.value)
-        shapes = parameter_shapes(self.sources)
+        shapes = parameter_shapes(self.engine.sources)
         columns, notes = choose_columns(fsdp, shapes, engine, dtype.itemsize)
         if dist.get_rank() == 0:
             for note in notes:
@@ -99,15 +86,15 @@ class RolloutWorker(Worker):
         """Plan the reshard from the actor to this engine, or to a shadow copy without an actor."""
         super().connect(roles)
         if "actor" not in roles:
-            self.shadow = ShadowCopy(self.trace, self.engine.tensors(), self.config)
+            self.shadow = ShadowCopy(self.engine.trace, self.engine.tensors(), self.config)
             return
         self.actor = roles["actor"]
         shards = self.actor.named_shards()
         known = {shard.name: shard.shape for shard in shards}
-        assert parameter_shapes(self.sources).items() <= known.items()
+        assert parameter_shapes(self.engine.sources).items() <= known.items()
         tensors, bucket_mb = self.engine.tensors(), self.config.reshard_bucket_mb
         route = Route.colocated(self.mesh)
-        self.resharder = Resharder(shards, self.trace, tensors, route, bucket_mb)
+        self.resharder = Resharder(shards, self.engine.trace, tensors, route, bucket_mb)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, version: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.main import conf_dir
 from hybridrl.trainer.multi_turn.environment import stop_problems, turn_tokens
+from tests.role_configs import model_config
 
 CALCULATOR = ["hardware=cpu", "environment=calculator"]
 
@@ -68,9 +69,9 @@ def test_what_steps_and_failures_take_keeps_its_effect():
 
 def test_a_stop_text_must_be_a_token_of_the_model():
     config = examined([*CALCULATOR, "environment.stop=['=','=>']"]).config.environment
-    (problem,) = stop_problems("embedded", config)
+    (problem,) = stop_problems(model_config("embedded"), config)
     assert "'=>', which is 2 tokens of this model" in problem
-    assert stop_problems("embedded", examined(CALCULATOR).config.environment) == []
+    assert stop_problems(model_config("embedded"), examined(CALCULATOR).config.environment) == []
 
 
 def test_the_tutorial_on_environments_says_what_works(tmp_path, monkeypatch):
@@ -92,9 +93,9 @@ def test_the_tutorial_on_environments_says_what_works(tmp_path, monkeypatch):
         (second,) = pool.step([StepRequest(first.state, "#### 4")])
     assert (first.result.text, first.result.reward, first.result.done) == ("Wrong.", 0.0, False)
     assert (second.result.reward, second.result.done) == (0.5, True)
-    tokenizer = load_tokenizer("embedded")
+    tokenizer = load_tokenizer(model_config("embedded"))
     end = tokenizer.eos_token_id
-    (ids,) = turn_tokens("embedded", config).answers(["Then"], [end])
+    (ids,) = turn_tokens(model_config("embedded"), config).answers(["Then"], [end])
     assert tokenizer.decode(ids) == "<|user|>Then<|assistant|>"
     assert decoder(tokenizer)([[end]]) == [""]
 

@@ -3,6 +3,7 @@
 Each leaves its curve and metrics in tests/.slow/, from which the recipes' READMEs are made.
 """
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -78,6 +79,11 @@ def test_the_embedded_mixture_of_experts_learns(tmp_path):
         assert run.process.returncode == 0, output
         rows = run.metrics()
         run.assert_nothing_left()
+    step = rows[-1]["step"] // 10 * 10
+    file = tmp_path / "run" / "experts" / f"step_{step}.jsonl"
+    shares = [json.loads(line)["shares"] for line in file.open()]
+    assert [sum(layer) for layer in shares] == pytest.approx([1.0] * 3, abs=1e-5)
+    assert max(map(max, shares)) == pytest.approx(rows[step]["router/load_max"], abs=1e-6)
     scores = [row for row in rows if row["eval/accuracy"] is not None]
     assert scores[-1]["eval/accuracy"] - scores[0]["eval/accuracy"] >= 0.3
     assert scores[0]["eval/accuracy_greedy"] <= 0.3

@@ -98,7 +98,7 @@ def refused(run_dir: Path, *overrides: str) -> str:
 def prompts_of(config: RunConfig) -> PromptSets:
     """The prompts that a config names."""
     limit = config.rollout.max_prompt_tokens
-    prompts, problems = examine_prompts(config.data, config.model.path, limit)
+    prompts, problems = examine_prompts(config.data, config.model, limit)
     assert prompts is not None and not problems
     return prompts
 

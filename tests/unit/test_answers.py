@@ -8,10 +8,12 @@ import pytest
 
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.trainer.sft import reference_batch
 from tests.data_configs import data_config, jsonl
+from tests.role_configs import model_config
 from tests.tokenizer_folders import TEMPLATE, model_folder
 
 ANSWERS = ["two is 2", "it is three 3", "4"]
@@ -27,9 +29,9 @@ def config(tmp_path):
     return data_config(train_files=str(file), num_eval_problems=1, prompts_per_step=1)
 
 
-def folder(path: Path, template: str | None = TEMPLATE) -> str:
+def folder(path: Path, template: str | None = TEMPLATE) -> ModelConfig:
     texts = [*(row["question"] for row in ROWS), *ANSWERS, "\n", "The answer:4"]
-    return str(model_folder(path / "model", texts, template))
+    return model_config(model_folder(path / "model", texts, template))
 
 
 def answers_of(config, model):
@@ -82,7 +84,7 @@ def test_too_long_answers_are_an_error_or_left_out_and_counted(config, tmp_path)
 
 def test_a_model_without_an_end_token_is_refused(config, tmp_path):
     model = folder(tmp_path)
-    file = Path(model) / "tokenizer_config.json"
+    file = Path(model.path) / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     del settings["eos_token"]
     file.write_text(json.dumps(settings))

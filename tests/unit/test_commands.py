@@ -21,14 +21,13 @@ from hybridrl.commands.running import (
     run_command,
     warn_about_changed_model,
 )
-from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import ModelConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer.checkpointing import verification
 from hybridrl.trainer.checkpointing.base_models import trained_model
+from tests.role_configs import model_config
 from tests.unit.checkpoint.checkpoint_cases import save
 
 
@@ -95,7 +94,7 @@ def test_a_path_that_the_disk_does_not_let_be_looked_at_is_told(tmp_path):
 def test_a_model_with_other_files_than_the_run_had_is_told(tmp_path, capsys):
     """Weights count for adapters alone; without these they need not even be there."""
     folder = Path(shutil.copytree(resolve_model("embedded"), tmp_path / "model"))
-    model = ModelConfig(path=str(folder), init=Init.pretrained, seed=0)
+    model = model_config(folder)
     whole = checkpoint_at(save(tmp_path, 20))
     manifest = replace(whole.manifest, models=trained_model(model, weights=True))
     whole = replace(whole, manifest=replace(manifest, config={"lora": None}))

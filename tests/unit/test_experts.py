@@ -13,7 +13,6 @@ from hybridrl.distributed.experts import checkpoint_tensors, parameter_shapes
 from hybridrl.distributed.forward.routing import Router
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout.vllm_experts import check_experts
-from tests.role_configs import model_config
 from tests.tiny_hf import ALL, tiny_folder
 
 MIXTURES = [name for name, family in FAMILIES.items() if family.experts]
@@ -22,7 +21,7 @@ MIXTURES = [name for name, family in FAMILIES.items() if family.experts]
 @pytest.mark.parametrize("name", MIXTURES)
 def test_names_are_those_that_transformers_saves(name, tmp_path):
     folder = tiny_folder(name, tmp_path / name)
-    sources = checkpoint_sources(model_config(folder))
+    sources = checkpoint_sources(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     assert {source.name: tuple(source.shape) for source in sources} == saved

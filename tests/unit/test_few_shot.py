@@ -11,6 +11,7 @@ from hybridrl.data.sources.prompts import examine_prompts, load_prompts, with_ex
 from hybridrl.data.sources.rows import SourceProblem
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from tests.data_configs import data_config, jsonl, sums
+from tests.role_configs import model_config
 from tests.tokenizer_folders import model_folder
 
 
@@ -75,13 +76,13 @@ def test_shown_problems_are_not_trained_on(config):
 def test_the_embedded_model_reads_examples_as_chat_turns(config, tmp_path):
     rows = [{"question": p.question, "answer": p.answer} for p in train_problems(12)]
     config.train_files = str(jsonl(tmp_path / "embedded.jsonl", rows))
-    prompts = load_prompts(config, "embedded", 400)
+    prompts = load_prompts(config, model_config("embedded"), 400)
     first, second = load_problem_sets(config)[""].examples
     shown = "".join(
         f"<|user|>{example.question}<|assistant|>{example.answer}<|end|>"
         for example in (first, second)
     )
-    tokenizer = load_tokenizer("embedded")
+    tokenizer = load_tokenizer(model_config("embedded"))
     for prompt in prompts.train + prompts.held_out:
         assert prompt.text == f"{shown}<|user|>{prompt.question}<|assistant|>"
         assert tokenizer.decode(prompt.token_ids, skip_special_tokens=False) == prompt.text
@@ -89,7 +90,7 @@ def test_the_embedded_model_reads_examples_as_chat_turns(config, tmp_path):
 
 def test_without_a_chat_template_examples_are_plain_text(config, tmp_path):
     texts = [text for row in sums(range(12)) for text in (row["question"], row["answer"])]
-    model = str(model_folder(tmp_path / "plain", [*texts, "Think."], template=None))
+    model = model_config(model_folder(tmp_path / "plain", [*texts, "Think."], template=None))
     prompts = load_prompts(replace(config, system_prompt="Think."), model, 100)
     first, second = load_problem_sets(config)[""].examples
     assert prompts.train[0].text == (
@@ -122,9 +123,9 @@ def test_the_solution_column_is_shown_and_the_answer_column_is_judged(tmp_path):
 
 
 def test_the_length_limit_counts_the_examples(config):
-    without = load_prompts(replace(config, few_shot=0), "embedded", 100)
+    without = load_prompts(replace(config, few_shot=0), model_config("embedded"), 100)
     longest = max(len(prompt.token_ids) for prompt in without.train)
-    (train, held_out) = examine_prompts(config, "embedded", longest)[1]
+    (train, held_out) = examine_prompts(config, model_config("embedded"), longest)[1]
     assert "8 of 8 prompts are longer with the 2 examples of data.few_shot" in train
     assert "2 of 2 prompts are longer" in held_out
 

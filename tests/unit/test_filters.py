@@ -15,6 +15,7 @@ from hybridrl.data.sources.problem_sets import (
 from hybridrl.data.sources.prompts import load_prompts
 from hybridrl.data.sources.rows import SourceProblem
 from tests.data_configs import data_config, jsonl, sums
+from tests.role_configs import model_config
 
 
 def problem(prompt) -> SourceProblem:
@@ -90,7 +91,7 @@ def test_repeated_questions_are_dropped_on_request(repeated):
 
 def test_what_is_left_out_is_in_notes_and_counts(repeated):
     config = replace(repeated, duplicates=Repeated.drop, few_shot=1)
-    sets = load_prompts(config, "embedded", 200)
+    sets = load_prompts(config, model_config("embedded"), 200)
     (facts,) = sets.data_sets
     assert facts.left_out == {
         "held out as well": 3,

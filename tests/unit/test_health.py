@@ -23,6 +23,7 @@ from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from tests.batches import batch_of
 from tests.conf.composing import composed
 from tests.end_to_end import test_health_slow
+from tests.role_configs import model_config
 from tests.run_configs import CONF, run_config
 from tests.tokenizer_folders import model_folder
 from tests.unit.scorers import reward_scorer
@@ -329,7 +330,7 @@ MISTRAL = (
 )
 def test_a_template_lacks_a_marker_where_prompts_end_before_the_turn(tmp_path, template, lacks):
     folder = model_folder(tmp_path, ["What is 1 ?"], template=template)
-    assert Renderer(load_tokenizer(str(folder))).lacks_marker == lacks
+    assert Renderer(load_tokenizer(model_config(folder))).lacks_marker == lacks
 
 
 def test_mixed_fraction_counts_groups_with_different_rewards():

@@ -15,13 +15,14 @@ from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.rewarding import outcome_metrics
 from tests.data_configs import data_config, jsonl, part, sums
 from tests.end_to_end.metric_names import unexplained
+from tests.role_configs import model_config
 from tests.tokenizer_folders import model_folder
 
 
 @pytest.fixture
-def model(tmp_path) -> str:
+def model(tmp_path):
     texts = [row["question"] for row in sums(range(60))] + ["Be brief.", "Think.", "#### 1"]
-    return str(model_folder(tmp_path / "model", texts))
+    return model_config(model_folder(tmp_path / "model", texts))
 
 
 @pytest.fixture

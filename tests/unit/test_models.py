@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.problems import held_out_problems, train_problems
 from hybridrl.models import smollm2
 from hybridrl.models.resolve import (
@@ -23,6 +22,7 @@ from hybridrl.models.resolve import (
     read_model_config,
     resolve_model,
 )
+from tests.role_configs import model_config
 from tests.tiny_accuracy import accuracy
 
 PROBLEMS = train_problems(2000) + held_out_problems()
@@ -250,7 +250,9 @@ def test_random_weights_need_config_and_tokenizer_alone(tmp_path, file, found):
         "from hybridrl.config.choices import Init\n"
         "from hybridrl.config.schema import ModelConfig\n"
         "from hybridrl.models.resolve import model_folder\n"
-        "model = ModelConfig(path='somebody/some-model', init=Init.random, seed=1)\n"
+        "model = ModelConfig(\n"
+        "    path='somebody/some-model', init=Init.random, seed=1, trust_remote_code=False\n"
+        ")\n"
         "try: print(model_folder(model))\n"
         "except ConfigError as error: print('refused')"
     )
@@ -260,7 +262,7 @@ def test_random_weights_need_config_and_tokenizer_alone(tmp_path, file, found):
 
 def test_a_folder_without_weights_is_refused_unless_they_are_random(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    model = ModelConfig(path=str(tmp_path), init=Init.pretrained, seed=1)
+    model = model_config(tmp_path)
     with pytest.raises(ConfigError, match=r"has no weights[^$]*model\.init=random"):
         model_folder(model)
     assert model_folder(replace(model, init=Init.random)) == tmp_path.resolve()

@@ -11,6 +11,7 @@ from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import Prompt, load_prompts
 from tests.data_configs import data_config
+from tests.role_configs import model_config
 
 MIXED = {"sums": 3.0, "words": 1.0}
 
@@ -100,7 +101,7 @@ def test_a_curriculum_begins_with_the_easiest():
 
 def test_a_run_with_a_curriculum_begins_with_few_steps():
     config = data_config(curriculum="steps", curriculum_steps=50, prompts_per_step=32)
-    sets = load_prompts(config, "embedded", 200)
+    sets = load_prompts(config, model_config("embedded"), 200)
     source = prompt_source(sets, config, seed=1)
     steps = [[prompt.difficulty for prompt in source.take(32)] for _ in range(51)]
     # About a third of the problems has one step; a tenth of all is drawn from at first, and all

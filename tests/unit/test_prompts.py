@@ -12,6 +12,7 @@ from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from tests.data_configs import data_config
+from tests.role_configs import model_config
 from tests.tokenizer_folders import model_folder
 
 QUESTIONS = [f"What is {'1 + ' * i}1 ?" for i in range(12)]
@@ -27,8 +28,8 @@ def config(tmp_path) -> DataConfig:
 
 
 @pytest.fixture
-def model(tmp_path) -> str:
-    return str(model_folder(tmp_path / "model", [*QUESTIONS, "Be brief."]))
+def model(tmp_path):
+    return model_config(model_folder(tmp_path / "model", [*QUESTIONS, "Be brief."]))
 
 
 def problems_of(*args):
@@ -61,7 +62,7 @@ def test_ids_are_stable_and_held_out_prompts_have_their_own(config, model):
 
 def test_tokenizer_without_template_gets_plain_text(config, tmp_path, caplog):
     folder = model_folder(tmp_path / "plain", QUESTIONS, template=None)
-    sets = load_prompts(config, str(folder), 100)
+    sets = load_prompts(config, model_config(folder), 100)
     assert sets.train[0].text == "What is 1 ?\n"
     assert "no chat template" in caplog.text
 
@@ -74,7 +75,7 @@ def test_text_that_the_tokenizer_does_not_know_is_reported(config, tmp_path, kno
     (folder / "tokenizer_config.json").write_text(
         json.dumps(settings | {"unk_token": "<|unknown|>"})
     )
-    sets = load_prompts(config, str(folder), 100)
+    sets = load_prompts(config, model_config(folder), 100)
     assert sets.template == "the tokenizer's own"
     assert (sets.measures["data/unknown_fraction"] > 0.01) == is_said
     assert (
@@ -139,7 +140,7 @@ def test_dropping_nearly_all_is_an_error(config, model):
 
 def test_missing_model_and_missing_file_are_problems_not_crashes(config, tmp_path):
     assert "no such file" in problems_of(replace(config, train_files="none.jsonl"), "x", 9)[0]
-    problems = problems_of(config, str(tmp_path / "no_model"), 9)
+    problems = problems_of(config, model_config(tmp_path / "no_model"), 9)
     assert len(problems) == 1
     assert "model.path" in problems[0]
 
@@ -150,7 +151,7 @@ def test_folder_without_a_whole_tokenizer_is_a_config_error(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
-        load_tokenizer(str(tmp_path))
+        load_tokenizer(model_config(tmp_path))
 
 
 def test_decoding_leaves_special_tokens_out(model):

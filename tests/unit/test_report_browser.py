@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from hybridrl.report.page import write_report
+from hybridrl.trainer.tracking.rollout_log import write_experts
 from tests.run_folders import response, timeline, write_lines, write_run
 
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\">"
@@ -20,6 +21,8 @@ def run(tmp_path_factory):
     folder = write_run(tmp_path_factory.mktemp("runs") / "run", 40, prompts=4)
     file = folder / "rollouts" / "step_40.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
+    for step, shares in ((20, [0.5, 0.5]), (40, [0.75, 0.25])):
+        write_experts(folder, step, [shares, [0.5, 0.5], [0.0, 1.0]])
     turns = [("assistant", "<calc>1+1</calc>"), ("tool", "2"), ("assistant", "It is 2.")]
     talk = [{"role": role, "text": text} for role, text in turns]
     write_lines(file, [record | {"turns": talk} for record in records])
@@ -67,6 +70,13 @@ def page(whole, request):
 def numbers(page, column: int) -> list[float]:
     cells = page.locator(f"#table tbody td:nth-child({column})").all_text_contents()
     return [float(text) for text in cells]
+
+
+def test_curves_show_the_load_of_each_expert_in_the_last_recorded_step(page):
+    plot = page.locator("#experts .plot")
+    assert page.locator("#experts h2").text_content() == "Load of experts, step 40"
+    assert plot.evaluate("node => node.data[0].z") == [[1.5, 0.5], [1, 1], [0, 2]]
+    assert plot.locator(".ytitle").text_content() == "layer"
 
 
 def test_curves_zoom_together_are_smoothed_and_go_by_wall_time(page, report):

@@ -6,14 +6,15 @@ from itertools import pairwise
 import pytest
 
 from hybridrl.config.choices import DType, Init, RouterReplay, Schedule, SleepMode
-from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes
+from tests.role_configs import model_config
 
 
 def config(**changes):
     values = {
         "worker": "",
-        "model": ModelConfig(path="", init=Init.random, seed=1),
+        "model": model_config("", Init.random),
         "lora": None,
         "seed": 1,
         "tensor_parallel_size": 1,

@@ -4,6 +4,7 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.tokenizer import TurnTokens, load_tokenizer
+from tests.role_configs import model_config
 from tests.tokenizer_folders import model_folder
 
 END = 1  # of the embedded model: <|end|>
@@ -12,7 +13,7 @@ STOP = " ="
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer("embedded")
+    return load_tokenizer(model_config("embedded"))
 
 
 def turns(tokenizer, stop=("=",), role="user") -> TurnTokens:
@@ -57,7 +58,7 @@ def test_behind_the_end_token_the_answer_is_a_message(tokenizer):
 
 def test_without_a_template_an_answer_is_a_paragraph(tmp_path):
     folder = model_folder(tmp_path / "model", ["\nyes", "\n"], template=None)
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(model_config(folder))
     tokens = TurnTokens(tokenizer, [0], (), "user")
     (ids,) = tokens.answers(["yes"], [0])
     assert tokenizer.decode(ids) == "\n\nyes\n"
@@ -69,7 +70,7 @@ def test_without_a_template_an_answer_is_a_paragraph(tmp_path):
 )
 def test_a_template_without_a_place_for_answers_is_named_when_one_is_needed(tmp_path, role, names):
     """This one knows no tool, and writes no end token behind a turn."""
-    tokenizer = load_tokenizer(str(model_folder(tmp_path / "model", ["yes", "= 4"])))
+    tokenizer = load_tokenizer(model_config(model_folder(tmp_path / "model", ["yes", "= 4"])))
     tokens = TurnTokens(tokenizer, [0], (), role)
     with pytest.raises(ConfigError, match=names):
         tokens.answers(["yes"], [0])

@@ -36,6 +36,7 @@ FOREIGN = [
     ("rollout", {"worker": "evil.Worker"}, "rollout.worker = evil.Worker"),
     ("algorithm", {"advantage": "mine.advantage"}, "algorithm.advantage = mine.advantage"),
     ("algorithm", {"loss": {"function": "mine.loss"}}, "algorithm.loss.function = mine.loss"),
+    ("model", {"trust_remote_code": True, "path": "a.b"}, "model.trust_remote_code = True"),
     ("eval", {"rules": {"x": {"function": "hybridrlx.y"}}}, "eval.rules.x.function = hybridrlx.y"),
 ]
 
@@ -43,7 +44,8 @@ FOREIGN = [
 @pytest.mark.parametrize(("section", "content", "named"), FOREIGN)
 def test_code_of_others_is_refused_by_key_and_path(section, content, named):
     with pytest.raises(ConfigError, match="--run-code") as caught:
-        refuse_untrusted_code({section: content, "model": {"path": "a.b"}}, "somewhere")
+        config = {"model": {"path": "a.b", "trust_remote_code": False}, section: content}
+        refuse_untrusted_code(config, "somewhere")
     assert str(caught.value).count(" = ") == 1
     assert named in str(caught.value)
 

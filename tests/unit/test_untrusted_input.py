@@ -7,16 +7,19 @@ from pathlib import Path
 import jinja2
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
+from hybridrl.data.sources.tokenizer import Renderer, decoder, load_tokenizer, token_ids
+from hybridrl.distributed.storage.export import write_model
 from hybridrl.distributed.weights import empty_model, stored_weights
 from hybridrl.models.resolve import read_model_config
-from tests.code_in_checkpoints import bring_code
+from tests.code_in_checkpoints import bring_code, bring_tokenizer
+from tests.role_configs import model_config
 from tests.tiny_hf import tiny_folder, tiny_model
 from tests.tokenizer_folders import model_folder
+from tests.whole_weights import InMemory
 
 SOURCE = Path(__file__).resolve().parents[2] / "hybridrl"
 # Modules whose data makes Python call what it names, and where else they may be: processes of
@@ -33,6 +36,8 @@ MAY_PICKLE = {
     "rewards/processes/process.py",
 }
 MAY_EXECUTE = {"rewards/sandbox/jail.py"}
+# `trusts`: model.trust_remote_code is set.
+MAY_TRUST = {("data/sources/tokenizer.py", "AutoTokenizer.from_pretrained", "trusts")}
 
 
 def test_a_models_code_is_not_run_and_a_supported_architecture_is_loaded_without_it(tmp_path):
@@ -50,18 +55,37 @@ def test_an_architecture_that_is_code_is_refused_and_the_message_says_that_it_ne
     assert not marker.exists()
 
 
-def test_a_tokenizer_that_is_code_is_refused_and_the_message_says_that_it_never_runs(tmp_path):
+def test_a_tokenizer_that_is_code_is_refused_and_the_message_names_the_key(tmp_path):
     folder = model_folder(tmp_path / "new", ["a b"])
     marker = bring_code(folder, tokenizer_class="Tokenizer")
-    with pytest.raises(ConfigError, match="never run"):
-        load_tokenizer(str(folder))
+    with pytest.raises(ConfigError, match=r"model\.trust_remote_code=true"):
+        load_tokenizer(model_config(folder))
     assert not marker.exists()
+
+
+def test_a_trusted_tokenizers_code_is_run_also_from_an_export_and_no_code_of_the_model(
+    tmp_path, monkeypatch
+):
+    cache = tmp_path / "modules"
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+    monkeypatch.syspath_prepend(cache)
+    folder = tiny_folder("llama", tmp_path / "llama")
+    marker = bring_tokenizer(folder)
+    with pytest.raises(ConfigError, match=r"model\.trust_remote_code=true"):
+        load_tokenizer(model_config(folder))
+    write_model(InMemory(tiny_model("llama").state_dict()), folder, tmp_path / "export")
+    for source in (folder, tmp_path / "export"):
+        tokenizer = load_tokenizer(model_config(source, trusted=True))
+        assert type(tokenizer).__name__ == "Words"
+        assert token_ids(tokenizer, ["of the words"], special=False) == [[2, 0, 3]]
+        assert decoder(tokenizer)([[0, 3]]) == ["the words"]
+    assert not marker.exists() and not list(cache.rglob("brought.py"))
 
 
 def test_a_tokenizer_that_does_not_need_the_code_is_loaded_without_it(tmp_path):
     folder = model_folder(tmp_path / "usual", ["a b"])
     marker = bring_code(folder)
-    assert load_tokenizer(str(folder)).encode("a b")
+    assert load_tokenizer(model_config(folder)).encode("a b")
     assert not marker.exists()
 
 
@@ -100,7 +124,7 @@ def test_pickled_weights_are_read_as_tensors_alone(tmp_path):
 )
 def test_a_chat_template_reaches_nothing_of_python(tmp_path, template):
     folder = model_folder(tmp_path / "m", ["a b"], template=template)
-    renderer = Renderer(load_tokenizer(str(folder)))
+    renderer = Renderer(load_tokenizer(model_config(folder)))
     with pytest.raises((jinja2.exceptions.SecurityError, jinja2.exceptions.UndefinedError)):
         renderer.render([{"role": "user", "content": "a"}])
 
@@ -157,7 +181,8 @@ def _unsafe_call(name: str, call: ast.Call) -> list[str]:
         wrong.append(text)
     if values.get("allow_pickle"):
         wrong.append("allow_pickle")
-    if "trust_remote_code" in keywords and values.get("trust_remote_code") is not False:
+    trusts = "trust_remote_code" in keywords and ast.unparse(keywords["trust_remote_code"])
+    if trusts not in (False, "False") and (name, text, trusts) not in MAY_TRUST:
         wrong.append("trust_remote_code")
     loads_auto = text.startswith(("Auto", "auto.", "PreTrainedTokenizer")) and text.endswith(
         ("from_pretrained", "from_config")

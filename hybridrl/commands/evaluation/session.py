@@ -90,7 +90,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
     """Sample and score, inside `ray_runtime`; report the samples per problem after each pass."""
     config, options = evaluation.config, evaluation.options
     with ExitStack() as stack:
-        decode = decoder(load_tokenizer(config.model.path))
+        decode = decoder(load_tokenizer(config.model))
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
         rules = open_rules(config, stack)

@@ -221,7 +221,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        brings_code = " Code of a checkpoint (auto_map) is never run."
+        brings_code = " Code of a model (auto_map) is never run."
         reason = REFUSED.get(str(kind), "the reshard into vLLM supports only these")
         raise ConfigError(
             f"model.path is a model of type {kind}, expected one of {', '.join(FAMILIES)}: "

@@ -32,7 +32,8 @@ VARIABLE_SUFFIX = "_env"
 
 
 def _names_code(key: str, value: str) -> bool:
-    return names_code(key) and "." in value and value not in ALLOWED
+    is_foreign = names_code(key) and "." in value and value not in ALLOWED
+    return is_foreign or (key == "model.trust_remote_code" and value == "True")
 
 
 def _reaches_out(key: str, value: str) -> bool:
@@ -113,10 +114,10 @@ def _replaces(override: str, key: str) -> bool:
 
 
 def _texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and value of every text in nested mappings and lists."""
+    """Yield dotted key and value of every text and flag in nested mappings and lists."""
     if isinstance(tree, Mapping | list | tuple):
         items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         for name, item in items:
             yield from _texts(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, str):
-        yield key, tree
+    elif isinstance(tree, str | bool):
+        yield key, str(tree)

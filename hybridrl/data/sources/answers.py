@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.rows import Message
 from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
 from hybridrl.models.end_tokens import stop_token_ids
@@ -19,12 +20,12 @@ class AnswerTokens:
         ConfigError: there is no such model, or it has no end token.
     """
 
-    def __init__(self, model_path: str) -> None:
-        self._tokenizer = load_tokenizer(model_path)
-        self._ends = stop_token_ids(plain_folder(model_path))
+    def __init__(self, model: ModelConfig) -> None:
+        self._tokenizer = load_tokenizer(model)
+        self._ends = stop_token_ids(plain_folder(model.path))
         if not self._ends:
             raise ConfigError(
-                f"model.path = {model_path} has no end token: a model trained on answers without "
+                f"model.path = {model.path} has no end token: a model trained on answers without "
                 "one never ends its own.\n"
                 "Set eos_token in its tokenizer_config.json, or eos_token_id in "
                 "generation_config.json."

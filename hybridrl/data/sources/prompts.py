@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import ModelConfig
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.answers import AnswerTokens
 from hybridrl.data.sources.problem_sets import (
@@ -106,7 +107,7 @@ class PromptSets:
 
 def load_prompts(
     config: DataConfig,
-    model_path: str,
+    model: ModelConfig,
     max_prompt_tokens: int,
     max_answer_tokens: int | None = None,
 ) -> PromptSets:
@@ -118,8 +119,8 @@ def load_prompts(
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
     sets = load_problem_sets(config, with_solutions=max_answer_tokens is not None)
-    renderer = Renderer(load_tokenizer(model_path))
-    answers = None if max_answer_tokens is None else AnswerTokens(model_path)
+    renderer = Renderer(load_tokenizer(model))
+    answers = None if max_answer_tokens is None else AnswerTokens(model)
     rendered = _rendered(config, sets, renderer, answers)
     kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
     for name, (train, held_out) in rendered.items():
@@ -155,13 +156,13 @@ def load_prompts(
 
 def examine_prompts(
     config: DataConfig,
-    model_path: str,
+    model: ModelConfig,
     max_prompt_tokens: int,
     max_answer_tokens: int | None = None,
 ) -> tuple[PromptSets | None, list[str]]:
     """Return a run's prompts, or None and messages for a ConfigError."""
     try:
-        return load_prompts(config, model_path, max_prompt_tokens, max_answer_tokens), []
+        return load_prompts(config, model, max_prompt_tokens, max_answer_tokens), []
     except ConfigError as error:
         return None, error.problems
 

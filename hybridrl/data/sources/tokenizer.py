@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.rows import Message
 from hybridrl.models.resolve import VOCABULARIES, plain_folder
 
@@ -40,19 +41,20 @@ _TURN, _ANSWER = "hybridrlturn", "hybridrlanswer"
 Decode = Callable[[Iterable[list[int]]], list[str]]
 
 
-def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model.
 
     Raises:
         ConfigError: there is no such model, or its folder has no usable tokenizer.
     """
-    folder = plain_folder(model_path)
+    folder = plain_folder(model.path)
     config: dict[str, Any] = {}
     try:
         if (file := folder / "tokenizer_config.json").is_file():
             config = parse_json(file.read_bytes())
+        trusts = model.trust_remote_code and "auto_map" in config
         # transformers makes an empty tokenizer of a folder without files.
-        if not any((folder / name).is_file() for name in VOCABULARIES):
+        if not trusts and not any((folder / name).is_file() for name in VOCABULARIES):
             raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
         # Absent in folders whose class follows from config.json's model type.
         named = config.get("tokenizer_class")
@@ -60,19 +62,22 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # Without it, AutoTokenizer would also run code that config.json names.
+        lm = AutoConfig.from_pretrained(folder, trust_remote_code=False) if trusts else None
+        return AutoTokenizer.from_pretrained(folder, config=lm, trust_remote_code=trusts)
     except Exception as error:  # tokenizers raises plain Exception, transformers any class
-        if "auto_map" in config:
+        if "auto_map" in config and not model.trust_remote_code:
             raise ConfigError(
-                f"model.path = {model_path}: the tokenizer in {folder} is custom code "
-                "(auto_map in tokenizer_config.json).\nCode of a checkpoint is never run. Use a "
-                "folder whose tokenizer.json transformers can load without custom code."
+                f"model.path = {model.path}: the tokenizer in {folder} is custom code "
+                "(auto_map in tokenizer_config.json), which would run with your rights.\nRead it "
+                "and set model.trust_remote_code=true, or use a folder whose tokenizer.json "
+                "transformers can load without it."
             ) from None  # transformers' message asks for an argument that is not available here
         reason = str(error).strip().splitlines()
         raise ConfigError(
-            f"model.path = {model_path}: its tokenizer cannot be loaded from {folder} "
+            f"model.path = {model.path}: its tokenizer cannot be loaded from {folder} "
             f"({reason[0] if reason else type(error).__name__}).\n"
             "The folder needs tokenizer.json and tokenizer_config.json; copy those of the model."
         ) from error

@@ -183,10 +183,13 @@ class RoutingTotals:
 
     Attributes:
         compares: choices are compared with vLLM's, whose weights are those of the first mini-batch.
+        shares: [L, E] float64, share of each expert in its layer's choices, over all ranks; None
+            before `report`, or if nothing was added.
     """
 
     def __init__(self) -> None:
         self.compares = True
+        self.shares: Tensor | None = None
         self._sums: list[Tensor] = []
         self._shape = torch.Size()
 
@@ -215,10 +218,10 @@ class RoutingTotals:
         sequences, tokens, balance, entropy = sums[:4].tolist()
         known, differing_tokens, differing_choices = sums[4:7].tolist()
         load = sums[7:].view(self._shape)
-        shares = load / load.sum(-1, keepdim=True)
+        self.shares = load / load.sum(-1, keepdim=True)
         found = {
-            "load_max": float(shares.max()),
-            "load_min": float(shares.min()),
+            "load_max": float(self.shares.max()),
+            "load_min": float(self.shares.min()),
             "entropy": entropy / tokens,
         }
         if whole_sequences:

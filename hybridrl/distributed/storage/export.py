@@ -27,8 +27,8 @@ from hybridrl.models.weight_files import INDEX
 
 # Folder of adapters inside the folder of the merged model.
 ADAPTER_FOLDER = "adapter"
-# Files beside the weights: tokenizer, chat template, generation config.
-COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+# Files beside the weights: tokenizer and its code, chat template, generation config.
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 SHARD_BYTES = 5 * 10**9
 
 

@@ -10,7 +10,7 @@ from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.schema import EnvironmentConfig, RewardConfig, RunConfig
+from hybridrl.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
 from hybridrl.config.sections.data import DataConfig, MixturePart
 from hybridrl.config.user_code.tracebacks import last_frame
 from hybridrl.doctor.findings import (
@@ -38,7 +38,7 @@ QUESTION = "What is 2 + 2?"
 BY_HAND = "Call it by hand on a row of the data; a response may be empty, or any text"
 
 
-def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
+def check_tokenizer(node: str, model: ModelConfig, shape: ModelShape) -> list[Finding]:
     """Check inputs.tokenizer of model.path against the model's vocabulary."""
     from jinja2 import TemplateError
 
@@ -48,7 +48,7 @@ def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
 
     copy = "Copy tokenizer.json and tokenizer_config.json of the model into its folder"
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(model)
         renderer = Renderer(tokenizer)
         text = renderer.render([{"role": "user", "content": QUESTION}])
     except ConfigError as error:
@@ -60,7 +60,7 @@ def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
     facts = f"{len(ids):,} tokens for a vocabulary of {shape.vocab:,}; {QUESTION!r} becomes "
     facts += f"{len(renderer.encode([text])[0])} tokens"
     alien = f"token {max(ids):,} is none of the model's {shape.vocab:,}"
-    endless = tokenizer.eos_token_id is None and not stop_token_ids(plain_folder(path))
+    endless = tokenizer.eos_token_id is None and not stop_token_ids(plain_folder(model.path))
     plain = f"there is no chat template: plain prompts; {facts}"
     template = "Choose an instruct model, or add chat_template.jinja to the model's folder"
     long = "no token ends a response: all have rollout.max_response_tokens"
@@ -77,9 +77,7 @@ def check_data(node: str, config: RunConfig) -> "tuple[list[Finding], list[Promp
     """Check inputs.data; return findings and training prompts to try."""
     from hybridrl.data.sources.prompts import examine_prompts
 
-    sets, problems = examine_prompts(
-        config.data, config.model.path, config.rollout.max_prompt_tokens
-    )
+    sets, problems = examine_prompts(config.data, config.model, config.rollout.max_prompt_tokens)
     if sets is None:
         parts = [problem.partition("\n") for problem in problems]
         advice = "Correct data.* or the files"

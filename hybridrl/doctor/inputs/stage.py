@@ -60,7 +60,7 @@ def check(context: CheckContext) -> list[Finding]:
         return found
     found += _models(context)
     driver, config = context.agents.nodes[0], context.config
-    found += check_tokenizer(driver, config.model.path, context.shape)
+    found += check_tokenizer(driver, config.model, context.shape)
     data, prompts = check_data(driver, config)
     found += [*data, *check_reward(driver, config, prompts)]
     return [*found, *check_run_directory(context.agents, run_folder(context))]

@@ -186,6 +186,21 @@ async function link(event) {
   isLinking = false;
 }
 
+// Times of an equal share: blue below, orange above.
+function showExperts() {
+  const style = look(), colors = [[0, PALETTE[0]], [0.5, "#f4f4f4"], [1, PALETTE[1]]];
+  $("#experts").replaceChildren();
+  for (const { experts, label } of runs.filter((run) => run.experts)) {
+    const node = el("div", { className: "plot" });
+    const title = `Load of experts, step ${experts.step}` + (runs.length > 1 ? `, ${label}` : "");
+    $("#experts").append(el("h2", {}, title), node);
+    const z = experts.shares.map((shares) => shares.map((share) => share * shares.length));
+    const trace = { type: "heatmap", z, zmin: 0, zmax: 2, colorscale: colors, hovertemplate: "layer %{y}, expert %{x}: %{z:.2f} of an equal share<extra></extra>" };
+    const layout = { ...style, margin: { l: 8, r: 12, t: 8, b: 8 }, xaxis: { ...style.xaxis, title: { text: "expert" } }, yaxis: { ...style.yaxis, dtick: Math.ceil(z.length / 12), title: { text: "layer" } } };
+    Plotly.newPlot(node, [trace], layout, { displaylogo: false, responsive: true });
+  }
+}
+
 function showRunLegend() {
   if (runs.length > 1) $("#run_legend").append(...runs.map((run, index) => {
     const chip = el("button", { type: "button", ariaPressed: "true", onclick: () => { run.isHidden = !run.isHidden; chip.ariaPressed = String(!run.isHidden); redraw(); } }, run.label);
@@ -198,7 +213,7 @@ const redraw = () => panels.filter((panel) => panel.isDrawn).forEach(draw);
 
 // ---- Page
 
-const OPENED = { responses: showTable, tokens: () => tokenSteps(), timeline: timelineSteps };
+const OPENED = { curves: showExperts, responses: showTable, tokens: () => tokenSteps(), timeline: timelineSteps };
 const opened = new Set();
 
 function openTab(name) {
@@ -231,7 +246,7 @@ async function start() {
   for (const kind of ["mouseover", "mouseleave", "click"]) $("#token_text").addEventListener(kind, tokenFacts);
   $("#timeline_run").onchange = timelineSteps;
   $("#timeline_step").onchange = showTimeline;
-  matchMedia("(prefers-color-scheme: dark)").onchange = () => { redraw(); showRuns(); if (opened.has("timeline")) showTimeline(); };
+  matchMedia("(prefers-color-scheme: dark)").onchange = () => { redraw(); showRuns(); if (opened.has("curves")) showExperts(); if (opened.has("timeline")) showTimeline(); };
   document.querySelectorAll("nav button").forEach((button) => (button.onclick = () => openTab(button.dataset.tab)));
   const tabs = [...document.querySelectorAll("main")].map((main) => "#" + main.id);
   openTab((tabs.find((tab) => tab === location.hash) ?? tabs[0]).slice(1));

@@ -46,7 +46,7 @@ class Endpoint:
         tool_parser: str | None,
         other_sampling: OtherSampling = OtherSampling.refuse,
     ) -> None:
-        tokenizer = load_tokenizer(rollout.model.path)
+        tokenizer = load_tokenizer(rollout.model)
         ends = stop_token_ids(plain_folder(rollout.model.path))
         parse = None if tool_parser is None else load_parser(tool_parser, tokenizer)
         self.end_token = ends[0] if ends else 0

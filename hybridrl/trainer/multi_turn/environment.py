@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from hybridrl.config.errors import raised_problems
-from hybridrl.config.schema import EnvironmentConfig
+from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens, load_tokenizer
@@ -73,16 +73,16 @@ class EnvironmentRewards:
         return Rewarded(texts, scores, failures)
 
 
-def turn_tokens(model_path: str, config: EnvironmentConfig) -> TurnTokens:
+def turn_tokens(model: ModelConfig, config: EnvironmentConfig) -> TurnTokens:
     """Return the turn encoder of a model, with the stop strings of the config.
 
     Raises:
         ConfigError: there is no such model, or a stop string is not one token of it.
     """
-    ends = stop_token_ids(plain_folder(model_path))
-    return TurnTokens(load_tokenizer(model_path), ends, config.stop, config.role)
+    ends = stop_token_ids(plain_folder(model.path))
+    return TurnTokens(load_tokenizer(model), ends, config.stop, config.role)
 
 
-def stop_problems(model_path: str, config: EnvironmentConfig) -> list[str]:
+def stop_problems(model: ModelConfig, config: EnvironmentConfig) -> list[str]:
     """Return the problems of environment.stop with a model."""
-    return raised_problems(turn_tokens, model_path, config)
+    return raised_problems(turn_tokens, model, config)

@@ -206,7 +206,7 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
 
 def texts_of(replay: ReplayBatch) -> list[Texts]:
     """Decode prompts and responses."""
-    decode, batch = decoder(load_tokenizer(replay.config.model.path)), replay.batch
+    decode, batch = decoder(load_tokenizer(replay.config.model)), replay.batch
     prompts = decode(row.tolist() for row in batch.prompts.rows())
     responses = decode(row.tolist() for row in batch.responses.rows())
     rows = zip(batch.group_id.tolist(), prompts, responses, strict=True)

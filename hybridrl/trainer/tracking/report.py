@@ -28,6 +28,7 @@ from hybridrl.trainer.tracking.rollout_log import (
     rollout_records,
     samples_text,
     write_evaluation,
+    write_experts,
     write_rollouts,
 )
 from hybridrl.trainer.tracking.token_log import clipped, token_table, write_tokens
@@ -140,6 +141,10 @@ class Reporter:
         assert batch.advantages is not None
         values, mask = batch.advantages.values, batch.counted.values
         self._tracker.show("advantages", step, values[mask])
+
+    def log_experts(self, step: int, shares: list[list[float]]) -> None:
+        """Store each expert's share of its layer's choices in the step's update."""
+        self._files.attempt("experts/", lambda: write_experts(self.run_dir, step, shares))
 
     def log_timeline(self, step: int, timeline: Timeline) -> None:
         """Store the timeline of a recorded step in timeline.jsonl."""

@@ -108,6 +108,13 @@ def write_evaluation(run_dir: Path, step: int, kinds: Mapping[str, list[RolloutR
     return _write(run_dir / "rollouts" / f"eval_step_{step}.jsonl", lines)
 
 
+def write_experts(run_dir: Path, step: int, shares: Iterable[list[float]]) -> Path:
+    """Write <run>/experts/step_<n>.jsonl as `write_rollouts`, one layer a line."""
+    rounded = [[round(share, 6) for share in layer] for layer in shares]
+    lines = ({"layer": layer, "shares": row} for layer, row in enumerate(rounded))
+    return _write(run_dir / "experts" / f"step_{step}.jsonl", lines)
+
+
 def _write(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     return replace_text(path, "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines))

@@ -18,6 +18,7 @@ from hybridrl.doctor.inputs.samples import check_data, check_reward, check_token
 from hybridrl.doctor.inputs.stage import check_run_directory, hub_cache_facts, judge_cache
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
 from tests.data_configs import jsonl, sums
+from tests.role_configs import model_config
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
 
@@ -245,7 +246,7 @@ def test_a_model_that_a_node_lacks_or_has_otherwise_is_named(model, tmp_path):
 
 def test_a_tokenizer_of_another_model_fails(tmp_path, shape):
     folder = model_folder(tmp_path, [" ".join(f"word{index}" for index in range(2000))])
-    (finding,) = check_tokenizer("a", str(folder), shape)
+    (finding,) = check_tokenizer("a", model_config(folder), shape)
     assert_finds(
         finding, "inputs.tokenizer", Verdict.fail, "is none of the model's", "tokenizer.json"
     )
@@ -253,7 +254,7 @@ def test_a_tokenizer_of_another_model_fails(tmp_path, shape):
 
 def test_a_torn_tokenizer_fails(model, shape):
     (model / "tokenizer.json").write_text('{"version": "1.0"')
-    (finding,) = check_tokenizer("a", str(model), shape)
+    (finding,) = check_tokenizer("a", model_config(model), shape)
     assert_finds(
         finding, "inputs.tokenizer", Verdict.fail, "tokenizer cannot be loaded", "tokenizer.json"
     )
@@ -261,7 +262,7 @@ def test_a_torn_tokenizer_fails(model, shape):
 
 def test_a_template_that_refuses_questions_fails(tmp_path, shape):
     folder = model_folder(tmp_path, ["a"], template="{{ raise_exception('no users') }}")
-    (finding,) = check_tokenizer("a", str(folder), shape)
+    (finding,) = check_tokenizer("a", model_config(folder), shape)
     assert_finds(
         finding, "inputs.tokenizer", Verdict.fail, "refuses a user's question: no users", "Copy"
     )
@@ -272,7 +273,7 @@ def test_no_template_and_unended_responses_warn(tmp_path, shape):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["eos_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    template, end = check_tokenizer("a", str(folder), shape)
+    template, end = check_tokenizer("a", model_config(folder), shape)
     assert_finds(
         template, "inputs.tokenizer", Verdict.warn, "no chat template", "chat_template.jinja"
     )
