@@ -53,7 +53,7 @@ class LiveRequests:
                 if outputs := self._core.get_output().outputs:
                     self._add(found, outputs, log_probs)
             if not self._open:
-                finish_steps(self._core)
+                list(finish_steps(self._core))  # without outputs
         return EngineProgress(list(found.values()), time.perf_counter() - start)
 
     def _add(
