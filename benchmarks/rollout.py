@@ -152,6 +152,7 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
         router_replay=RouterReplay.none,
         max_in_flight=args.prompts,
         max_versions=0,
+        keep_kv=False,
         temperature=1.0,
         top_p=1.0,
         max_prompt_tokens=args.prompt_tokens,

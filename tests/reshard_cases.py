@@ -246,6 +246,7 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "router_replay": RouterReplay.none,
         "max_in_flight": 3,
         "max_versions": 0,
+        "keep_kv": False,
         "temperature": 1.0,
         "top_p": 1.0,
         "max_prompt_tokens": MAX_PROMPT,

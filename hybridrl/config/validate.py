@@ -53,6 +53,7 @@ TRAINING_CHECKS = (
     algorithm.sampling_problems,
     algorithm.split_problems,
     algorithm.schedule_problems,
+    algorithm.keep_kv_problems,
     algorithm.agent_problems,
     algorithm.supervised_problems,
     sizes.betas_problems,

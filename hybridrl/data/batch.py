@@ -56,6 +56,9 @@ class PromptBatch(Shardable):
             responses without an end are `unfinished` then. None: every response is finished.
         enough_ended: an engine also stops once this share of its responses has ended; None: not.
         must_finish: [P] bool, responses that are finished whatever ends the others; None: none.
+        response_id: [P] int64; an engine holds unfinished responses with their keys and values, and
+            goes on with those of the next call that have the same id and tokens. It needs `seeds`.
+            None: no response is held.
     """
 
     prompts: Ragged
@@ -75,6 +78,7 @@ class PromptBatch(Shardable):
     token_budget: float | None = None
     enough_ended: float | None = None
     must_finish: Tensor | None = None
+    response_id: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -116,11 +120,13 @@ class EngineStats:
         tokens: sampled, over all its responses.
         seconds: from the call to the last token.
         first_token_s: from the call to the first token; 0 where it sampled none.
+        old_kv_tokens: of `tokens`, in responses that were held over a change of the weights.
     """
 
     tokens: int
     seconds: float
     first_token_s: float
+    old_kv_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:

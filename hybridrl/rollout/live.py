@@ -59,7 +59,7 @@ class LiveRequests:
                     self._add(outputs, log_probs)
                     tokens += len(outputs)
             if not self._open:
-                finish_steps(self._core)
+                list(finish_steps(self._core))  # without outputs
         return EngineProgress(self._progress(), tokens, time.perf_counter() - start)
 
     def _add(self, outputs: Sequence[Any], log_probs: StepLogProbs) -> None:

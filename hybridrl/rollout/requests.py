@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Generated:
         unfinished: [B] bool, true where it was cut before its end; None without a budget.
         first_token_s: seconds from the call to the first sampled token; 0 where there was none.
         seconds: seconds of the whole call.
+        old_kv_tokens: tokens of responses that were held over a change of the weights.
         routed_experts: as in `RolloutBatch`.
     """
 
@@ -45,6 +46,7 @@ class Generated:
     unfinished: Tensor | None
     first_token_s: float
     seconds: float
+    old_kv_tokens: int
     routed_experts: Ragged | None
 
 
@@ -82,10 +84,6 @@ class _Responses:
         is_enough = len(self._tokens) >= budget or ended >= enough
         return not self.open or (is_enough and self.open.isdisjoint(needed))
 
-    def open_ids(self) -> list[str]:
-        """Return the ids of requests that have not ended."""
-        return [request_id for request_id, index in self._index.items() if index in self.open]
-
     def ragged(self) -> tuple[Ragged, Ragged]:
         """Return tokens and log-probs by response."""
         owners = torch.tensor(self._owners, dtype=torch.int64)
@@ -96,89 +94,138 @@ class _Responses:
         return Ragged(tokens[order], lengths), Ragged(log_probs[order], lengths)
 
 
-def generate(
-    core: Any,
-    prompts: PromptBatch,
-    seeds: Sequence[int],
-    max_tokens: Sequence[int],
-    stop_token_ids: Sequence[int],
-    *,
-    call: int,
-    experts: RoutedExperts | None = None,
-) -> Generated:
-    """Sample `responses_per_prompt` responses of each prompt, or as many tokens as their budget.
+class Request(NamedTuple):
+    """An open request: its id, and the salt of its cached prefix."""
+
+    request_id: str
+    salt: int
+
+
+class Requests:
+    """Calls of an engine core in this process, which sample responses.
+
+    Responses that a call leaves without an end are aborted. With `PromptBatch.response_id` they are
+    held instead: a later call goes on with their requests, whose keys and values stay.
 
     Args:
-        core: client of an engine core in this process, which is awake.
-        prompts: the prompts.
-        seeds: one per response.
-        max_tokens: longest length of the responses to each prompt, at least 1.
+        core: client of the engine core.
         stop_token_ids: tokens that end a response and stay part of it.
-        call: number of this call, unique in this engine; request ids derive from it.
         experts: recorder of the tokens' experts.
 
-    Raises:
-        RuntimeError: vLLM aborted a response.
+    Attributes:
+        salt: changes with the weights; requests of one salt share cached prefixes.
+        held: held requests by response_id and length, prompt included.
     """
-    start = time.perf_counter()
-    requests = _requests(prompts, seeds, max_tokens, stop_token_ids, call)
-    ids = [request.request_id for request in requests]
-    responses = _Responses(ids)
-    for request in requests:
-        core.add_request(request)
-    first_token_s, step = 0.0, 0
-    step_log_probs = StepLogProbs()
-    per_prompt, must = prompts.token_budget, prompts.must_finish
-    budget = math.inf if per_prompt is None else len(prompts) * per_prompt
-    enough = math.inf if prompts.enough_ended is None else len(requests) * prompts.enough_ended
-    needed = set() if must is None else set(must.nonzero().flatten().tolist())
-    with step_log_probs.recorded(core), experts.recorded(core) if experts else nullcontext():
-        while not responses.is_over(budget, enough, needed):
-            step += 1
-            position.at("decoding step", step)
-            if outputs := core.get_output().outputs:
-                first_token_s = first_token_s or time.perf_counter() - start
+
+    def __init__(
+        self, core: Any, stop_token_ids: Sequence[int], experts: RoutedExperts | None
+    ) -> None:
+        self._core = core
+        self._stop_token_ids = list(stop_token_ids)
+        self._experts = experts
+        self._calls = 0
+        self.salt = 0
+        self.held: dict[tuple[int | None, int], Request] = {}
+
+    def generate(
+        self, prompts: PromptBatch, seeds: Sequence[int], max_tokens: Sequence[int]
+    ) -> Generated:
+        """Sample `responses_per_prompt` responses of each prompt, or tokens of their budget.
+
+        Args:
+            prompts: the prompts.
+            seeds: one per response.
+            max_tokens: longest length of the responses to each prompt, at least 1.
+
+        Raises:
+            RuntimeError: vLLM aborted a response.
+        """
+        start = time.perf_counter()
+        core, experts = self._core, self._experts
+        requests = self._opened(prompts, seeds, max_tokens)
+        ids = [request.request_id for request in requests]
+        responses = _Responses(ids)
+        first_token_s, step = 0.0, 0
+        step_log_probs = StepLogProbs()
+        per_prompt, must = prompts.token_budget, prompts.must_finish
+        budget = math.inf if per_prompt is None else len(prompts) * per_prompt
+        enough = math.inf if prompts.enough_ended is None else len(requests) * prompts.enough_ended
+        needed = set() if must is None else set(must.nonzero().flatten().tolist())
+        with step_log_probs.recorded(core), experts.recorded(core) if experts else nullcontext():
+            while not responses.is_over(budget, enough, needed):
+                step += 1
+                position.at("decoding step", step)
+                if outputs := core.get_output().outputs:
+                    first_token_s = first_token_s or time.perf_counter() - start
+                    responses.add(outputs, step_log_probs)
+            for outputs in filter(None, finish_steps(core)):
                 responses.add(outputs, step_log_probs)
-        if responses.open:
-            core.abort_requests(responses.open_ids())
-        finish_steps(core)
-    tokens, log_probs = responses.ragged()
-    is_open = torch.zeros(len(requests), dtype=torch.bool)
-    is_open[list(responses.open)] = True
-    return Generated(
-        responses=tokens,
-        log_probs=log_probs,
-        truncated=torch.tensor(responses.truncated, dtype=torch.bool),
-        unfinished=None if per_prompt is None else is_open,
-        first_token_s=first_token_s,
-        seconds=time.perf_counter() - start,
-        routed_experts=None if experts is None else experts.take(ids),
-    )
+        tokens, log_probs = responses.ragged()
+        self._hold_or_abort(prompts, requests, responses.open, tokens.lengths)
+        is_open = torch.zeros(len(requests), dtype=torch.bool)
+        is_open[list(responses.open)] = True
+        is_old = torch.tensor([request.salt != self.salt for request in requests]).bool()
+        return Generated(
+            responses=tokens,
+            log_probs=log_probs,
+            truncated=torch.tensor(responses.truncated, dtype=torch.bool),
+            unfinished=None if per_prompt is None else is_open,
+            first_token_s=first_token_s,
+            seconds=time.perf_counter() - start,
+            old_kv_tokens=int(tokens.lengths[is_old].sum()),
+            routed_experts=None if experts is None else experts.take(ids),
+        )
 
+    def _opened(
+        self, prompts: PromptBatch, seeds: Sequence[int], max_tokens: Sequence[int]
+    ) -> list[Request]:
+        """Return one request per response, held or added; abort other held ones.
 
-def _requests(
-    prompts: PromptBatch,
-    seeds: Sequence[int],
-    max_tokens: Sequence[int],
-    stop_token_ids: Sequence[int],
-    call: int,
-) -> list[Any]:
-    """Build one request per response; they differ in prompt, length, seed and id."""
-    from vllm import SamplingParams
+        Added ones differ in prompt, length, seed and id.
+        """
+        from vllm import SamplingParams
 
-    shared = SamplingParams(
-        temperature=prompts.temperature,
-        top_p=prompts.top_p,
-        stop_token_ids=list(stop_token_ids),
-        logprobs=0,  # the sampled token's alone
-        detokenize=False,
-    )
-    rows = [row.tolist() for row in prompts.prompts.rows()]
-    requests = []
-    for index, seed in enumerate(seeds):
-        prompt = index // prompts.responses_per_prompt
-        params = copy(shared)
-        params.max_tokens = max_tokens[prompt]
-        params.seed = seed
-        requests.append(core_request(f"{call}-{index}", rows[prompt], params))
-    return requests
+        shared = SamplingParams(
+            temperature=prompts.temperature,
+            top_p=prompts.top_p,
+            stop_token_ids=[*self._stop_token_ids, *prompts.stop_token_ids],
+            logprobs=0,  # the sampled token's alone
+            detokenize=False,
+        )
+        self._calls += 1
+        rows = [row.tolist() for row in prompts.prompts.rows()]
+        names = [None] * len(rows) if prompts.response_id is None else prompts.response_id.tolist()
+        requests = []
+        for index, seed in enumerate(seeds):
+            row = index // prompts.responses_per_prompt
+            request = self.held.pop((names[row], len(rows[row])), None)
+            if request is None:
+                request = Request(f"{self._calls}-{index}", self.salt)
+                params = copy(shared)
+                params.max_tokens = max_tokens[row]
+                params.seed = seed
+                salt = str(self.salt)
+                self._core.add_request(core_request(request.request_id, rows[row], params, salt))
+            requests.append(request)
+        self._core.abort_requests([request.request_id for request in self.held.values()])
+        self.held = {}
+        return requests
+
+    def _hold_or_abort(
+        self,
+        prompts: PromptBatch,
+        requests: Sequence[Request],
+        still_open: AbstractSet[int],
+        sampled: Tensor,
+    ) -> None:
+        """Hold open requests that a later call may continue, and abort the others.
+
+        Requests without a token in this call wait for a place; the next call orders them anew.
+        """
+        kept: set[int] = set()
+        if prompts.response_id is not None:
+            kept = {index for index in still_open if sampled[index]}
+            lengths = (prompts.prompts.lengths + sampled).tolist()
+            ids = prompts.response_id.tolist()
+            self.held = {(ids[index], lengths[index]): requests[index] for index in kept}
+        self._core.abort_requests([requests[index].request_id for index in still_open - kept])

@@ -55,6 +55,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.engine.core_client", "InprocClient.abort_requests"),
     ("vllm.v1.engine.core_client", "InprocClient.add_request"),
     ("vllm.v1.engine.core_client", "InprocClient.get_output"),
+    ("vllm.v1.engine.core_client", "InprocClient.sleep"),
+    ("vllm.v1.engine.core_client", "InprocClient.wake_up"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     ("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index"),
     ("vllm.v1.outputs", "ModelRunnerOutput.logprobs"),
@@ -203,14 +205,16 @@ def engine_core(llm: Any) -> Any:
     return llm.llm_engine.engine_core
 
 
-def finish_steps(core: Any) -> None:
-    """Take the results of queued steps, of which asynchronous scheduling leaves one behind."""
+def finish_steps(core: Any) -> Iterator[Sequence[Any]]:
+    """Yield the outputs of queued steps, of which asynchronous scheduling leaves one behind."""
+    core.sleep(level=0, mode="keep")  # open requests begin no further step
     while core.engine_core.batch_queue:
-        core.get_output()
+        yield core.get_output().outputs
+    core.wake_up(["scheduling"])
 
 
-def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
-    """Build a request of the engine core; its id is unique among all of the engine."""
+def core_request(request_id: str, prompt: list[int], params: Any, salt: str | None = None) -> Any:
+    """Build a request with an id of its own; requests of one `salt` share cached prefixes."""
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
@@ -221,7 +225,7 @@ def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
-        cache_salt=None,
+        cache_salt=salt,
         data_parallel_rank=None,
     )
 
@@ -292,9 +296,6 @@ def asleep_bytes(tag: str) -> int:
 
 @contextmanager
 def keeping_cache() -> Iterator[None]:
-    """Keep torch's cached memory: when vLLM 0.33 wakes, it collects garbage and empties the cache.
-
-    That and filling the cache again takes tenths of a second.
-    """
+    """Keep torch's cached memory, which vLLM 0.33 frees when it wakes, in tenths of a second."""
     with patch.object(gc, "collect"), patch.object(torch.accelerator, "empty_cache"):
         yield

@@ -20,10 +20,10 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.rollout import requests, vllm_compat, vllm_experts, vllm_routing
+from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
 from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.live import LiveRequests
-from hybridrl.rollout.requests import Generated
+from hybridrl.rollout.requests import Generated, Requests
 from hybridrl.rollout.sampling import check_ranks_agree, sample_seeds
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places, trace_loader
@@ -115,9 +115,7 @@ class VLLMEngine:
     ) -> None:
         self._config = config
         self._folder = folder
-        self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
-        self._calls = 0
         self._experts: vllm_routing.RoutedExperts | None = None
         self.awake = frozenset(EnginePart)
         times = StartTimes()
@@ -137,7 +135,8 @@ class VLLMEngine:
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
         core = vllm_compat.engine_core(self._llm)
-        self._live = LiveRequests(core, config.model, self._stop_token_ids)
+        self._requests = Requests(core, stop_token_ids, self._experts)
+        self._live = LiveRequests(core, config.model, stop_token_ids)
         with times.part("first sampling"):
             self._warm_up()
         compiling = vllm_compat.compile_seconds(self._llm)
@@ -179,12 +178,13 @@ class VLLMEngine:
         self.awake |= {part}
 
     def reset_prefix_cache(self) -> None:
-        """Discard the prefix cache.
+        """Discard the prefix cache, or hide it from new requests while some are held.
 
         Raises:
-            RuntimeError: vLLM still holds requests.
+            RuntimeError: vLLM has other open requests.
         """
-        if not self._llm.reset_prefix_cache():
+        self._requests.salt += 1
+        if not self._requests.held and not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM still holds requests from before the reshard")
 
     def sleep(self) -> None:
@@ -227,16 +227,8 @@ class VLLMEngine:
             raise RuntimeError("the rollout engine is asleep; reshard wakes it")
 
     def _sample(self, prompts: PromptBatch) -> Generated:
-        self._calls += 1
-        return requests.generate(
-            vllm_compat.engine_core(self._llm),
-            prompts,
-            sample_seeds(self._config.seed, prompts),
-            self._max_tokens(prompts).tolist(),
-            [*self._stop_token_ids, *prompts.stop_token_ids],
-            call=self._calls,
-            experts=self._experts,
-        )
+        seeds = sample_seeds(self._config.seed, prompts)
+        return self._requests.generate(prompts, seeds, self._max_tokens(prompts).tolist())
 
     def _adapt(self, runner: Any) -> None:
         """Check and trace a loaded model; add adapters and recorder, if any, before it is compiled.

@@ -24,12 +24,11 @@ class RolloutMismatch(RuntimeError):
 
 
 def check_rollout_log_probs(
-    batch: RolloutBatch, version: int, *, top_p: float, limit: float, where: Callable[[int], str]
+    batch: RolloutBatch, mask: Tensor, *, top_p: float, limit: float, where: Callable[[int], str]
 ) -> dict[str, float | None]:
-    """Compare rollout_log_probs with old_log_probs on the sampled tokens of each engine.
+    """Compare rollout_log_probs with old_log_probs on the `current_tokens` of each engine.
 
-    Tokens of other weights than `version` (`RolloutBatch.token_versions`) do not count. `limit` is
-    the largest mean of an engine, nats per token; `where` names an engine's ranks.
+    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks.
 
     Returns:
         rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and
@@ -40,7 +39,6 @@ def check_rollout_log_probs(
         RolloutMismatch: the mean of an engine is above the limit, or NaN.
     """
     assert batch.old_log_probs is not None
-    mask = _current(batch, version)
     if not mask.any():
         return dict.fromkeys(METRICS)
     compared = (batch.rollout_log_probs.values, batch.old_log_probs.values)
@@ -68,10 +66,20 @@ def check_rollout_log_probs(
     return dict(zip(METRICS, values, strict=True))
 
 
-def _current(batch: RolloutBatch, version: int) -> Tensor:
-    """Return a mask of the tokens that weights `version` have sampled, [N] bool."""
+def current_tokens(batch: RolloutBatch, version: int, *, keep_kv: bool) -> Tensor:
+    """Return a mask of the tokens that weights `version` have sampled, [N] bool.
+
+    With rollout.keep_kv, keys and values of earlier weights go into the log-probs of responses that
+    have older tokens, so that none of their tokens counts.
+    """
     mask, versions = batch.response_mask.values, batch.token_versions
-    return mask if versions is None else mask & (versions.values == version)
+    if versions is None:
+        return mask
+    is_current = mask & (versions.values == version)
+    if not keep_kv:
+        return is_current
+    older = batch.responses.like(mask & ~is_current).counts()
+    return is_current & batch.responses.spread(older == 0)
 
 
 def _mean_by_engine(batch: RolloutBatch, difference: Tensor, mask: Tensor) -> dict[int, float]:
@@ -85,16 +93,15 @@ def _mean_by_engine(batch: RolloutBatch, difference: Tensor, mask: Tensor) -> di
     return {k: float(totals[k] / counts[k]) for k in counts.nonzero().flatten().tolist()}
 
 
-def adapter_share(batch: RolloutBatch, version: int, *, top_p: float) -> dict[str, float | None]:
+def adapter_share(batch: RolloutBatch, mask: Tensor, *, top_p: float) -> dict[str, float | None]:
     """Compute the share of the adapters' effect that appears in the log-probs of vLLM.
 
-    sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the tokens of weights `version`; ref is
-    the model without adapters. The share is 1 if vLLM samples with the trainer's adapters, 0 if it
+    sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the `current_tokens`; ref is the model
+    without adapters. The share is 1 if vLLM samples with the trainer's adapters, 0 if it
     samples without. While the policy has moved less than the kernels' rounding, it is 0.5 to 1.
     rollout/adapter_share is null without a reference, before the first update, and where no token
     is of these weights.
     """
-    mask = _current(batch, version)
     if batch.ref_log_probs is None or not mask.any():
         return {"rollout/adapter_share": None}
     assert batch.old_log_probs is not None

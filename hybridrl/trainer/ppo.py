@@ -30,7 +30,7 @@ from hybridrl.trainer.callbacks import call_each
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
-from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
+from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs, current_tokens
 from hybridrl.trainer.multi_turn.generator import MultiTurn
 from hybridrl.trainer.rewarding import (
     Rewarded,
@@ -196,16 +196,17 @@ class PPOTrainer(TrainingLoop):
             scored = replace(batch, scores=scores, baseline_rewards=baseline)
             scheduled = scheduled.keeping(scored).adding(**found)
         self.phases.split("score", outcomes)
-        top_p = self.config.rollout.top_p
+        top_p, keep_kv = self.config.rollout.top_p, self.config.rollout.keep_kv
+        compared = current_tokens(scheduled.batch, self.engine.weight_version, keep_kv=keep_kv)
         self.metrics |= check_rollout_log_probs(
             scheduled.batch,
-            self.engine.weight_version,
+            compared,
             top_p=top_p,
             limit=self.config.trainer.max_log_prob_diff,
             where=self.engine_place,
         )
         if self.config.lora is not None:
-            self.metrics |= adapter_share(scheduled.batch, self.engine.weight_version, top_p=top_p)
+            self.metrics |= adapter_share(scheduled.batch, compared, top_p=top_p)
         return scheduled
 
     def advantage(self, scheduled: ScheduledBatch, step: int) -> ScheduledBatch:

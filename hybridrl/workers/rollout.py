@@ -206,7 +206,13 @@ class RolloutWorker(Worker):
     def _batch(self, prompts: PromptBatch, generated: Generated) -> RolloutBatch:
         assert self.weight_version is not None
         each = [i for i in range(len(prompts)) for _ in range(prompts.responses_per_prompt)]
-        responses, tokens = generated.responses, len(generated.responses.values)
+        responses = generated.responses
+        stats = EngineStats(
+            len(responses.values),
+            generated.seconds,
+            generated.first_token_s,
+            generated.old_kv_tokens,
+        )
         return RolloutBatch(
             prompts=prompts.prompts.select(each),
             responses=responses,
@@ -217,5 +223,5 @@ class RolloutWorker(Worker):
             truncated=generated.truncated,
             unfinished=generated.unfinished,
             routed_experts=generated.routed_experts if prompts.returns_experts else None,
-            engines=(EngineStats(tokens, generated.seconds, generated.first_token_s),),
+            engines=(stats,),
         )

@@ -7,6 +7,7 @@ import pytest
 from composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, examined
 
 from hybridrl.commands.plan import make_plan, plan
+from hybridrl.config.choices import SleepMode
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import load_resolved
 from hybridrl.config.planner.fitting import ROOM, MemoryCase, remedy
@@ -97,6 +98,15 @@ def test_one_and_a_half_b_on_one_gpu_trains_with_the_fastest_settings_while_vllm
     assert 60 < made.case.peak() / GIB < 80 * ROOM
     assert 25 < made.case.seconds() < 75
     assert "chosen for its memory: rollout.sleep=all" in made.examined.config.hardware.reason
+
+
+def test_a_kv_cache_that_is_kept_does_not_sleep():
+    """The same run sleeps otherwise, as the test above shows."""
+    keep_kv = ["rollout.schedule=partial", "rollout.keep_kv=true"]
+    made = planned(ONE_B, *keep_kv, count=1)
+    assert made.examined.config.rollout.sleep is SleepMode.none and made.case.fits(ROOM)
+    with pytest.raises(ConfigError, match=r"rollout\.sleep = all frees the KV cache"):
+        planned(ONE_B, *keep_kv, "rollout.sleep=all", count=1)
 
 
 def test_seven_b_does_not_fit_small_gpus_and_the_advice_is_right():

@@ -24,6 +24,15 @@ SPLIT = ["rollout.schedule=split", "placement.rollout_gpus=1", "cluster.gpus_per
             ["rollout.max_in_flight = 200", "64", "192"],
         ),
         ([PARTIAL, "rollout.max_in_flight=63"], ["rollout.max_in_flight = 63", "64"]),
+        (["rollout.keep_kv=true"], ["rollout.keep_kv", "no effect", "rollout.schedule"]),
+        (
+            [PARTIAL, "rollout.keep_kv=true", "environment=calculator_agent"],
+            ["rollout.keep_kv = true", "environment=agent", "rollout.keep_kv=false"],
+        ),
+        (
+            [*SPLIT, "rollout.keep_kv=true", "algorithm=remax"],
+            ["rollout.keep_kv = true", "greedy", "algorithm.advantage = remax"],
+        ),
         (SPLIT[:1], ["rollout.schedule = split", "placement.rollout_gpus = null"]),
         (SPLIT[1:], ["placement.rollout_gpus = 1", "rollout.schedule = sync", "idle"]),
         (

@@ -22,6 +22,7 @@ from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
 from tests.code_in_checkpoints import bring_code
 from tests.distributed.launch import run_on_ranks
+from tests.held_requests import in_parts, joined, over_a_change
 from tests.reshard_cases import (
     MAX_PROMPT,
     MAX_RESPONSE,
@@ -79,6 +80,9 @@ def look(folder: Path) -> dict[str, Any]:
             engine.wake(part)
         engine.reset_prefix_cache()
         seen[f"after_{mode}"] = engine.generate(prompts())
+    seen["held"] = in_parts(engine)
+    other = AutoModelForCausalLM.from_pretrained(folder.parent / "B", dtype=torch.float32)
+    seen["changed"] = over_a_change(engine, other.state_dict())
     return seen
 
 
@@ -218,6 +222,29 @@ def test_a_budget_ends_responses_but_those_that_must_finish(seen):
             for row, other in rows:
                 torch.testing.assert_close(row, other[: len(row)], rtol=0, atol=1e-5)
     assert torch.equal(again.responses.lengths, whole.responses.lengths)
+
+
+def test_a_held_response_is_the_response(seen):
+    """It keeps its place in the random stream, whatever the seeds of later calls."""
+    whole, parts = seen["held"]["whole"], seen["held"]["parts"]
+    assert len(parts) > 2 and [p.old_kv_tokens > 0 for _, p in parts] == [False, True, True, True]
+    for field in ("responses", "log_probs"):
+        for row, other in zip(joined(parts, field), vars(whole)[field].rows(), strict=True):
+            torch.testing.assert_close(row, other, rtol=0, atol=1e-5)
+
+
+def test_only_held_responses_see_keys_and_values_of_earlier_weights(seen):
+    """The new response's prompt is longer than a block, which the prefix cache has of them."""
+    mixed, anew = (seen["changed"][name].log_probs.rows() for name in ("mixed", "anew"))
+    for row, other in zip(mixed[:3], anew[:3], strict=True):
+        assert abs(row[0] - other[0]) > 1e-3
+    torch.testing.assert_close(mixed[3], anew[3], rtol=0, atol=1e-5)
+    held = int(seen["changed"]["mixed"].responses.lengths[:3].sum())
+    assert (seen["changed"]["mixed"].old_kv_tokens, seen["changed"]["anew"].old_kv_tokens) == (
+        held,
+        0,
+    )
+    assert not seen["changed"]["open"]
 
 
 def test_a_conversation_may_fill_the_context_but_not_exceed_it(seen):

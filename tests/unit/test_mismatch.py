@@ -12,6 +12,7 @@ from hybridrl.trainer.mismatch import (
     RolloutMismatch,
     adapter_share,
     check_rollout_log_probs,
+    current_tokens,
     log_prob_difference,
 )
 from tests.batches import batch_of
@@ -28,7 +29,7 @@ def batch_with(rollout: list[float], old: list[float], engine: tuple[int, int] =
 
 def check(batch: RolloutBatch, limit: float) -> dict[str, float | None]:
     return check_rollout_log_probs(
-        batch, 0, top_p=1.0, limit=limit, where=lambda k: f"rank {2 * k}"
+        batch, batch.response_mask.values, top_p=1.0, limit=limit, where=lambda k: f"rank {2 * k}"
     )
 
 
@@ -51,6 +52,18 @@ def test_stale_weights_stop_the_run_and_are_named():
 def test_nan_is_no_agreement():
     with pytest.raises(RolloutMismatch, match="nan nats"):
         check(batch_with([-1.0, -2.0, -3.0], [-1.0, math.nan, -3.0]), limit=0.5)
+
+
+def test_tokens_of_earlier_weights_and_what_is_sampled_after_them_do_not_count():
+    batch = batch_of([3, 2, 2])
+    lengths = batch.responses
+    mask = lengths.like(torch.tensor([True, False, True, True, True, True, True]))
+    versions = lengths.like(torch.tensor([4, -1, 4, 3, 4, 3, 3]))
+    batch = replace(batch, response_mask=mask, token_versions=versions)
+    for keep_kv, counted in ((False, [0, 2, 4]), (True, [0, 2])):
+        found = current_tokens(batch, 4, keep_kv=keep_kv)
+        assert found.nonzero().flatten().tolist() == counted
+    assert current_tokens(replace(batch, token_versions=None), 4, keep_kv=True).equal(mask.values)
 
 
 def test_one_of_many_engines_off_by_a_nat_is_named_with_its_ranks():
@@ -82,12 +95,18 @@ def test_share_of_what_adapters_learned_by_hand(rollout, share):
     batch = batch_with(rollout, [-0.5, -2.5, -3.0])
     lengths = batch.responses
     batch = replace(batch, response_mask=lengths.like(torch.tensor([True, True, False])))
-    assert adapter_share(batch, 0, top_p=1.0) == {"rollout/adapter_share": None}
+    assert adapter_share(batch, batch.response_mask.values, top_p=1.0) == {
+        "rollout/adapter_share": None
+    }
     batch = batch.adding(ref_log_probs=lengths.like(torch.tensor([-1.0, -2.0, -3.0])))
-    assert adapter_share(batch, 0, top_p=1.0) == {"rollout/adapter_share": share}
+    assert adapter_share(batch, batch.response_mask.values, top_p=1.0) == {
+        "rollout/adapter_share": share
+    }
 
 
 def test_adapters_that_have_not_moved_have_no_share():
     batch = batch_with([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0])
     batch = batch.adding(ref_log_probs=batch.old_log_probs)
-    assert adapter_share(batch, 0, top_p=1.0) == {"rollout/adapter_share": None}
+    assert adapter_share(batch, batch.response_mask.values, top_p=1.0) == {
+        "rollout/adapter_share": None
+    }

@@ -28,6 +28,7 @@ class Engines:
     Attributes:
         lengths: of all responses, by number.
         numbers: of responses without tokens so far, by seed.
+        ids: response_id of each response, by number.
         weight_version: as that of a HybridEngine.
         holds: number of the weights that sample, with ranks of two kinds.
     """
@@ -38,6 +39,7 @@ class Engines:
     numbers: dict[int, int] = field(default_factory=dict)
     weight_version: int = 0
     holds: int = 0
+    ids: dict[int, int] = field(default_factory=dict)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def draw(self) -> int:
@@ -69,6 +71,10 @@ class Engines:
                 self.lengths.append(self.draw())
             number = int(row[2]) if len(row) > 2 else self.numbers[seed]
             ends.append((number, self.lengths[number] - (len(row) - 2)))
+        # A response has one id in all calls, and no other has it.
+        for (number, _), response_id in zip(ends, request.response_id.tolist(), strict=True):
+            assert self.ids.setdefault(number, response_id) == response_id
+        assert len({*self.ids.values()}) == len(self.ids)
         for engine in range(self.num_engines):
             rows = (request.engine == engine).nonzero().flatten().tolist()
             budget = len(rows) * request.token_budget
@@ -114,6 +120,7 @@ def run(
         rollout=SimpleNamespace(
             max_in_flight=in_flight,
             max_versions=max_versions,
+            keep_kv=True,
             max_response_tokens=longest,
             responses_per_prompt=EACH,
             temperature=1.0,

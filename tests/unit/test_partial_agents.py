@@ -97,6 +97,7 @@ def sampling_of(agents: Agents, state: SimpleNamespace, first: int) -> PartialAg
     """Sampling with prompts from a number on."""
     rollout = {"max_in_flight": IN_FLIGHT, "max_versions": MAX_VERSIONS, "temperature": 1.0}
     rollout |= {"responses_per_prompt": EACH, "max_response_tokens": 40, "top_p": 1.0, "seed": 1}
+    rollout["keep_kv"] = False
     overlong = SimpleNamespace(train_on_truncated=True)
     config = SimpleNamespace(
         algorithm=SimpleNamespace(overlong=overlong, advantage="grpo", max_sampling_rounds=1),

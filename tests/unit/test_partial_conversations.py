@@ -139,6 +139,7 @@ def run(
         rollout=SimpleNamespace(
             max_in_flight=most,
             max_versions=max_versions,
+            keep_kv=False,
             max_response_tokens=LONGEST,
             responses_per_prompt=EACH,
             temperature=1.0,

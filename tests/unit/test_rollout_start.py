@@ -24,6 +24,7 @@ def config(**changes):
         "router_replay": RouterReplay.none,
         "max_in_flight": 3,
         "max_versions": 0,
+        "keep_kv": False,
         "temperature": 1.0,
         "top_p": 1.0,
         "max_prompt_tokens": 100,

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridrl.config.choices import (
+    Accelerator,
     CorrectionMethod,
     DType,
     KLEstimator,
     KLPlacement,
     RouterReplay,
     Schedule,
+    SleepMode,
 )
 from hybridrl.config.estimators import estimator_of, is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
@@ -144,6 +146,30 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.max_versions = {rollout.max_versions} updates.\n"
             f"Set rollout.max_in_flight={min(2 * per_step, most)}, or more rollout.max_versions."
         )
+
+
+def keep_kv_problems(config: RunConfig) -> Iterator[str]:
+    """Check that unfinished responses stay in vLLM between steps, if they keep their KV cache."""
+    rollout, advantage = config.rollout, config.algorithm.advantage
+    if not rollout.keep_kv or rollout.schedule is Schedule.sync:
+        return
+    is_awake = rollout.schedule is Schedule.split or rollout.sleep is SleepMode.none
+    on_gpu, off = config.hardware.accelerator is Accelerator.gpu, "rollout.keep_kv=false"
+    for is_so, why, remedy in (
+        (config.agent is not None, "environment=agent computes prefixes anew", off),
+        (
+            estimator_of(advantage).needs_greedy_responses,
+            f"the greedy responses of algorithm.advantage = {advantage} end requests in each step",
+            f"algorithm=rloo or {off}",
+        ),
+        (
+            on_gpu and not is_awake,
+            f"rollout.sleep = {rollout.sleep} frees the KV cache in each step",
+            f"rollout.sleep=none or {off}",
+        ),
+    ):
+        if is_so:
+            yield f"rollout.keep_kv = true, expected false: {why}.\nSet {remedy}."
 
 
 def supervised_problems(config: RunConfig) -> Iterator[str]:

@@ -104,7 +104,7 @@ RULES = (
     ),
     Idle("algorithm.overlong.penalty", "algorithm.overlong.buffer_tokens", 0),
     Idle(
-        "rollout.max_in_flight rollout.max_versions",
+        "rollout.max_in_flight rollout.max_versions rollout.keep_kv",
         "rollout.schedule",
         "sync",
         remedy="set rollout.schedule=partial or split",

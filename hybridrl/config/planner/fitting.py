@@ -203,7 +203,7 @@ def memory_changes(config: RunConfig) -> list[list[Change]]:
     """List settings that need less memory in updates, by key, weaker ones first."""
     offloads, modes = list(Offload), list(SleepMode)
     stronger = offloads[offloads.index(config.fsdp.offload) + 1 :]
-    deeper = modes[modes.index(config.rollout.sleep) + 1 :]
+    deeper = [] if config.rollout.keep_kv else modes[modes.index(config.rollout.sleep) + 1 :]
     if not frees_cache_alone():
         deeper = [mode for mode in deeper if mode is not SleepMode.kv_cache]
     changes = [

@@ -190,6 +190,7 @@ def total_stats(
             tokens=sum(stats.tokens for stats in of_engine),
             seconds=sum(stats.seconds for stats in of_engine),
             first_token_s=first_token([stats.first_token_s for stats in of_engine]),
+            old_kv_tokens=sum(stats.old_kv_tokens for stats in of_engine),
         )
         for of_engine in zip(*calls, strict=True)
     )

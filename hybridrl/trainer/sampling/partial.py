@@ -67,7 +67,7 @@ class PartialSampling(Sampling):
         groups = self._state.in_flight
         continued = [len(groups[g].drafts[k]) for g, k in open_places(groups)]
         sampled = super()._sample_step(step)
-        metrics = self._metrics(sampled.batch) | self.in_flight_metrics()
+        metrics = self._metrics(sampled.batch) | self.in_flight_metrics(self._calls)
         metrics["partial/continued_responses"] = float(len(continued))
         metrics["partial/continued_tokens"] = float(sum(continued))
         return replace(sampled, metrics=sampled.metrics | metrics)
@@ -102,11 +102,15 @@ class PartialSampling(Sampling):
             least = MIN_SHARE
         return groups, calls
 
-    def in_flight_metrics(self) -> dict[str, float]:
-        """Count the responses in flight."""
+    def in_flight_metrics(self, calls: Sequence[CallStats]) -> dict[str, float]:
+        """Count the responses in flight, and tokens of `calls` over keys of earlier weights."""
         drafts = [draft for group in self._state.in_flight for draft in group.drafts]
         unfinished = sum(not draft.finished for draft in drafts)
-        return {
+        engines = [engine for call in calls for engine in call]
+        tokens = max(1, sum(engine.tokens for engine in engines))
+        old = sum(engine.old_kv_tokens for engine in engines)
+        old_kv = {"partial/old_kv_fraction": old / tokens} if self._config.rollout.keep_kv else {}
+        return old_kv | {
             "partial/in_flight": float(unfinished),
             "partial/waiting": float(len(drafts) - unfinished),
             "partial/length_mean": self._state.lengths.mean or 0.0,
@@ -176,6 +180,7 @@ class PartialSampling(Sampling):
         """Build a request whose prompts are prompts with their responses so far."""
         rollout = self._config.rollout
         of_rows = [(groups[g], groups[g].drafts[k]) for g, k in places]
+        ids = [self._seed(groups[g], k) for g, k in places]
         prefixes = [[*group.prompt.token_ids, *draft.tokens.tolist()] for group, draft in of_rows]
         return PromptBatch(
             prompts=Ragged.from_rows(prefixes, torch.int32),
@@ -189,7 +194,10 @@ class PartialSampling(Sampling):
             ),
             stop_token_ids=self._turns.stop_token_ids,
             engine=torch.tensor([self._engine_of(group) for group, _ in of_rows]),
-            seeds=torch.tensor([self._seed(groups[g], k) for g, k in places]),
+            seeds=torch.tensor(
+                [self._seed(groups[g], k, *groups[g].drafts[k].seed_parts) for g, k in places]
+            ),
+            response_id=torch.tensor(ids) if rollout.keep_kv else None,
             token_budget=budget / len(places),
             enough_ended=self._turns.enough,
             must_finish=torch.tensor([g < needed for g, _ in places]),
@@ -199,11 +207,10 @@ class PartialSampling(Sampling):
         """Return the group's engine; a resumed run may have fewer."""
         return group.engine % self._num_engines
 
-    def _seed(self, group: Group, index: int) -> int:
-        """Return the seed of a response's next tokens, a function of how many it has."""
-        sample, parts = group.first_sample + index, group.drafts[index].seed_parts
+    def _seed(self, group: Group, index: int, *parts: str | int) -> int:
+        """Return the seed of a response, or of its `parts`."""
         seed, prompt_id = self._config.rollout.seed, group.prompt.prompt_id
-        return sample_seed(seed, group.step, prompt_id, sample, *parts)
+        return sample_seed(seed, group.step, prompt_id, group.first_sample + index, *parts)
 
     def _joined(self, groups: Sequence[Group]) -> RolloutBatch:
         """Return the responses of finished groups as a batch."""

@@ -79,7 +79,8 @@ class SplitSampling(PartialSampling):
         if waited := self._turns.take_seconds():
             metrics["environment/seconds"] = self._environment_s + waited
         sampled = float(sum(engine.tokens for engine in stats))
-        return metrics | self.in_flight_metrics() | {"split/sampled_tokens": sampled}
+        in_flight = self.in_flight_metrics([stats])
+        return metrics | in_flight | {"split/sampled_tokens": sampled}
 
     def _sample_step(self, step: int) -> Sampled:
         """Take finished groups; sample before only as far as they are missing."""
