@@ -1,5 +1,6 @@
 """Threads with a result: imports ahead of need, and calls that may block for ever."""
 
+import atexit
 import gc
 import importlib
 import threading
@@ -60,6 +61,7 @@ def without_collections() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # libraries report at exit what was not collected
 
 
 def import_all(modules: Sequence[str]) -> None:

@@ -76,6 +76,7 @@ def test_the_output_names_what_is_learned_from_and_what_comes_next(finished):
         rf"hybridrl resume .*{run.run_dir.name} trainer\.total_steps=4",
     ):
         assert re.search(line, output), line
+    assert output.rstrip().endswith("report.html")  # no library adds to it at exit
 
 
 def test_metrics_hold_what_is_promised(finished):
