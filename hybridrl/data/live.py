@@ -79,6 +79,8 @@ class LiveCall(Shardable):
         steps: decoding steps at most; fewer if an engine has nothing left to decode.
     """
 
+    is_stored = False
+
     new: Sequence[LiveRequest]
     cancelled: Sequence[tuple[int, str]]
     steps: int
