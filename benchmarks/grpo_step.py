@@ -10,7 +10,7 @@ Workload   The real command, in a process of its own, on GSM8K problems. Qwen2's
              field        2 GPUs, tp 2, 128 prompts, else the same
              whole_step   4 GPUs, tp 2, 256 prompts x 4 responses, 256 + 512 tokens, vocabulary
                           151,936 (7b: 152,064)
-             experts      2 GPUs, tp 2, field with optimizer offload, for --shape olmoe
+             experts      2 GPUs, tp 2, for --shape olmoe: field, with what the plan offloads
 Measures   Medians over the steps after the first, without the last, which evaluates: seconds of
            the step, of sampling, forwards and updates; milliseconds of the weight sync (prepare,
            move, verify, their sum; apart from it the wait for the slowest rank; the whole switch;
@@ -99,7 +99,6 @@ PRESETS = {
         "data.prompts_per_step=128",
         "actor.mini_batch_size=512",
         "rollout.max_response_tokens=256",
-        "fsdp.offload=idle_optimizer",
     ],
     "small": [
         "hardware=cpu",

@@ -50,7 +50,8 @@ def reshard(line: Line) -> Groups:
     times = {"sync": found["sync_ms"][1], "with verification": found["sync_verified_ms"][1]}
     times |= {"floor": found["floor_ms"]}
     times |= {"usual path": min(ms[1] for ms in found["usual_ms"].values())}
-    return {f"{where(line)}, tp {line['settings']['tp']}": times}
+    settings = line["settings"]
+    return {f"{settings['model_size']}, {where(line)}, tp {settings['tp']}": times}
 
 
 def rollout(line: Line) -> Groups:
@@ -108,6 +109,11 @@ def checkpoint(line: Line) -> Groups:
     return {f"{where(line)}, {found.get('gb', line['settings'].get('gb')):.0f} GB": waits | plain}
 
 
+def shown(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def where(line: Line) -> str:
     """GPUs and versions of a line."""
     settings = line["settings"]
@@ -122,7 +128,7 @@ def versions(line: Line) -> str:
 
 PLOTS = (
     Plot("training", "Training, sequences of 4,096 tokens unless said", "MFU, %", training),
-    Plot("reshard", "Weight sync, Qwen2.5-7B's shape", "milliseconds", reshard, log=True),
+    Plot("reshard", "Weight sync", "milliseconds", reshard, log=True),
     Plot("rollout", "Sampling", "thousands of tokens/s", rollout),
     Plot("grpo_step", "A step of GRPO, Qwen2.5-1.5B's shape", "seconds", grpo_step, stacked=True),
     Plot("transport", "Data of a step, 1,024 responses of 512 tokens", "milliseconds", transport),
@@ -151,9 +157,9 @@ def draw(plot: Plot, folder: Path) -> Path:
             if plot.stacked:
                 left += length
             else:
-                axes.annotate(f" {length:.3g}", (length, y), va="center", fontsize=7)
+                axes.annotate(f" {shown(length)}", (length, y), va="center", fontsize=7)
         if plot.stacked:
-            axes.annotate(f" {left:.3g}", (left, at), va="center", fontsize=7)
+            axes.annotate(f" {shown(left)}", (left, at), va="center", fontsize=7)
     axes.set_yticks(range(len(groups)), list(groups), fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log" if plot.log else "linear")

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from jinja2 import TemplateError
 
 from hybridrl.agents.constraints import STRUCTURED
@@ -241,8 +242,9 @@ class Policy:
 
     def _request(self, episode: Episode, start: Start, ask: Ask, in_pieces: bool) -> LiveRequest:
         """Build the engine's request; equal requests of an episode have different seeds."""
-        content = json.dumps([start.prompt, ask.max_tokens, ask.stop, ask.seed, ask.sampling])
-        digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
+        content = json.dumps([ask.max_tokens, ask.stop, ask.seed, ask.sampling]).encode()
+        content += np.asarray(start.prompt, np.int32).tobytes()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
         episode.asked[digest] += 1
         self._count += 1
         room = episode.settings.context - len(start.prompt)

@@ -17,6 +17,7 @@ from hybridrl.agents.chat import message_of, rendered
 from hybridrl.agents.episode import Completion
 from hybridrl.agents.server import MAX_BODY_BYTES
 from hybridrl.config.choices import OtherSampling
+from hybridrl.trainer.agents import engines
 from tests.agents_serving import CONTEXT, Served, serving
 
 TOOLS = [
@@ -465,8 +466,9 @@ def test_a_transcript_has_the_messages_of_each_conversation(served):
         client_of(served, "another").get("/transcript", cast_to=httpx.Response)
 
 
-def test_a_request_goes_on_after_each_cut(served):
+def test_a_request_goes_on_after_each_cut(served, monkeypatch):
     """The prefix is computed anew, the tokens stay; greedily they are those without a cut."""
+    monkeypatch.setattr(engines, "STEPS", 1)
     whole, cut = served.episode(temperature=0.0), served.episode(temperature=0.0)
     said_whole = said(chat(client_of(served, whole.key), QUESTION))
     before = set(served.sampled.requests)

@@ -16,8 +16,9 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 # Linear layers of the attention block, whatever the family; others are of the MLP.
 IN_ATTENTION = (*ATTENTION, "qkv_proj")
-CPU_ONLY = ("not run on GPUs", "activation memory of compiled layers unknown, counted as Llama's")
-MOE_ON_CPU_ONLY = ("not run on GPUs", "activation memory of compiled layers unknown, a bound")
+UNKNOWN_MEMORY = ("activation memory of compiled layers unknown, counted as Llama's",)
+MOE_UNKNOWN_MEMORY = ("activation memory of compiled layers unknown, a bound",)
+CPU_ONLY = ("not run on GPUs", *UNKNOWN_MEMORY)
 
 
 class HeadNorm(Enum):
@@ -122,16 +123,18 @@ _FAMILIES = (
         bias_keys=(_ATTENTION_BIAS,),
         head_norm=HeadNorm.each,
     ),
-    Family("mistral", window=Window(default=4096)),
-    Family("phi3", linear_layers=FUSED, window=Window()),
+    Family("mistral", untested=UNKNOWN_MEMORY, window=Window(default=4096)),
+    Family("phi3", untested=UNKNOWN_MEMORY, linear_layers=FUSED, window=Window()),
     Family(
         "olmo2",
+        untested=UNKNOWN_MEMORY,
         bias_keys=(_ATTENTION_BIAS,),
         float32_norms=True,
         head_norm=HeadNorm.whole,
     ),
     Family(
         "olmo3",
+        untested=UNKNOWN_MEMORY,
         bias_keys=(_ATTENTION_BIAS,),
         float32_norms=True,
         head_norm=HeadNorm.whole,
@@ -139,12 +142,19 @@ _FAMILIES = (
     ),
     Family(
         "granite",
+        untested=UNKNOWN_MEMORY,
         bias_keys=(_ATTENTION_BIAS, _MLP_BIAS),
         logits_divisor="logits_scaling",
     ),
-    Family("smollm3", tied=True, bias_keys=(_ATTENTION_BIAS, _MLP_BIAS)),
+    Family(
+        "smollm3",
+        untested=UNKNOWN_MEMORY,
+        tied=True,
+        bias_keys=(_ATTENTION_BIAS, _MLP_BIAS),
+    ),
     Family(
         "gemma3_text",
+        untested=UNKNOWN_MEMORY,
         head_dim=256,
         tied=True,
         bias_keys=(_ATTENTION_BIAS,),
@@ -156,7 +166,7 @@ _FAMILIES = (
     ),
     Family(
         "qwen3_moe",
-        untested=MOE_ON_CPU_ONLY,
+        untested=MOE_UNKNOWN_MEMORY,
         linear_layers=ATTENTION,
         head_norm=HeadNorm.each,
         experts=Mixture(),
@@ -164,7 +174,7 @@ _FAMILIES = (
     ),
     Family(
         "qwen2_moe",
-        untested=MOE_ON_CPU_ONLY,
+        untested=MOE_UNKNOWN_MEMORY,
         linear_layers=ATTENTION,
         biased=("q_proj", "k_proj", "v_proj"),
         experts=Mixture(shared_key="shared_expert_intermediate_size"),
@@ -172,7 +182,7 @@ _FAMILIES = (
     ),
     Family(
         "olmoe",
-        untested=MOE_ON_CPU_ONLY,
+        untested=MOE_UNKNOWN_MEMORY,
         linear_layers=ATTENTION,
         head_norm=HeadNorm.whole,
         experts=Mixture(size_key="intermediate_size"),
@@ -184,7 +194,7 @@ _FAMILIES = (
     ),
     Family(
         "mixtral",
-        untested=MOE_ON_CPU_ONLY,
+        untested=MOE_UNKNOWN_MEMORY,
         linear_layers=ATTENTION,
         experts=Mixture(
             size_key="intermediate_size",

@@ -1,5 +1,6 @@
 """Processes of agent programs."""
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,8 @@ from hybridrl.rewards.processes.messages import Indexed, Setup
 from hybridrl.rewards.processes.pool import TaskPool
 
 TASK = "hybridrl.environments.programs.program_task"
+# A request costs its process some milliseconds of CPU in an SDK, while an engine waits for it.
+MAX_PROCESSES = 16
 # `Reward` of an episode, or `Failure`.
 Found = Future[Any]
 
@@ -26,7 +29,8 @@ class ProgramPool:
         setup = Setup(
             TASK, config.function, config.args, config.timeout_s, config.concurrency, options
         )
-        self._pool = TaskPool(setup, config.num_processes, "agent", read_reward)
+        processes = config.num_processes or min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+        self._pool = TaskPool(setup, processes, "agent", read_reward)
         self._new: SimpleQueue[tuple[Job, Found]] = SimpleQueue()
         self._numbers, self._found = count(), dict[int, Found]()
         self._bell, self._ring = socket.socketpair()
