@@ -168,7 +168,8 @@ class Pool(AbstractContextManager["Pool"]):
     ) -> Callable[[], list[Any]]:
         """Call a host method on every rank, or on `hosts`; return a function that waits, as `run`.
 
-        Until it has returned, call other hosts only; a failure here ends their calls, too.
+        Calls of a host run one after the other, in the order in which they began. A failure ends
+        the calls of all hosts.
         `is_step`: a step of the start (`StallDetector`).
         """
         called = self.hosts if hosts is None else hosts

@@ -122,8 +122,8 @@ def begin_together(
 
     Returns:
         A function that waits: for each call the result that its `Dispatch` defines, and the span
-        of the slowest rank. Before it returns, only other ranks accept calls. It raises WorkerError
-        as `WorkerGroup.call` does.
+        of the slowest rank. It raises WorkerError as `WorkerGroup.call` does. Further calls of the
+        same ranks run afterwards.
 
     Raises:
         AttributeError: a method is not marked with `@on_all_ranks`.
