@@ -154,18 +154,24 @@ class Policy:
         self, episode: Episode, begun: Sequence[Begun]
     ) -> AsyncIterator[tuple[Completion, str]]:
         """Yield the texts of completions in pieces; with the last piece one has ended."""
-        queue: asyncio.Queue[tuple[Completion, str] | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Completion, str, bool] | None] = asyncio.Queue()
+        held: dict[int, str] = {}
 
         async def forward(one: Begun) -> None:
             async for piece in self._sample(episode, one, in_pieces=True):
-                await queue.put((one.completion, piece))
+                await queue.put((one.completion, piece, one.completion.has_ended))
             await queue.put(None)
 
         tasks = [asyncio.create_task(forward(one)) for one in begun]
         try:
             for _ in tasks:
                 while (found := await queue.get()) is not None:
-                    yield found
+                    completion, piece, is_last = found
+                    text = held.pop(completion.index, "") + piece
+                    if completion.has_ended and not is_last:  # since this piece was queued
+                        held[completion.index] = text
+                    else:
+                        yield completion, text
             self._ended([one.completion for one in begun])
         finally:
             for task in tasks:

@@ -1,5 +1,6 @@
 """The endpoint with real clients over a real engine: tokens, branches, refusals, lost clients."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from hybridrl.agents.chat import message_of, rendered
-from hybridrl.agents.episode import Completion
+from hybridrl.agents.episode import Ask, Completion, Prompt
 from hybridrl.agents.server import MAX_BODY_BYTES
 from hybridrl.config.choices import OtherSampling
 from hybridrl.trainer.agents import engines
@@ -402,6 +403,25 @@ def test_a_client_that_reads_slowly_holds_up_no_other_and_loses_nothing(served):
     batch = served.batch(slow)
     tokens = int(batch.response_mask.values.sum())
     assert len(batch) == 64 and received.count(b'"top_logprobs": []') == tokens
+
+
+def test_pieces_that_wait_for_their_reader_end_once(served, monkeypatch):
+    monkeypatch.setattr(engines, "STEPS", 1)
+    policy, episode, found = served.endpoint.policy, served.episode(), []
+
+    async def read_late() -> str:
+        ask = Ask(Prompt("2 + 3 =", []), max_tokens=30)
+        begun = policy.begin(episode, ask, 1, in_pieces=True)
+        async for one, piece in policy.pieces(episode, begun):
+            found.append((one.has_ended, piece))
+            while not one.has_ended:
+                await asyncio.sleep(0.01)
+        return one.text
+
+    reading = asyncio.run_coroutine_threadsafe(read_late(), served.endpoint.server.loop)
+    text = reading.result(30)
+    assert [has_ended for has_ended, _ in found] == [False, True]
+    assert "".join(piece for _, piece in found) == text
 
 
 def test_a_client_that_sends_slowly_is_answered_and_one_that_stops_is_forgotten(served):
