@@ -28,14 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.grpo_step import COMMON, ON_GPU
 from benchmarks.runs import metrics_of_run
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.shapes import SHAPES, VOCABULARY, make_model
 from benchmarks.timing import result
 from hybridrl.environments.programs import Task
 from hybridrl.models.cache import cache_folder
 
 SHAPE = "1.5b"
-# Of SmolLM2's tokenizer.
-VOCABULARY = 49152
 TURNS = 4
 TOKENS, SMALL_TOKENS = 256, 12
 

@@ -40,7 +40,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.runs import metrics_of_run
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.shapes import SHAPES, VOCABULARY, make_model
 from benchmarks.timing import result
 from hybridrl.models.cache import cache_folder
 
@@ -109,7 +109,7 @@ PRESETS = {
     ],
 }
 # Of SmolLM2's tokenizer; else the shape's own.
-VOCABULARIES = {"one_gpu": 49152, "field": 49152}
+VOCABULARIES = {"one_gpu": VOCABULARY, "field": VOCABULARY}
 
 
 def run(

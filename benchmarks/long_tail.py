@@ -40,7 +40,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.runs import metrics_of_run
-from benchmarks.shapes import QWEN2_5, make_model
+from benchmarks.shapes import QWEN2_5, VOCABULARY, make_model
 from benchmarks.timing import min_median_max, result
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch, RolloutBatch
@@ -51,8 +51,6 @@ from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
 SIGMA = 1.0
-# Of SmolLM2's tokenizer.
-VOCABULARY = 49152
 COMMON = [
     "+recipe=gsm8k_grpo",
     f"rollout.worker={Path(__file__).resolve()}:DrawnLengths",

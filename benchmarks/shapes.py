@@ -40,6 +40,8 @@ TINY_EXPERTS = known_shapes.QWEN3_30B_A3B | {
     "num_experts_per_tok": 2,
     "vocab_size": 501,
 }
+# Of SmolLM2's tokenizer.
+VOCABULARY = 49152
 # Names of ends that a tokenizer's files may give a response; without them none ends early.
 ENDS = ("eos_token", "eos_token_id")
 

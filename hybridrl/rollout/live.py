@@ -40,8 +40,7 @@ class LiveRequests:
         """
         start, tokens = time.perf_counter(), 0
         dropped = [request_id for _, request_id in call.cancelled if request_id in self._open]
-        if dropped:
-            self._core.abort_requests(dropped)
+        self._core.abort_requests(dropped)
         for request_id in dropped:
             del self._open[request_id]
         for request in call.new:

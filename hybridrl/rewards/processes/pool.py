@@ -51,15 +51,21 @@ class TaskPool:
 
     Args:
         setup: function to compute.
-        num_processes: None: one per core that this process may use, at most 8.
+        num_processes: None: one per core that this process may use, at most `most`.
         what: name of results and processes in logs and errors ("reward").
         read: decodes a value from its JSON form; may raise TypeError and ValueError.
     """
 
     def __init__(
-        self, setup: Setup, num_processes: int | None, what: str, read: Callable[[Any], Any]
+        self,
+        setup: Setup,
+        num_processes: int | None,
+        what: str,
+        read: Callable[[Any], Any],
+        *,
+        most: int = MAX_PROCESSES,
     ) -> None:
-        count = num_processes or min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+        count = num_processes or min(len(os.sched_getaffinity(0)), most)
         self._setup = setup
         self._what = what
         self._read = read

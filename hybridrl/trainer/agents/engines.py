@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ STEPS = 4
 AHEAD = 2
 # Requests whose progress is passed on at once.
 PORTION = 8
+# Waits for a call, and returns the progress of each engine.
+Wait = Callable[[], Sequence[EngineProgress]]
 
 
 class OpenRequest(NamedTuple):
@@ -91,25 +94,23 @@ class LiveEngines:
             WorkerError: a rank failed.
         """
         self.stats, self.waited_s = (EngineStats(0, 0.0, 0.0),) * self.num_engines, 0.0
-        begun, start = deque[Callable[[], None]](), time.perf_counter()
+        take = partial(self._take, start=time.perf_counter(), loop=loop)
+        begun = deque[Wait]()
         while not is_enough():
             new, cancelled = self._received(waits=not begun)
             if new or cancelled or self._open:
-                begun.append(self._begin(new, cancelled, STEPS, start, loop))
-            if len(begun) == AHEAD or not self._open:
-                self._finish(begun, 1)
-        self._finish(begun, len(begun))
+                begun.append(self._begin(new, cancelled, STEPS))
+            if begun and (len(begun) == AHEAD or not self._open):
+                take(begun.popleft())
+        while begun:
+            take(begun.popleft())
         while any(one.request.sampling for one in self._open.values()):
-            self._begin([], [], STEPS, start, loop)()
+            take(self._begin([], [], STEPS))
         cut = [(one.request.engine, name) for name, one in self._open.items()]
-        self._begin([], cut, 0, start, loop)()
+        take(self._begin([], cut, 0))
         for one in self._open.values():
             self._inbox.put(one.rest())
         self._open = {}
-
-    def _finish(self, begun: deque[Callable[[], None]], count: int) -> None:
-        for _ in range(min(count, len(begun))):
-            begun.popleft()()
 
     def _received(self, *, waits: bool) -> tuple[list[LiveRequest], list[tuple[int, str]]]:
         """Return new and cancelled requests; if it `waits` and none is open, wait for one."""
@@ -129,42 +130,30 @@ class LiveEngines:
         gone = {name for _, name in known}
         return [one for one in new if one.request_id not in gone], known
 
-    def _begin(
-        self,
-        new: list[LiveRequest],
-        cancelled: list[tuple[int, str]],
-        steps: int,
-        start: float,
-        loop: asyncio.AbstractEventLoop,
-    ) -> Callable[[], None]:
-        """Begin to advance the engines.
+    def _begin(self, new: list[LiveRequest], cancelled: list[tuple[int, str]], steps: int) -> Wait:
+        """Begin to advance the engines."""
+        return self._rollout.begin("advance", LiveCall(new, cancelled, steps))
 
-        Return a function that waits and hands their progress to the endpoint's thread.
-        """
-        wait = self._rollout.begin("advance", LiveCall(new, cancelled, steps))
-
-        def finish() -> None:
-            found: list[EngineProgress] = wait()
-            self.weight_version = found[0].weight_version
-            waited = time.perf_counter() - start
-            self.stats = tuple(
-                _added(stats, engine, waited)
-                for stats, engine in zip(self.stats, found, strict=True)
-            )
-            progress = [
-                one._replace(version=engine.weight_version)
-                for engine in found
-                for one in engine.progress
-                if one.request_id in self._open
-            ]
-            for one in progress:
-                self._open[one.request_id].tokens.extend(one.tokens)
-                if one.reason:
-                    del self._open[one.request_id]
-            if progress:
-                loop.call_soon_threadsafe(self._deliver, progress)
-
-        return finish
+    def _take(self, wait: Wait, *, start: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for a call of the engines; hand its progress to the endpoint's thread."""
+        found = wait()
+        self.weight_version = found[0].weight_version
+        waited = time.perf_counter() - start
+        self.stats = tuple(
+            _added(stats, engine, waited) for stats, engine in zip(self.stats, found, strict=True)
+        )
+        progress = [
+            one._replace(version=engine.weight_version)
+            for engine in found
+            for one in engine.progress
+            if one.request_id in self._open
+        ]
+        for one in progress:
+            self._open[one.request_id].tokens.extend(one.tokens)
+            if one.reason:
+                del self._open[one.request_id]
+        if progress:
+            loop.call_soon_threadsafe(self._deliver, progress)
 
     def _deliver(self, progress: Sequence[Progress]) -> None:
         """Pass on progress; between portions the event loop handles the next requests."""

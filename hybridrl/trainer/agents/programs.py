@@ -1,6 +1,5 @@
 """Processes of agent programs."""
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,8 +28,7 @@ class ProgramPool:
         setup = Setup(
             TASK, config.function, config.args, config.timeout_s, config.concurrency, options
         )
-        processes = config.num_processes or min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-        self._pool = TaskPool(setup, processes, "agent", read_reward)
+        self._pool = TaskPool(setup, config.num_processes, "agent", read_reward, most=MAX_PROCESSES)
         self._new: SimpleQueue[tuple[Job, Found]] = SimpleQueue()
         self._numbers, self._found = count(), dict[int, Found]()
         self._bell, self._ring = socket.socketpair()

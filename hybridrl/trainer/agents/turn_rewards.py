@@ -137,6 +137,5 @@ def _turns(mask: Ragged, sequences: Tensor) -> tuple[Tensor, Tensor]:
     is_last = torch.cat([rows[ends].diff(), torch.ones(min(len(ends), 1))]) > 0
     is_end[ends[is_last]] = False
     is_end[row_ends] = True
-    empty = torch.tensor([not bool(row.any()) for row in mask.rows()])
-    is_start[row_starts[empty]] = True
+    is_start[row_starts[mask.counts() == 0]] = True
     return is_start.nonzero().flatten(), is_end.nonzero().flatten()
