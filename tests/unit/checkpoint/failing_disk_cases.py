@@ -124,4 +124,5 @@ def _break(file: Path) -> None:
 
 
 def _mend(file: Path) -> None:
-    subprocess.run(["umount", str(file)], check=True)
+    # A reader may have the file open just now.
+    subprocess.run(["umount", "--lazy", str(file)], check=True)
