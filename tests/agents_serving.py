@@ -2,63 +2,70 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from unittest.mock import patch
 
 from hybridrl.agents.episode import Episode
 from hybridrl.commands.evaluation.session import rollout_engines
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest
+from hybridrl.data.live import LiveRequest, Message, Progress
 from hybridrl.models.resolve import absolute_path
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
 from hybridrl.trainer.agents.endpoint import Endpoint
+from hybridrl.trainer.agents.engines import LiveEngines
 from tests.run_configs import run_config
 
 CONTEXT = 960
 
 
-class Sampled:
-    """A worker group that notes the requests and the tokens that its engine sampled for them."""
+class Sampled(LiveEngines):
+    """Engines that note the requests that they were sent, and the tokens sampled for them.
+
+    Attributes:
+        requests: as first sent; one that was cut comes again.
+        admitted: how often each was sent.
+        runs: how often an engine has begun to serve.
+    """
 
     def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-        self.num_shards = group.num_shards
+        super().__init__(group)
         self.requests: dict[str, LiveRequest] = {}
         self.admitted: Counter[str] = Counter()
-        self.calls = 0
-        self.cancelled: set[str] = set()
+        self.runs = 0
         self.tokens: dict[str, list[tuple[int, float]]] = {}
 
-    def begin(self, method: str, call: LiveCall) -> Callable[[], list[EngineProgress]]:
-        self.calls += 1
-        for request in call.new:  # one that was cut comes again
-            self.requests.setdefault(request.request_id, request)
-            self.admitted[request.request_id] += 1
-        self.cancelled |= {name for _, name in call.cancelled}
-        wait = self._group.begin(method, call)
+    def _send(self, engine: int, message: Message) -> None:
+        if isinstance(message, LiveRequest) and engine in self._lines:
+            self.requests.setdefault(message.request_id, message)
+            self.admitted[message.request_id] += 1
+        super()._send(engine, message)
 
-        def result() -> list[EngineProgress]:
-            found: list[EngineProgress] = wait()
-            for one in [one for engine in found for one in engine.progress]:
-                pairs = zip(one.tokens, one.log_probs, strict=True)
-                self.tokens.setdefault(one.request_id, []).extend(pairs)
-            return found
+    def _connected(self, engine: int, connection: Connection) -> None:
+        self.runs += 1
+        super()._connected(engine, connection)
 
-        return result
+    def _advance(self, progress: Sequence[Progress]) -> None:
+        for one in progress:
+            pairs = zip(one.tokens, one.log_probs, strict=True)
+            self.tokens.setdefault(one.request_id, []).extend(pairs)
+        super()._advance(progress)
 
 
 class Served:
     """An endpoint that runs in this process."""
 
-    def __init__(self, endpoint: Endpoint, sampled: Sampled) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.sampled = sampled
+        assert isinstance(endpoint.engines, Sampled)
+        self.sampled = endpoint.engines
         self.url = endpoint.server.url
         self._count = 0
         self._is_cut, self._is_still, self.is_over = Event(), Event(), Event()
@@ -122,10 +129,10 @@ def serving(folder: Path, *, tool_parser: str | None = "hermes") -> Iterator[Ser
     )
     config.model.path = absolute_path("embedded")
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
-        sampled = Sampled(rollout_engines(config, None, 0, folder, stack))
-        endpoint = Endpoint(config.rollout, sampled, "127.0.0.1", 0, tool_parser=tool_parser)  # type: ignore[arg-type]
-        stack.enter_context(endpoint)
-        served = Served(endpoint, sampled)
+        group = rollout_engines(config, None, 0, folder, stack)
+        with patch("hybridrl.trainer.agents.endpoint.LiveEngines", Sampled):
+            endpoint = Endpoint(config.rollout, group, "127.0.0.1", 0, tool_parser=tool_parser)
+        served = Served(stack.enter_context(endpoint))
         engines = Thread(target=served.sample)
         engines.start()
         stack.callback(engines.join)

@@ -165,7 +165,7 @@ def decode_sequences(found: list[dict[str, Any]]) -> list[TokenSequence]:
     ]
 
 
-def digest_of(tokens: Sequence[int], log_probs: Sequence[float]) -> str:
+def digest_of(tokens: Sequence[int] | np.ndarray, log_probs: Sequence[float] | np.ndarray) -> str:
     """Return the fingerprint of sampled tokens and their log-probs."""
     parts = np.asarray(tokens, np.int32).tobytes(), np.asarray(log_probs, np.float32).tobytes()
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()

@@ -148,6 +148,8 @@ class EndpointServer:
             app_of(policy),
             log_config=None,
             log_level="warning",
+            access_log=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
             timeout_keep_alive=KEEP_ALIVE_S,
         )

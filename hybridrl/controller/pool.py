@@ -144,6 +144,12 @@ class Pool(AbstractContextManager["Pool"]):
         return len(self.hosts)
 
     @property
+    def driver_address(self) -> str:
+        """Address of this process's node, as the ranks reach it."""
+        nodes = {host.slot.node_id for host in self.hosts}
+        return "127.0.0.1" if nodes == {self._nodes.driver} else ray.util.get_node_ip_address()
+
+    @property
     def parts(self) -> list[range]:
         """Ranks that share a default group: all, or those that train and those that sample."""
         trainers = self.size - self._config.engine_ranks

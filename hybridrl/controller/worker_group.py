@@ -1,6 +1,5 @@
 """Worker groups: the driver's handle of a role, with calls dispatched to all ranks."""
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -135,8 +134,7 @@ def begin_together(
     stored: list[list[Any]] = [[]] * num_shards
     if whole is not None:
         assemble = whole.assemble
-        content = pool.store.reference if whole.is_stored else operator.call
-        stored = [[content(piece) for piece in part] for part in whole.pieces(num_shards)]
+        stored = [[pool.store.reference(p) for p in part] for part in whole.pieces(num_shards)]
     assert len(stored) == num_shards, (len(stored), num_shards)
     arguments = [
         (

@@ -1,16 +1,16 @@
-"""Requests of continuous sampling, and the progress of an engine on them.
+"""Requests of continuous sampling, and the connection over which an engine gets them.
 
-LiveRequest      one completion to sample: token ids in, with limits and a seed
-LiveCall         what the driver tells all engines in one short call
-EngineProgress   what one engine sampled in that call
+The driver listens; the first rank of each engine connects when it begins to serve.
+
+    engine -> driver    its index; then lists of Progress, until it closes the connection
+    driver -> engine    LiveRequest: sample it; a request's id: drop it; None: end
 """
 
-from collections.abc import Sequence
+import os
+import socket
 from dataclasses import dataclass, field
-from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
-
-from hybridrl.data.shardable import Piece, Shardable
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class LiveRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
+Message = LiveRequest | str | None
+
+
 class Progress(NamedTuple):
     """Further tokens of one request, with their log-probs in nats.
 
@@ -56,44 +59,14 @@ class Progress(NamedTuple):
     version: int = 0
 
 
-class EngineProgress(NamedTuple):
-    """Progress of one engine in one call.
+class Meeting(NamedTuple):
+    """Where the driver listens, and the secret that both sides prove to know."""
 
-    `tokens` is the number of tokens sampled in its `seconds`; `weight_version` is that of the
-    weights.
-    """
-
-    progress: list[Progress]
-    tokens: int
-    seconds: float
-    weight_version: int = 0
+    address: tuple[str, int]
+    secret: bytes
 
 
-@dataclass(frozen=True)
-class LiveCall(Shardable):
-    """One call of all engines.
-
-    Attributes:
-        new: requests to admit.
-        cancelled: (engine, request id) of open requests that are dropped.
-        steps: decoding steps at most; fewer if an engine has nothing left to decode.
-    """
-
-    is_stored = False
-
-    new: Sequence[LiveRequest]
-    cancelled: Sequence[tuple[int, str]]
-    steps: int
-
-    def pieces(self, num_shards: int) -> list[list[Piece]]:
-        """Return each engine's part."""
-        return [[partial(self._part, engine)] for engine in range(num_shards)]
-
-    def join(self, results: Sequence[EngineProgress]) -> list[EngineProgress]:
-        """Return the progress by engine."""
-        return list(results)
-
-    def _part(self, engine: int) -> "LiveCall":
-        new = [request for request in self.new if request.engine == engine]
-        cancelled = [(k, request_id) for k, request_id in self.cancelled if k == engine]
-        return LiveCall(new, cancelled, self.steps)
+def send_at_once(connection: Connection) -> None:
+    """Send small messages without waiting for the receipt of earlier ones (Nagle's algorithm)."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

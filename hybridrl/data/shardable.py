@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 # Returns the content of one message to a rank. The object store keys on the function's identity
 # and sends the content once, however many calls need it. The content is made anew on each call, so
@@ -11,13 +11,7 @@ Piece = Callable[[], Any]
 
 
 class Shardable(ABC):
-    """An argument of a call that is split into shards, and the inverse for the results.
-
-    Attributes:
-        is_stored: pieces go through Ray's object store; small ones are faster as arguments.
-    """
-
-    is_stored: ClassVar[bool] = True
+    """An argument of a call that is split into shards, and the inverse for the results."""
 
     @abstractmethod
     def pieces(self, num_shards: int) -> Sequence[Sequence[Piece]]:

@@ -14,15 +14,15 @@ from torch import Tensor
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import PromptBatch
-from hybridrl.data.live import EngineProgress, LiveCall
+from hybridrl.data.batch import EngineStats, PromptBatch
+from hybridrl.data.live import Meeting
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
 from hybridrl.rollout.adapters import add_adapters
-from hybridrl.rollout.live import LiveRequests
+from hybridrl.rollout.live import LiveRequests, connected
 from hybridrl.rollout.requests import Generated, Requests
 from hybridrl.rollout.sampling import check_ranks_agree, sample_seeds
 from hybridrl.rollout.start import StartTimes, engine_options
@@ -134,9 +134,9 @@ class VLLMEngine:
                 self._llm = LLM(model=str(folder), **options)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
+        self._stop_token_ids = stop_token_ids
         core = vllm_compat.engine_core(self._llm)
         self._requests = Requests(core, stop_token_ids, self._experts)
-        self._live = LiveRequests(core, config.model, stop_token_ids)
         with times.part("first sampling"):
             self._warm_up()
         compiling = vllm_compat.compile_seconds(self._llm)
@@ -214,13 +214,13 @@ class VLLMEngine:
         check_ranks_agree(self._config.tensor_parallel_size, *rows)
         return generated
 
-    def advance(self, call: LiveCall) -> EngineProgress:
-        """Continue continuous sampling by some decoding steps; raise as `generate`."""
+    def serve(self, meeting: Meeting, version: int) -> EngineStats:
+        """Sample the driver's requests by weights number `version`; raise as `generate`."""
         self._check_awake()
-        found = self._live.advance(call)
-        rows = [one.tokens for one in found.progress]
-        check_ranks_agree(self._config.tensor_parallel_size, *rows)
-        return found
+        core, config = vllm_compat.engine_core(self._llm), self._config
+        live = LiveRequests(core, config.model, self._stop_token_ids, version)
+        with connected(meeting, config.tensor_parallel_size) as line:
+            return live.serve(line)
 
     def _check_awake(self) -> None:
         if self.awake != set(EnginePart):

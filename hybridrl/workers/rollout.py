@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
-from hybridrl.data.live import EngineProgress, LiveCall
+from hybridrl.data.live import Meeting
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.experts import parameter_shapes
@@ -142,16 +142,19 @@ class RolloutWorker(Worker):
         self._make_ready()
         return self._batch(prompts, self.engine.generate(prompts))
 
-    @on_all_ranks(Dispatch.SHARD_DP)
-    def advance(self, call: LiveCall) -> EngineProgress:
-        """Continue continuous sampling by some decoding steps, with new requests.
+    @on_all_ranks(Dispatch.BROADCAST)
+    def serve(self, meeting: Meeting) -> tuple[EngineStats, int]:
+        """Sample the requests that the driver sends, until it ends the connection.
+
+        Returns:
+            Throughput of the engine, and the number of its weights.
 
         Raises:
             RuntimeError: as `generate`.
         """
         self._make_ready()
         assert self.weight_version is not None
-        return self.engine.advance(call)._replace(weight_version=self.weight_version)
+        return self.engine.serve(meeting, self.weight_version), self.weight_version
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def generate_ahead(self, prompts: PromptBatch, version: int | None) -> RolloutBatch:

@@ -18,7 +18,6 @@ from hybridrl.agents.chat import message_of, rendered
 from hybridrl.agents.episode import Ask, Completion, Prompt
 from hybridrl.agents.server import MAX_BODY_BYTES
 from hybridrl.config.choices import OtherSampling
-from hybridrl.trainer.agents import engines
 from tests.agents_serving import CONTEXT, Served, serving
 
 TOOLS = [
@@ -405,12 +404,11 @@ def test_a_client_that_reads_slowly_holds_up_no_other_and_loses_nothing(served):
     assert len(batch) == 64 and received.count(b'"top_logprobs": []') == tokens
 
 
-def test_pieces_that_wait_for_their_reader_end_once(served, monkeypatch):
-    monkeypatch.setattr(engines, "STEPS", 1)
-    policy, episode, found = served.endpoint.policy, served.episode(), []
+def test_pieces_that_wait_for_their_reader_end_once(served):
+    policy, episode, found = served.endpoint.policy, served.episode(temperature=0.0), []
 
     async def read_late() -> str:
-        ask = Ask(Prompt("2 + 3 =", []), max_tokens=30)
+        ask = Ask(Prompt("<|user|>", []), max_tokens=30)
         begun = policy.begin(episode, ask, 1, in_pieces=True)
         async for one, piece in policy.pieces(episode, begun):
             found.append((one.has_ended, piece))
@@ -486,23 +484,27 @@ def test_a_transcript_has_the_messages_of_each_conversation(served):
         client_of(served, "another").get("/transcript", cast_to=httpx.Response)
 
 
-def test_a_request_goes_on_after_each_cut(served, monkeypatch):
+def test_a_request_goes_on_after_each_cut(served):
     """The prefix is computed anew, the tokens stay; greedily they are those without a cut."""
-    monkeypatch.setattr(engines, "STEPS", 1)
     whole, cut = served.episode(temperature=0.0), served.episode(temperature=0.0)
-    said_whole = said(chat(client_of(served, whole.key), QUESTION))
+
+    def asked_of(episode) -> str:
+        create = client_of(served, episode.key).completions.create
+        return create(model="policy", prompt="<|user|>", max_tokens=50).choices[0].text
+
+    text = asked_of(whole)
     before = set(served.sampled.requests)
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(chat, client_of(served, cut.key), QUESTION)
+        asked = thread.submit(asked_of, cut)
         while not asked.done():
-            seen = served.sampled.calls
-            while served.sampled.calls == seen and not asked.done():
-                time.sleep(0.001)
+            seen = served.sampled.runs
             with served.cut():
                 pass
+            while served.sampled.runs == seen and not asked.done():
+                time.sleep(0.001)
     (name,) = set(served.sampled.requests) - before
     assert served.sampled.admitted[name] > 2
-    assert said(asked.result()) == said_whole
+    assert asked.result() == text
     one, other = served.batch(whole), served.batch(cut)
     assert one.responses.values.equal(other.responses.values)
     log_probs = one.rollout_log_probs.values, other.rollout_log_probs.values

@@ -34,7 +34,7 @@ async def run(task, client):
     await client.chat.completions.create(model="policy", messages=[*question, edited, more])
     if len(question[0]["content"]) % 3 == 0:
         raise ValueError("the tool broke")
-    return float(len(first.content) % 2)
+    return float(sum(first.content.encode()) % 2)
 """
 COMMAND = """
 import json, os, urllib.request
@@ -73,16 +73,17 @@ async def run(task, client):
     answer = await create(model="policy", messages=messages, response_format=FORM)
     return float(json.loads(answer.choices[0].message.content)["is_sure"])
 """
-# The first turn is worth a half if it is short, the whole 1 or 0.
+# The first turn is worth a half or 0, the whole 1 or 0, by the parity of the text's bytes.
 TURNS = """
 async def run(task, client):
     messages, turns = list(task.messages), {}
     for _ in range(2):
         answer = await client.chat.completions.create(model="policy", messages=messages)
         said = answer.choices[0].message
-        turns[answer.id] = 0.5 * (len(said.content) % 2) if not turns else 0.0
+        parity = sum(said.content.encode()) % 2
+        turns[answer.id] = 0.0 if turns else 0.5 * parity
         messages += [said, {"role": "user", "content": "And?"}]
-    return {"reward": len(said.content) % 2, "turns": turns}
+    return {"reward": parity, "turns": turns}
 """
 # The calculator's program; it notes its begin, by the text of its problem, in a file.
 NOTING = """

@@ -95,7 +95,7 @@ def check_turns(batch: RolloutBatch, sequences: Sequence[TokenSequence]) -> None
         before, sampled = sequence.turns[0].start, 0
         for turn in sequence.turns:
             part = slice(turn.start - before, turn.end - before)
-            if turn.digest != digest_of(tokens[part].tolist(), log_probs[part].tolist()):
+            if turn.digest != digest_of(tokens[part], log_probs[part]):
                 raise RuntimeError(f"row {row} of the batch does not have the sampled tokens")
             sampled += int(mask[part].sum())
         if sampled != int(mask.sum()):

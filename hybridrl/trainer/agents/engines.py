@@ -1,32 +1,28 @@
-"""Rollout engines under the endpoint: requests go in at any time, a few decoding steps per call.
+"""Rollout engines under the endpoint: requests go in at any time, while others are sampled.
 
-The endpoint's thread submits requests; the driver's main thread calls the engines as long as a
-step samples, the next call before the last one has ended: so they wait for nobody. What is open at
-the end of a step's sampling goes on in the next: as a request with the tokens so far as its prompt.
+Requests and tokens pass between the endpoint's thread and the engines directly (data/live.py); the
+driver's main thread waits for the call in which the engines serve. What is open at its end goes on
+in the next: as a request with the tokens so far as its prompt.
 """
 
 import asyncio
+import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from queue import SimpleQueue
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from threading import Thread
 from typing import NamedTuple
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
-from hybridrl.data.live import EngineProgress, LiveCall, LiveRequest, Progress
+from hybridrl.data.live import LiveRequest, Meeting, Message, Progress, send_at_once
 from hybridrl.data.seeds import derive_seed
 
-# Decoding steps of one call: more save calls, fewer admit requests sooner.
-STEPS = 4
-# Calls that an engine has before it, with the one that runs.
-AHEAD = 2
 # Requests whose progress is passed on at once.
 PORTION = 8
-# Waits for a call, and returns the progress of each engine.
-Wait = Callable[[], Sequence[EngineProgress]]
 
 
 class OpenRequest(NamedTuple):
@@ -49,17 +45,21 @@ class OpenRequest(NamedTuple):
 class LiveEngines:
     """Engines of a run that sample continuously.
 
+    All methods but `run` and `wake` are called in the thread of the endpoint's event loop.
+
     Attributes:
         weight_version: of the weights that sampled in the last `run`.
         stats: of each engine in the last `run`.
-        waited_s: seconds of the last `run` in which no engine had a request.
+        waited_s: seconds of the last `run` in which the busiest engine had no request.
     """
 
     def __init__(self, rollout: WorkerGroup) -> None:
         self._rollout = rollout
-        self._inbox: SimpleQueue[LiveRequest | tuple[int, str] | None] = SimpleQueue()
-        self._queues: dict[str, asyncio.Queue[Progress]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_enough: Callable[[], bool] | None = None
+        self._lines: dict[int, Connection] = {}
         self._open: dict[str, OpenRequest] = {}
+        self._queues: dict[str, asyncio.Queue[Progress]] = {}
         self.weight_version = 0
         self.stats: tuple[EngineStats, ...] = ()
         self.waited_s = 0.0
@@ -70,90 +70,87 @@ class LiveEngines:
         return self._rollout.num_shards
 
     def submit(self, request: LiveRequest) -> "asyncio.Queue[Progress]":
-        """Begin to sample; called in the endpoint's thread."""
+        """Begin to sample; between two runs, with the next one."""
         queue = self._queues[request.request_id] = asyncio.Queue()
-        self._inbox.put(request)
+        self._open[request.request_id] = OpenRequest(request, [])
+        self._send(request.engine, request)
         return queue
 
     def cancel(self, request: LiveRequest) -> None:
-        """Drop a request, unless it has ended; called in the endpoint's thread."""
-        if self._queues.pop(request.request_id, None) is not None:
-            self._inbox.put((request.engine, request.request_id))
+        """Drop a request, unless it has ended."""
+        self._queues.pop(request.request_id, None)
+        if self._open.pop(request.request_id, None) is not None:
+            self._send(request.engine, request.request_id)
 
     def wake(self, *_: object) -> None:
-        """Make `run` ask again whether it is enough."""
-        self._inbox.put(None)
+        """Make `run` ask again whether it is enough; called in any thread."""
+        if self._is_enough is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ask)
 
     def run(self, is_enough: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
-        """Sample until it is enough. The next run continues what is open, unless it is cancelled.
+        """Sample until it is enough, which is asked in the thread of the event loop.
 
-        Requests with sampling parameters of their own end before: vLLM would apply penalties and
-        grammars to the rest as if it were the whole.
+        The next run continues what is open, unless it is cancelled.
 
         Raises:
             WorkerError: a rank failed.
         """
-        self.stats, self.waited_s = (EngineStats(0, 0.0, 0.0),) * self.num_engines, 0.0
-        take = partial(self._take, start=time.perf_counter(), loop=loop)
-        begun = deque[Wait]()
-        while not is_enough():
-            new, cancelled = self._received(waits=not begun)
-            if new or cancelled or self._open:
-                begun.append(self._begin(new, cancelled, STEPS))
-            if begun and (len(begun) == AHEAD or not self._open):
-                take(begun.popleft())
-        while begun:
-            take(begun.popleft())
-        while any(one.request.sampling for one in self._open.values()):
-            take(self._begin([], [], STEPS))
-        cut = [(one.request.engine, name) for name, one in self._open.items()]
-        take(self._begin([], cut, 0))
-        for one in self._open.values():
-            self._inbox.put(one.rest())
-        self._open = {}
+        start, secret = time.perf_counter(), secrets.token_bytes()
+        self._loop, self._is_enough = loop, is_enough
+        address = self._rollout.pool.driver_address, 0
+        with Listener(address, backlog=self.num_engines, authkey=secret) as listener:
+            wait = self._rollout.begin("serve", Meeting(listener.address, secret))
+            threads = [
+                Thread(target=self._receive, args=(listener, loop), daemon=True)
+                for _ in range(self.num_engines)
+            ]
+            for thread in threads:
+                thread.start()
+            found = wait()[:: self._rollout.ranks_per_shard]
+            for thread in threads:
+                thread.join()
+        self._is_enough = None
+        self.stats = tuple(stats for stats, _ in found)
+        self.weight_version = found[0][1]
+        busy_s = max(stats.seconds for stats in self.stats)
+        self.waited_s = time.perf_counter() - start - busy_s
 
-    def _received(self, *, waits: bool) -> tuple[list[LiveRequest], list[tuple[int, str]]]:
-        """Return new and cancelled requests; if it `waits` and none is open, wait for one."""
-        found = []
-        if waits and not self._open:
-            start = time.perf_counter()
-            found.append(self._inbox.get())
-            self.waited_s += time.perf_counter() - start
-        while not self._inbox.empty():
-            found.append(self._inbox.get())
-        new = [one for one in found if isinstance(one, LiveRequest)]
-        cancelled = [one for one in found if isinstance(one, tuple)]
-        self._open |= {request.request_id: OpenRequest(request, []) for request in new}
-        known = [(engine, name) for engine, name in cancelled if name in self._open]
-        for _, name in known:
-            del self._open[name]
-        gone = {name for _, name in known}
-        return [one for one in new if one.request_id not in gone], known
+    def _receive(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+        """Pass an engine's messages to the event loop, until the engine closes the connection."""
+        with accepted(listener) as connection, suppress(EOFError, OSError):
+            send_at_once(connection)
+            loop.call_soon_threadsafe(self._connected, connection.recv(), connection)
+            while True:
+                loop.call_soon_threadsafe(self._advance, connection.recv())
 
-    def _begin(self, new: list[LiveRequest], cancelled: list[tuple[int, str]], steps: int) -> Wait:
-        """Begin to advance the engines."""
-        return self._rollout.begin("advance", LiveCall(new, cancelled, steps))
+    def _connected(self, engine: int, connection: Connection) -> None:
+        self._lines[engine] = connection
+        for name, one in self._open.items():
+            if one.request.engine == engine:
+                self._open[name] = OpenRequest(one.rest(), [])
+                self._send(engine, self._open[name].request)
+        self._ask()
 
-    def _take(self, wait: Wait, *, start: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait for a call of the engines; hand its progress to the endpoint's thread."""
-        found = wait()
-        self.weight_version = found[0].weight_version
-        waited = time.perf_counter() - start
-        self.stats = tuple(
-            _added(stats, engine, waited) for stats, engine in zip(self.stats, found, strict=True)
-        )
-        progress = [
-            one._replace(version=engine.weight_version)
-            for engine in found
-            for one in engine.progress
-            if one.request_id in self._open
-        ]
-        for one in progress:
+    def _ask(self) -> None:
+        """End the run if it is enough."""
+        if self._is_enough is not None and self._is_enough():
+            for engine in [*self._lines]:
+                self._send(engine, None)
+                del self._lines[engine]
+
+    def _send(self, engine: int, message: Message) -> None:
+        if (connection := self._lines.get(engine)) is not None:
+            with suppress(OSError):  # `run` raises what has happened to the engine
+                connection.send(message)
+
+    def _advance(self, progress: Sequence[Progress]) -> None:
+        """Note the tokens of open requests, and pass them on."""
+        known = [one for one in progress if one.request_id in self._open]
+        for one in known:
             self._open[one.request_id].tokens.extend(one.tokens)
             if one.reason:
                 del self._open[one.request_id]
-        if progress:
-            loop.call_soon_threadsafe(self._deliver, progress)
+        self._deliver(known)
 
     def _deliver(self, progress: Sequence[Progress]) -> None:
         """Pass on progress; between portions the event loop handles the next requests."""
@@ -166,6 +163,8 @@ class LiveEngines:
             asyncio.get_running_loop().call_soon(self._deliver, rest)
 
 
-def _added(stats: EngineStats, engine: EngineProgress, waited: float) -> EngineStats:
-    first = stats.first_token_s or (waited if engine.tokens else 0.0)
-    return EngineStats(stats.tokens + engine.tokens, stats.seconds + engine.seconds, first)
+def accepted(listener: Listener) -> Connection:
+    """Return the next connection of someone who knows the secret."""
+    while True:
+        with suppress(AuthenticationError, EOFError, ConnectionError):
+            return listener.accept()

@@ -19,7 +19,7 @@ COMPUTE = frozenset(
     {
         "generate",
         "generate_ahead",
-        "advance",
+        "serve",
         "compute_log_probs",
         "compute_values",
         "compute_scores",
