@@ -1,11 +1,11 @@
 """The endpoint of agents over a real engine with the embedded model, and what that sampled."""
 
 import time
+from asyncio import StreamWriter
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -43,14 +43,14 @@ class Sampled(LiveEngines):
         self.tokens: dict[str, list[tuple[int, float]]] = {}
 
     def _send(self, engine: int, message: Message) -> None:
-        if isinstance(message, LiveRequest) and engine in self._lines:
+        if isinstance(message, LiveRequest) and engine in self._engines:
             self.requests.setdefault(message.request_id, message)
             self.admitted[message.request_id] += 1
         super()._send(engine, message)
 
-    def _connected(self, engine: int, connection: Connection) -> None:
+    def _begin(self, engine: int, writer: StreamWriter) -> None:
         self.runs += 1
-        super()._connected(engine, connection)
+        super()._begin(engine, writer)
 
     def _advance(self, progress: Sequence[Progress]) -> None:
         for one in progress:

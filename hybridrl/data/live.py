@@ -1,16 +1,18 @@
-"""Requests of continuous sampling, and the connection over which an engine gets them.
+"""Requests of continuous sampling, and how driver and engines exchange them.
 
-The driver listens; the first rank of each engine connects when it begins to serve.
+In each run of an engine its first rank connects with the driver, which listens:
 
-    engine -> driver    its index; then lists of Progress, until it closes the connection
+    engine -> driver    the secret and its index; then lists of Progress, each behind its length
     driver -> engine    LiveRequest: sample it; a request's id: drop it; None: end
+
+At the end, an engine finishes requests with sampling parameters of their own, returns the tokens of
+the others and closes the connection. `TICK` comes while no engine has a request.
 """
 
-import os
-import socket
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+from hybridrl.data.batch import EngineStats
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class LiveRequest:
 
 
 Message = LiveRequest | str | None
+# Id of no request.
+TICK = ""
+# Bytes of an engine's index and of a length.
+INT_BYTES = 8
 
 
 class Progress(NamedTuple):
@@ -59,14 +65,16 @@ class Progress(NamedTuple):
     version: int = 0
 
 
-class Meeting(NamedTuple):
-    """Where the driver listens, and the secret that both sides prove to know."""
+class DriverAddress(NamedTuple):
+    """Where the driver listens, and the secret that an engine sends first."""
 
     address: tuple[str, int]
     secret: bytes
 
 
-def send_at_once(connection: Connection) -> None:
-    """Send small messages without waiting for the receipt of earlier ones (Nagle's algorithm)."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+class Served(NamedTuple):
+    """What an engine did in one run: throughput, seconds without a request, weights' number."""
+
+    stats: EngineStats
+    idle_s: float
+    weight_version: int

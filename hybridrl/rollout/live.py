@@ -5,11 +5,12 @@ steps, so that the schedulers of all ranks admit and drop the same requests in t
 """
 
 import hashlib
+import pickle
+import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from multiprocessing.connection import Client, Connection
-from queue import Empty, SimpleQueue
+from contextlib import contextmanager
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -18,9 +19,8 @@ import torch.distributed as dist
 
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.batch import EngineStats
-from hybridrl.data.live import LiveRequest, Meeting, Message, Progress, send_at_once
+from hybridrl.data.live import INT_BYTES, DriverAddress, LiveRequest, Message, Progress, Served
 from hybridrl.distributed import position
-from hybridrl.rollout.sampling import check_ranks_agree
 from hybridrl.rollout.vllm_compat import (
     StepLogProbs,
     core_request,
@@ -33,63 +33,81 @@ from hybridrl.rollout.vllm_compat import (
 # Decoding steps between two looks at the messages: steps that compute a prompt are slower, so
 # requests are admitted together.
 STEPS = 4
-# Seconds of a wait for messages, after which the position changes: waiting is not a stall.
-WAIT_S = 1.0
 
 
-class Line:
-    """An engine's side of its connection with the driver; only the first rank has one.
+class Channel:
+    """An engine's side of its connection with the driver. Only the first rank has a `link`."""
 
-    Attributes:
-        num_ranks: of the engine.
-    """
-
-    def __init__(self, connection: Connection | None, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._connection = connection
-        self._received = SimpleQueue[Message]()
-        if connection is not None:
-            Thread(target=self._read, args=(connection,), daemon=True).start()
+    def __init__(self, link: socket.socket | None, num_ranks: int) -> None:
+        self._link = link
+        self._num_ranks = num_ranks
+        self._received = SimpleQueue[Message | OSError]()
+        self._reader = Thread(target=self._read, daemon=True)
+        if link is not None:
+            self._reader.start()
 
     def send(self, progress: list[Progress]) -> None:
         """Send progress to the driver, if there is any."""
-        if self._connection is not None and progress:
-            self._connection.send(progress)
+        if self._link is not None and progress:
+            content = pickle.dumps(progress)
+            self._link.sendall(len(content).to_bytes(INT_BYTES) + content)
 
-    def take(self, *, waits: bool) -> list[Message]:
-        """Return the messages since the last call, the same on all ranks, or `WAIT_S` for one."""
+    def receive(self, digest: bytes, *, blocks: bool) -> list[Message]:
+        """Return the messages since the last call, the same on all ranks; wait if it `blocks`.
+
+        Raises:
+            ConnectionError: the driver has closed the connection.
+            RuntimeError: the digests of the ranks differ.
+        """
         found: list[Message] = []
-        if self._connection is not None:
-            if waits:
-                with suppress(Empty):
-                    found.append(self._received.get(timeout=WAIT_S))
-            while not self._received.empty():
-                found.append(self._received.get())
-        if self.num_ranks > 1:
-            group, shared = tensor_parallel_group(), [found]
-            dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group)
-            (found,) = shared
-        return found
+        while self._link is not None and (blocks or not self._received.empty()):
+            message, blocks = self._received.get(), False
+            if isinstance(message, OSError):
+                raise message
+            found.append(message)
+        if self._num_ranks == 1:
+            return found
+        ranks = [(found, digest)] * self._num_ranks
+        dist.all_gather_object(ranks, (found, digest), group=tensor_parallel_group())
+        if len({digest for _, digest in ranks}) > 1:
+            raise RuntimeError("the ranks of one rollout engine sampled different tokens")
+        return ranks[0][0]
 
-    def _read(self, connection: Connection) -> None:
-        """Receive messages at once, so that the driver never waits until they are sent."""
-        with suppress(EOFError, OSError):  # the driver is gone
-            while (message := connection.recv()) is not None:
-                self._received.put(message)
-        self._received.put(None)
+    def close(self) -> None:
+        """End the connection once the driver has received everything."""
+        if self._link is not None:
+            self._link.shutdown(socket.SHUT_WR)
+            self._reader.join()
+
+    def _read(self) -> None:
+        """Receive messages at once, so that the driver's buffer stays small."""
+        assert self._link is not None
+        cause: Exception = EOFError()
+        try:
+            with self._link.makefile("rb") as received:
+                while True:
+                    self._received.put(pickle.load(received))
+        except Exception as error:
+            cause = error
+        self._received.put(ConnectionError(f"the connection with the driver ended: {cause!r}"))
 
 
 @contextmanager
-def connected(meeting: Meeting, tensor_parallel_size: int) -> Iterator[Line]:
-    """Connect an engine with the driver; a collective of its ranks."""
+def connected(driver: DriverAddress, tensor_parallel_size: int) -> Iterator[Channel]:
+    """Connect an engine with the driver; only its first rank does."""
     engine, rank = divmod(dist.get_rank(), tensor_parallel_size)
     if rank > 0:
-        yield Line(None, tensor_parallel_size)
+        yield Channel(None, tensor_parallel_size)
         return
-    with closing(Client(meeting.address, authkey=meeting.secret)) as connection:
-        send_at_once(connection)
-        connection.send(engine)
-        yield Line(connection, tensor_parallel_size)
+    with socket.create_connection(driver.address) as link:
+        link.settimeout(None)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.sendall(driver.secret + engine.to_bytes(INT_BYTES))
+        channel = Channel(link, tensor_parallel_size)
+        try:
+            yield channel
+        finally:
+            channel.close()
 
 
 class LiveRequests:
@@ -111,52 +129,56 @@ class LiveRequests:
         self._log_probs = StepLogProbs()
         self._num_tokens, self._digest = 0, hashlib.blake2b()
 
-    def serve(self, line: Line) -> EngineStats:
-        """Sample what the driver asks for until it ends that; return the time with open requests.
+    def serve(self, channel: Channel) -> Served:
+        """Serve requests until the driver ends the run.
 
         Requests with sampling parameters of their own are sampled to their end: vLLM would apply
         penalties and grammars to the rest as if it were the whole. Others are cut.
 
         Raises:
+            ConnectionError: the driver has closed the connection.
             RuntimeError: vLLM aborted a request, or the engine's ranks sampled different tokens.
         """
-        start, busy_s, first_s, step, goes_on = time.perf_counter(), 0.0, 0.0, 0, True
+        start, idle_s, first_s, step, has_ended = time.perf_counter(), 0.0, 0.0, 0, False
         with self._log_probs.recorded(self._core):
-            while goes_on or any(request.sampling for request in self._open.values()):
+            while not has_ended or any(request.sampling for request in self._open.values()):
+                began = time.perf_counter()
                 if not self._open:
                     position.at("wait for requests")
-                goes_on = goes_on and self._take(line.take(waits=not self._open))
-                began = time.perf_counter()
+                messages = channel.receive(self._digest.digest(), blocks=not self._open)
+                if not self._open:
+                    idle_s += time.perf_counter() - began
+                self._take(messages)
+                has_ended = has_ended or None in messages
                 for _ in range(STEPS):
                     if not self._open:
                         break
                     step += 1
                     position.at("decoding step", step)
                     self._add(self._core.get_output().outputs)
-                line.send(self._progress())
+                channel.send(self._progress())
                 if self._num_tokens:
                     first_s = first_s or time.perf_counter() - start
-                busy_s += time.perf_counter() - began
             for outputs in finish_steps(self._core):
                 self._add(outputs)
         self._core.abort_requests([*self._open])
         self._open = {}
-        line.send(self._progress())
-        check_ranks_agree(line.num_ranks, [*self._digest.digest()])
-        return EngineStats(self._num_tokens, busy_s, first_s)
+        channel.send(self._progress())
+        channel.receive(self._digest.digest(), blocks=False)
+        seconds = time.perf_counter() - start - idle_s
+        return Served(EngineStats(self._num_tokens, seconds, first_s), idle_s, self._version)
 
-    def _take(self, messages: Sequence[Message]) -> bool:
-        """Admit and drop requests; return False if the driver ends the call."""
+    def _take(self, messages: Sequence[Message]) -> None:
+        """Admit and drop requests."""
         for message in messages:
             if isinstance(message, LiveRequest):
                 name = message.request_id
                 self._core.add_request(self._core_request(message))
                 self._open[name] = message
                 self._sampled[name] = self._nothing(name)
-            elif message is not None and message in self._open:
+            elif message in self._open:
                 self._core.abort_requests([message])
                 del self._open[message], self._sampled[message]
-        return None not in messages
 
     def _add(self, outputs: Sequence[Any]) -> None:
         """Add the outputs of one step, a token each."""
@@ -184,7 +206,7 @@ class LiveRequests:
             if name not in self._open or (self._open[name].in_pieces and one.tokens)
         ]
         for one in found:
-            self._digest.update(np.asarray(one.tokens, np.int32).tobytes())
+            self._digest.update(np.asarray([len(one.tokens), *one.tokens], np.int64).tobytes())
             del self._sampled[one.request_id]
             if one.request_id in self._open:
                 self._sampled[one.request_id] = self._nothing(one.request_id)

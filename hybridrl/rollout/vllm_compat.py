@@ -213,6 +213,12 @@ def finish_steps(core: Any) -> Iterator[Sequence[Any]]:
     core.wake_up(["scheduling"])
 
 
+def forget_ended(core: Any) -> None:
+    """Let vLLM's model runner forget the requests that were aborted since its last step."""
+    while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
+        core.get_output()
+
+
 def core_request(request_id: str, prompt: list[int], params: Any, salt: str | None = None) -> Any:
     """Build a request with an id of its own; requests of one `salt` share cached prefixes."""
     from vllm.v1.engine import EngineCoreRequest

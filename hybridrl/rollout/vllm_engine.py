@@ -14,8 +14,8 @@ from torch import Tensor
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import EngineStats, PromptBatch
-from hybridrl.data.live import Meeting
+from hybridrl.data.batch import PromptBatch
+from hybridrl.data.live import DriverAddress, Served
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
@@ -196,7 +196,9 @@ class VLLMEngine:
         if EnginePart.WEIGHTS in sleepers:
             self._llm.sleep(level=2)
         else:
-            self._llm.sleep(level=0)  # pauses the scheduler, as the release requires
+            # The release requires a paused scheduler that knows no request.
+            vllm_compat.forget_ended(vllm_compat.engine_core(self._llm))
+            self._llm.sleep(level=0)
             self._llm.release_kv_cache_memory()
 
     def generate(self, prompts: PromptBatch) -> Generated:
@@ -214,13 +216,13 @@ class VLLMEngine:
         check_ranks_agree(self._config.tensor_parallel_size, *rows)
         return generated
 
-    def serve(self, meeting: Meeting, version: int) -> EngineStats:
+    def serve(self, driver: DriverAddress, version: int) -> Served:
         """Sample the driver's requests by weights number `version`; raise as `generate`."""
         self._check_awake()
         core, config = vllm_compat.engine_core(self._llm), self._config
         live = LiveRequests(core, config.model, self._stop_token_ids, version)
-        with connected(meeting, config.tensor_parallel_size) as line:
-            return live.serve(line)
+        with connected(driver, config.tensor_parallel_size) as channel:
+            return live.serve(channel)
 
     def _check_awake(self) -> None:
         if self.awake != set(EnginePart):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
-from hybridrl.data.live import Meeting
+from hybridrl.data.live import DriverAddress, Served
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.experts import parameter_shapes
@@ -143,18 +143,16 @@ class RolloutWorker(Worker):
         return self._batch(prompts, self.engine.generate(prompts))
 
     @on_all_ranks(Dispatch.BROADCAST)
-    def serve(self, meeting: Meeting) -> tuple[EngineStats, int]:
-        """Sample the requests that the driver sends, until it ends the connection.
-
-        Returns:
-            Throughput of the engine, and the number of its weights.
+    def serve(self, driver: DriverAddress) -> Served:
+        """Sample the requests that the driver sends, until it ends the run.
 
         Raises:
+            ConnectionError: the driver has closed the connection.
             RuntimeError: as `generate`.
         """
         self._make_ready()
         assert self.weight_version is not None
-        return self.engine.serve(meeting, self.weight_version), self.weight_version
+        return self.engine.serve(driver, self.weight_version)
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def generate_ahead(self, prompts: PromptBatch, version: int | None) -> RolloutBatch:

@@ -5,6 +5,7 @@ Each case starts a process of its own, because vLLM's sleeping memory allows one
 
 import gc
 import os
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def nap(folder: Path, mode: SleepMode, enforce_eager: bool) -> dict[str, Any]:
     places = {name: tensor.data_ptr() for name, tensor in engine.tensors().items()}
     seen["naps"] = []
     for _ in range(3):
+        engine.generate(replace(prompts(), token_budget=2.5))  # leaves aborted requests
         engine.sleep()
         asleep_mb = free_mb()
         kept = EnginePart.WEIGHTS in engine.awake

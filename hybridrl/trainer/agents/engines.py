@@ -1,28 +1,41 @@
 """Rollout engines under the endpoint: requests go in at any time, while others are sampled.
 
-Requests and tokens pass between the endpoint's thread and the engines directly (data/live.py); the
-driver's main thread waits for the call in which the engines serve. What is open at its end goes on
-in the next: as a request with the tokens so far as its prompt.
+Requests and tokens pass between the endpoint's event loop and the engines directly (data/live.py);
+the driver's main thread waits for the call in which the engines serve. What is open at its end goes
+on in the next: as a request with the tokens so far as its prompt.
 """
 
 import asyncio
+import hmac
+import pickle
 import secrets
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from asyncio import StreamReader, StreamWriter
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
-from threading import Thread
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
-from hybridrl.data.live import LiveRequest, Meeting, Message, Progress, send_at_once
+from hybridrl.data.live import (
+    INT_BYTES,
+    TICK,
+    DriverAddress,
+    LiveRequest,
+    Message,
+    Progress,
+    Served,
+)
 from hybridrl.data.seeds import derive_seed
 
 # Requests whose progress is passed on at once.
 PORTION = 8
+# Seconds in which someone who connects must send the secret.
+GREETING_S = 10.0
+# Less than any limit on the silence of a rank.
+TICK_S = 1.0
 
 
 class OpenRequest(NamedTuple):
@@ -48,21 +61,23 @@ class LiveEngines:
     All methods but `run` and `wake` are called in the thread of the endpoint's event loop.
 
     Attributes:
-        weight_version: of the weights that sampled in the last `run`.
-        stats: of each engine in the last `run`.
-        waited_s: seconds of the last `run` in which the busiest engine had no request.
+        served: what each engine did in the last `run`.
     """
 
     def __init__(self, rollout: WorkerGroup) -> None:
         self._rollout = rollout
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_enough: Callable[[], bool] | None = None
-        self._lines: dict[int, Connection] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # while engines serve
+        self._is_enough: Callable[[], bool] = lambda: True
+        self._has_ended = True
+        self._error: Exception | None = None
+        self._engines: dict[int, StreamWriter] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
+        self._ticking: asyncio.Task[None]
         self._open: dict[str, OpenRequest] = {}
         self._queues: dict[str, asyncio.Queue[Progress]] = {}
-        self.weight_version = 0
-        self.stats: tuple[EngineStats, ...] = ()
-        self.waited_s = 0.0
+        self._undelivered = deque[Progress]()
+        self.served: Sequence[Served] = [Served(EngineStats(0, 0.0, 0.0), 0.0, 0)]
 
     @property
     def num_engines(self) -> int:
@@ -73,7 +88,8 @@ class LiveEngines:
         """Begin to sample; between two runs, with the next one."""
         queue = self._queues[request.request_id] = asyncio.Queue()
         self._open[request.request_id] = OpenRequest(request, [])
-        self._send(request.engine, request)
+        if not self._has_ended:
+            self._send(request.engine, request)
         return queue
 
     def cancel(self, request: LiveRequest) -> None:
@@ -84,8 +100,8 @@ class LiveEngines:
 
     def wake(self, *_: object) -> None:
         """Make `run` ask again whether it is enough; called in any thread."""
-        if self._is_enough is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ask)
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(self._end_if_enough)
 
     def run(self, is_enough: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
         """Sample until it is enough, which is asked in the thread of the event loop.
@@ -95,76 +111,118 @@ class LiveEngines:
         Raises:
             WorkerError: a rank failed.
         """
-        start, secret = time.perf_counter(), secrets.token_bytes()
-        self._loop, self._is_enough = loop, is_enough
-        address = self._rollout.pool.driver_address, 0
-        with Listener(address, backlog=self.num_engines, authkey=secret) as listener:
-            wait = self._rollout.begin("serve", Meeting(listener.address, secret))
-            threads = [
-                Thread(target=self._receive, args=(listener, loop), daemon=True)
-                for _ in range(self.num_engines)
-            ]
-            for thread in threads:
-                thread.start()
-            found = wait()[:: self._rollout.ranks_per_shard]
-            for thread in threads:
-                thread.join()
-        self._is_enough = None
-        self.stats = tuple(stats for stats, _ in found)
-        self.weight_version = found[0][1]
-        busy_s = max(stats.seconds for stats in self.stats)
-        self.waited_s = time.perf_counter() - start - busy_s
 
-    def _receive(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
-        """Pass an engine's messages to the event loop, until the engine closes the connection."""
-        with accepted(listener) as connection, suppress(EOFError, OSError):
-            send_at_once(connection)
-            loop.call_soon_threadsafe(self._connected, connection.recv(), connection)
-            while True:
-                loop.call_soon_threadsafe(self._advance, connection.recv())
+        def in_loop(work: Coroutine[Any, Any, Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-    def _connected(self, engine: int, connection: Connection) -> None:
-        self._lines[engine] = connection
+        self._is_enough, self._has_ended, self._error = is_enough, False, None
+        driver = in_loop(self._listen())
+        try:
+            self._loop = loop
+            served = self._rollout.call("serve", driver)
+            in_loop(self._all_received())
+        finally:
+            self._loop = None
+            in_loop(self._close())
+        if self._error is not None:
+            raise self._error
+        self.served = served[:: self._rollout.ranks_per_shard]
+
+    async def _listen(self) -> DriverAddress:
+        """Listen until all engines are connected."""
+        secret, host = secrets.token_bytes(), self._rollout.pool.driver_address
+        self._server = await asyncio.start_server(partial(self._accept, secret), host, 0)
+        self._ticking = asyncio.create_task(self._tick())
+        return DriverAddress(self._server.sockets[0].getsockname(), secret)
+
+    async def _all_received(self) -> None:
+        """Wait until all engines have closed their connections."""
+        await asyncio.gather(*self._connections)
+
+    async def _close(self) -> None:
+        self._has_ended = True
+        self._server.close()
+        self._ticking.cancel()
+        for writer in self._engines.values():  # after a failure
+            writer.close()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self, secret: bytes, reader: StreamReader, writer: StreamWriter) -> None:
+        """Pass an engine's messages on, until it closes the connection."""
+        with closing(writer), suppress(EOFError, OSError):
+            async with asyncio.timeout(GREETING_S):
+                if not hmac.compare_digest(await reader.readexactly(len(secret)), secret):
+                    return
+                engine = int.from_bytes(await reader.readexactly(INT_BYTES))
+            task = asyncio.current_task()
+            assert task is not None
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+            try:
+                self._begin(engine, writer)
+                while True:
+                    size = int.from_bytes(await reader.readexactly(INT_BYTES))
+                    self._advance(pickle.loads(await reader.readexactly(size)))
+            finally:
+                del self._engines[engine]
+
+    def _begin(self, engine: int, writer: StreamWriter) -> None:
+        """Send an engine the requests that are open."""
+        self._engines[engine] = writer
         for name, one in self._open.items():
             if one.request.engine == engine:
                 self._open[name] = OpenRequest(one.rest(), [])
                 self._send(engine, self._open[name].request)
-        self._ask()
+        if len(self._engines) == self.num_engines:
+            self._server.close()
+            self._end_if_enough()
 
-    def _ask(self) -> None:
-        """End the run if it is enough."""
-        if self._is_enough is not None and self._is_enough():
-            for engine in [*self._lines]:
+    def _end_if_enough(self) -> None:
+        if self._has_ended or len(self._engines) < self.num_engines:
+            return
+        try:
+            self._has_ended = self._is_enough()
+        except Exception as error:
+            self._has_ended, self._error = True, error
+        if self._has_ended:
+            for engine in self._engines:
                 self._send(engine, None)
-                del self._lines[engine]
+
+    async def _tick(self) -> None:
+        """Wake the engines now and then while none has a request, so that waiting is no stall.
+
+        While one has requests, the others are left alone: they would hide that it hangs.
+        """
+        while True:
+            await asyncio.sleep(TICK_S)
+            if not self._open:
+                for engine in self._engines:
+                    self._send(engine, TICK)
 
     def _send(self, engine: int, message: Message) -> None:
-        if (connection := self._lines.get(engine)) is not None:
-            with suppress(OSError):  # `run` raises what has happened to the engine
-                connection.send(message)
+        """Send a message, unless the engine has gone, whose failure `run` raises."""
+        if (writer := self._engines.get(engine)) is not None:
+            writer.write(pickle.dumps(message))
 
     def _advance(self, progress: Sequence[Progress]) -> None:
-        """Note the tokens of open requests, and pass them on."""
-        known = [one for one in progress if one.request_id in self._open]
-        for one in known:
-            self._open[one.request_id].tokens.extend(one.tokens)
-            if one.reason:
-                del self._open[one.request_id]
-        self._deliver(known)
+        """Note the tokens of open requests, and pass them on in their order."""
+        is_idle = not self._undelivered
+        for one in progress:
+            if one.request_id in self._open:
+                self._open[one.request_id].tokens.extend(one.tokens)
+                if one.reason:
+                    del self._open[one.request_id]
+                self._undelivered.append(one)
+        if is_idle:
+            self._deliver()
 
-    def _deliver(self, progress: Sequence[Progress]) -> None:
+    def _deliver(self) -> None:
         """Pass on progress; between portions the event loop handles the next requests."""
-        for one in progress[:PORTION]:
+        for _ in range(min(PORTION, len(self._undelivered))):
+            one = self._undelivered.popleft()
             if (queue := self._queues.get(one.request_id)) is not None:
                 queue.put_nowait(one)
                 if one.reason:
                     del self._queues[one.request_id]
-        if rest := progress[PORTION:]:
-            asyncio.get_running_loop().call_soon(self._deliver, rest)
-
-
-def accepted(listener: Listener) -> Connection:
-    """Return the next connection of someone who knows the secret."""
-    while True:
-        with suppress(AuthenticationError, EOFError, ConnectionError):
-            return listener.accept()
+        if self._undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver)

@@ -78,14 +78,14 @@ class AgentGenerator:
             engine = place % engines.num_engines
             running += self.begin(prompt, request.step, samples, engine, settings)
         self.run(lambda: all(one.found.done() for one in running))
-        waited_s = self._endpoint.engines.waited_s
+        idle_s = min(one.idle_s for one in self._endpoint.engines.served)
         batch = self.batch(self.end(running))
-        return replace(batch, engines=self.stats, environment_s=waited_s)
+        return replace(batch, engines=self.stats, environment_s=idle_s)
 
     @property
     def stats(self) -> CallStats:
         """Throughput of each engine in the last `run`."""
-        return self._endpoint.engines.stats
+        return tuple(one.stats for one in self._endpoint.engines.served)
 
     def begin(
         self,
@@ -131,7 +131,7 @@ class AgentGenerator:
 
     def batch(self, results: Sequence[EpisodeResult]) -> RolloutBatch:
         """Return the token sequences of episodes as a batch."""
-        version = self._endpoint.engines.weight_version
+        version = self._endpoint.engines.served[0].weight_version
         return batch_of(results, version, self._endpoint.end_token)
 
     def _result(self, running: Running, found: Reward | Failure) -> EpisodeResult:
