@@ -34,6 +34,14 @@ def test_a_metric_may_be_best_where_it_is_largest_or_smallest(name):
     assert problems("hardware=cpu", f"checkpoint.keep_best={name}") == []
 
 
+def test_supervised_runs_keep_their_likeliest():
+    best = "checkpoint.keep_best=-eval/nll"
+    supervised = ["algorithm=sft", "rollout.responses_per_prompt=1"]
+    assert problems("hardware=cpu", best, *supervised) == []
+    (problem,) = problems("hardware=cpu", best)
+    assert "no evaluation gives this metric" in problem
+
+
 @pytest.mark.parametrize(
     ("overrides", "meant"),
     [

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import expanded, reason_of
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.schema import RunConfig
 
 # Values of `resume` besides a path.
@@ -79,6 +80,7 @@ def _evaluation_problems(config: RunConfig, name: str) -> Iterator[str]:
     ends = [f"{way}{rule}" for way in ways for rule in rules]
     names = [f"{what}{end}" for what in ("accuracy", "ci95") for end in ends]
     names += ["length_mean", "truncated_fraction", "failed"]
+    names += ["nll"] if is_supervised(config) else []
     own = name.removeprefix("eval/")
     # Accuracies of tags depend on the data.
     may_be_of_a_tag = own.startswith("accuracy_") and own != "accuracy_greedy"
