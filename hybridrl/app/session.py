@@ -48,7 +48,6 @@ from hybridrl.trainer.sft import SFTTrainer
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import header_lines
-from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter
 from hybridrl.trainer.tracking.summary import COLUMNS, SUPERVISED_COLUMNS
@@ -169,18 +168,9 @@ def _evaluator(
 
 
 def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
-    """Return the tracker; its metrics are sent and drawn at the end, also after a failure."""
+    """Return the tracker; its metrics are sent at the end, also after a failure."""
     tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
-
-    def draw_unfinished(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and tracker.rows:
-            try:
-                draw(run_dir, f"{config.run.name}, seed {config.seed}")
-            except OSError as error:
-                log.warning("the curves could not be drawn: %s", error)
-
     stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
-    stack.push(draw_unfinished)
     return tracker
 
 

@@ -57,7 +57,7 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
         assert "health." not in output
         rows = [row for row in run.metrics() if row["eval/accuracy"] is not None]
         run.assert_nothing_left()
-        for name in ("metrics.png", "metrics.jsonl"):
+        for name in ("report.html", "metrics.jsonl"):
             shutil.copy(run.run_dir / name, KEPT / f"{recipe}_{seed}_{name}")
     first, last = rows[0], rows[-1]
     assert last["eval/accuracy"] - first["eval/accuracy"] >= 0.35

@@ -147,7 +147,6 @@ def test_run_directory_holds_the_record(finished):
     state = read_state(found.folder)
     assert (state.step, state.prompts_taken, found.manifest.step) == (2, 2 * 8, 2)
     assert state.kl_coef == manifest["config"]["algorithm"]["kl"]["coef"]
-    assert (run_dir / "metrics.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (run_dir / "report.html").stat().st_size < 3e6
     assert list(run_dir.glob("logs/*_rank0.log"))
     assert list(run_dir.glob("tensorboard/events*"))

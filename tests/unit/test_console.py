@@ -270,7 +270,6 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "outputs" / "my run"
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
-    (run / "metrics.png").touch()
     suffixes = ("", "_flexible", "_greedy", "_seen", "_unseen", "_steps")
     accuracies = {f"eval/accuracy{suffix}": 0.5 for suffix in suffixes}
     rows = [STEP | {"step": step} | accuracies for step in (0, 2)]
@@ -281,9 +280,8 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(tmp_path, monk
     for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):
         assert column in text
     assert "MFU: " not in text  # not among these numbers
-    next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-4:]]
+    next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-3:]]
     assert next_lines == [
-        "curves: outputs/my run/metrics.png",
         "hybridrl eval 'outputs/my run'",
         "hybridrl export 'outputs/my run' my_model",
         "hybridrl resume 'outputs/my run' trainer.total_steps=4",

@@ -35,7 +35,6 @@ import json
 from hybridrl.trainer.tracking.report import Reporter
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles, replace_file
-from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.tracker import Tracker, read_metrics
 from tests.run_configs import run_config
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
@@ -46,8 +45,6 @@ def keep(step):
     files.attempt("rollouts/", lambda: write_rollouts(disk, step, [record]))
     number = lambda new: new.write_text(str(step))
     files.attempt("number", lambda: replace_file(disk / "number", number))
-    if step in (1, 3):
-        files.attempt("metrics.png", lambda: draw(disk, "title"))
 def settle():
     (sink,) = tracker._sinks
     for call in list(sink._waiting):
@@ -171,7 +168,6 @@ def test_each_kind_of_lost_file_is_told_once_and_counted(tracked):
         f"4 rows of metrics.jsonl could not be written: {room}",
         f"rollouts/ could not be written 4 times: {room}",
         f"number could not be written 4 times: {room}",
-        f"metrics.png could not be written 1 time: {room}",
     ]
     for what in ("metrics.jsonl cannot", "rollouts/ could", "number could"):
         assert told.count(f"{what}") == 1
@@ -182,7 +178,7 @@ def test_no_half_file_is_left_and_older_ones_stay(tracked):
     assert (found["number_while_full"], found["number"]) == ("1", "7")
     kept = [f"rollouts/step_{step}.jsonl" for step in (0, 1, 6, 7)]
     events = [name for name in found["files"] if name.startswith("tensorboard/events")]
-    expected = ["metrics.jsonl", "metrics.png", *kept, *events, "number", "timeline.jsonl"]
+    expected = ["metrics.jsonl", *kept, *events, "number", "timeline.jsonl"]
     assert sorted(found["files"]) == sorted(expected)
 
 

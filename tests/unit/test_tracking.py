@@ -5,8 +5,11 @@ import json
 import logging
 import math
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,8 @@ from hybridrl.trainer.tracking.sinks import MAX_WAITING, BackgroundSink, close_a
 from hybridrl.trainer.tracking.tracker import PROMISED, Tracker, read_metrics
 from tests.batches import batch_of
 from tests.run_configs import run_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def reporter_of(config, run_dir, console, tracker) -> Reporter:
@@ -328,3 +333,33 @@ def test_phases_add_up_within_a_step_and_start_anew():
         pass
     assert phases.metrics().keys() == {"time/step_s"}
     assert phases.seconds("rollout") == 0.0
+
+
+WITHOUT_EXTRAS = """
+import logging, sys
+from pathlib import Path
+sys.modules.update(dict.fromkeys(["tensorboard", "peft", "math_verify"]))
+import hybridrl.main
+from hybridrl.config.checks.resources import package_problems
+from hybridrl.distributed.storage import export
+from hybridrl.trainer.tracking.tracker import Tracker
+from tests.run_configs import run_config
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+folder = Path(sys.argv[1])
+config = run_config("tracking.tensorboard=false")
+assert list(package_problems(config)) == []
+tracker = Tracker(folder, config)
+tracker.log(0, {"reward/mean": 1.0})
+tracker.close()
+print(*package_problems(run_config()))
+"""
+
+
+def test_a_run_needs_none_of_the_extras(tmp_path):
+    """None in sys.modules makes an import fail as that of a package that is not installed."""
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert "set tracking.tensorboard=false" in done.stdout
+    names = ["metrics.jsonl", "timeline.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names

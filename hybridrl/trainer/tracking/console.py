@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
-from hybridrl.trainer.tracking.plot import PLOT_FILE
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord
 from hybridrl.trainer.tracking.summary import (
     COLUMNS,
@@ -200,17 +199,16 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
 
 
 def _next_commands(run_dir: Path, steps: int) -> list[str]:
-    """Return what to do with a finished run of so many steps, as text and commands."""
+    """Return commands that go on with a finished run of so many steps."""
     path = os.path.relpath(run_dir) if Path.cwd() in run_dir.parents else str(run_dir)
-    found = [f"curves: {path}/{PLOT_FILE}"] if (run_dir / PLOT_FILE).is_file() else []
     run = shlex.quote(path)
-    if steps_in(checkpoints_folder(run_dir)):
-        found += [
-            f"hybridrl eval {run}",
-            f"hybridrl export {run} my_model",
-            f"hybridrl resume {run} trainer.total_steps={2 * steps}",
-        ]
-    return found
+    if not steps_in(checkpoints_folder(run_dir)):
+        return []
+    return [
+        f"hybridrl eval {run}",
+        f"hybridrl export {run} my_model",
+        f"hybridrl resume {run} trainer.total_steps={2 * steps}",
+    ]
 
 
 def _files(run_dir: Path) -> str:

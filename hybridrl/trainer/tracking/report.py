@@ -20,7 +20,6 @@ from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.timing.timeline import Timeline
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole
-from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
 from hybridrl.trainer.tracking.rollout_log import (
     RolloutRecord,
     conversations,
@@ -176,9 +175,7 @@ class Reporter:
             )
 
     def finish(self, failed_checkpoints: int) -> None:
-        """Draw the curves and print the summary."""
-        title = f"{self._config.run.name}, seed {self._config.seed}"
-        self._files.attempt(PLOT_FILE, lambda: draw(self.run_dir, title))
+        """Print the summary."""
         for failure in [*self._tracker.failures(), *self._files.lines()]:
             self.warn(failure)
         self._console.summary(self._tracker.rows, failed_checkpoints, self.run_dir)
