@@ -32,10 +32,13 @@ def address(tmp_path):
 
 
 @pytest.mark.slow
-def test_trains_with_each_engine_on_one_node(tmp_path, address):
+@pytest.mark.parametrize(
+    "recipe", [SMALL, ["+recipe=calculator_agent", *SMALL[1:]]], ids=["batch", "agents"]
+)
+def test_trains_with_each_engine_on_one_node(tmp_path, address, recipe):
     assert re.fullmatch(r"[\d.]+:\d+", address)
     env = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
-    with started(tmp_path / "run", *SMALL, *LAYOUT, env=env) as run:
+    with started(tmp_path / "run", *recipe, *LAYOUT, env=env) as run:
         output = run.output()
         assert run.process.returncode == 0, output
         for row in run.metrics()[1:]:
