@@ -14,6 +14,7 @@ import pytest
 
 from hybridrl.data.batch import EngineStats
 from hybridrl.data.live import INT_BYTES, DriverAddress, LiveRequest, Progress, Served
+from hybridrl.rollout.live import Channel
 from hybridrl.trainer.agents.engines import PORTION, LiveEngines
 
 REQUEST = LiveRequest("0", 0, [1, 2], 5, 9, 1.0, 1.0)
@@ -145,3 +146,15 @@ def test_failures_end_a_run():
         engines.wake()
         with pytest.raises(ZeroDivisionError):
             LiveEngines(Rollout(waits)).run(lambda: 1 / 0 > 0, loop)
+
+
+def test_an_engine_ends_when_the_driver_is_gone():
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs, 1)
+    assert channel.receive(b"", blocks=False) == []
+    ours.sendall(pickle.dumps(REQUEST))
+    assert channel.receive(b"", blocks=True) == [REQUEST]
+    ours.close()
+    with pytest.raises(ConnectionError, match="connection with the driver ended"):
+        channel.receive(b"", blocks=True)
+    theirs.close()
