@@ -1,8 +1,9 @@
 """Requests of continuous sampling, and how driver and engines exchange them.
 
-In each run of an engine its first rank connects with the driver, which listens:
+In each run of an engine its first rank connects with the driver, which listens. Messages are lines
+of JSON:
 
-    engine -> driver    the secret and its index; then lists of Progress, each behind its length
+    engine -> driver    the secret and its index; then lists of Progress
     driver -> engine    LiveRequest: sample it; a request's id: drop it; None: end
 
 At the end, an engine finishes requests with sampling parameters of their own, returns the tokens of
@@ -11,6 +12,8 @@ the others and closes the connection. `TICK` comes while no engine has a request
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import pydantic_core
 
 from hybridrl.data.batch import EngineStats
 
@@ -47,8 +50,6 @@ class LiveRequest:
 Message = LiveRequest | str | None
 # Id of no request.
 TICK = ""
-# Bytes of an engine's index and of a length.
-INT_BYTES = 8
 
 
 class Progress(NamedTuple):
@@ -69,7 +70,7 @@ class DriverAddress(NamedTuple):
     """Where the driver listens, and the secret that an engine sends first."""
 
     address: tuple[str, int]
-    secret: bytes
+    secret: str
 
 
 class Served(NamedTuple):
@@ -78,3 +79,21 @@ class Served(NamedTuple):
     stats: EngineStats
     idle_s: float
     weight_version: int
+
+
+def encode(message: Message | list[Progress] | int) -> bytes:
+    """Return a message as a line; floats keep their bits."""
+    return pydantic_core.to_json(message) + b"\n"
+
+
+def decode_message(line: bytes) -> Message:
+    """Return a message of the driver."""
+    found = pydantic_core.from_json(line)
+    if not isinstance(found, dict):
+        return found
+    return LiveRequest(**found | {"stop_token_ids": tuple(found["stop_token_ids"])})
+
+
+def decode_progress(line: bytes) -> list[Progress]:
+    """Return a message of an engine."""
+    return [Progress(*one) for one in pydantic_core.from_json(line)]

@@ -5,7 +5,6 @@ steps, so that the schedulers of all ranks admit and drop the same requests in t
 """
 
 import hashlib
-import pickle
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,15 @@ import torch.distributed as dist
 
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.batch import EngineStats
-from hybridrl.data.live import INT_BYTES, DriverAddress, LiveRequest, Message, Progress, Served
+from hybridrl.data.live import (
+    DriverAddress,
+    LiveRequest,
+    Message,
+    Progress,
+    Served,
+    decode_message,
+    encode,
+)
 from hybridrl.distributed import position
 from hybridrl.rollout.vllm_compat import (
     StepLogProbs,
@@ -49,8 +56,7 @@ class Channel:
     def send(self, progress: list[Progress]) -> None:
         """Send progress to the driver, if there is any."""
         if self._link is not None and progress:
-            content = pickle.dumps(progress)
-            self._link.sendall(len(content).to_bytes(INT_BYTES) + content)
+            self._link.sendall(encode(progress))
 
     def receive(self, digest: bytes, *, blocks: bool) -> list[Message]:
         """Return the messages since the last call, the same on all ranks; wait if it `blocks`.
@@ -82,14 +88,14 @@ class Channel:
     def _read(self) -> None:
         """Receive messages at once, so that the driver's buffer stays small."""
         assert self._link is not None
-        cause: Exception = EOFError()
+        why = "the driver closed it"
         try:
-            with self._link.makefile("rb") as received:
-                while True:
-                    self._received.put(pickle.load(received))
+            with self._link.makefile("rb") as lines:
+                for line in lines:
+                    self._received.put(decode_message(line))
         except Exception as error:
-            cause = error
-        self._received.put(ConnectionError(f"the connection with the driver ended: {cause!r}"))
+            why = repr(error)
+        self._received.put(ConnectionError(f"the connection with the driver ended: {why}"))
 
 
 @contextmanager
@@ -102,7 +108,7 @@ def connected(driver: DriverAddress, tensor_parallel_size: int) -> Iterator[Chan
     with socket.create_connection(driver.address) as link:
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.sendall(driver.secret + engine.to_bytes(INT_BYTES))
+        link.sendall(encode(driver.secret) + encode(engine))
         channel = Channel(link, tensor_parallel_size)
         try:
             yield channel

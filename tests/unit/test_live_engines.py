@@ -1,7 +1,6 @@
 """Exchange of requests and tokens between the endpoint and its engines."""
 
 import asyncio
-import pickle
 import socket
 import threading
 import time
@@ -13,7 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.data.batch import EngineStats
-from hybridrl.data.live import INT_BYTES, DriverAddress, LiveRequest, Progress, Served
+from hybridrl.data.live import (
+    DriverAddress,
+    LiveRequest,
+    Progress,
+    Served,
+    decode_message,
+    encode,
+)
 from hybridrl.rollout.live import Channel
 from hybridrl.trainer.agents.engines import PORTION, LiveEngines
 
@@ -48,13 +54,8 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 @contextmanager
 def connected(driver: DriverAddress) -> Iterator[socket.socket]:
     with socket.create_connection(driver.address, timeout=10) as link:
-        link.sendall(driver.secret + (0).to_bytes(INT_BYTES))
+        link.sendall(encode(driver.secret) + encode(0))
         yield link
-
-
-def send(link: socket.socket, *progress: Progress) -> None:
-    content = pickle.dumps(progress)
-    link.sendall(len(content).to_bytes(INT_BYTES) + content)
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, function: Callable, *args):
@@ -71,7 +72,7 @@ def test_only_who_knows_the_secret_is_an_engine():
             stranger.sendall(b"GET / HTTP/1.1\r\n" * 10)
             assert stranger.recv(1) == b""
         with connected(driver) as link, link.makefile("rb") as received:
-            assert pickle.load(received) is None
+            assert decode_message(received.readline()) is None
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(driver.address)
         silent.close()
@@ -89,15 +90,14 @@ def test_tokens_come_in_their_order_however_late_they_are_passed_on():
 
     def engine(driver: DriverAddress) -> None:
         with connected(driver) as link, link.makefile("rb") as received:
-            assert [pickle.load(received) for _ in requests] == requests
-            first = pickle.dumps([Progress(str(k), [1, 2], [-1.0, -1.0], "") for k in range(count)])
-            last = pickle.dumps([Progress(str(k), [3], [-1.0], "STOP") for k in range(count)])
-            parts = [len(one).to_bytes(INT_BYTES) + one for one in (first, last)]
-            link.sendall(b"".join(parts))
+            assert [decode_message(received.readline()) for _ in requests] == requests
+            first = [Progress(str(k), [1, 2], [-1.0, -1.0], "") for k in range(count)]
+            last = [Progress(str(k), [3], [-1.0], "STOP") for k in range(count)]
+            link.sendall(encode(first) + encode(last))
             while not is_through():
                 time.sleep(0.001)
             engines.wake()
-            assert pickle.load(received) is None
+            assert decode_message(received.readline()) is None
 
     def is_through() -> bool:
         return all(queue.qsize() == 2 for queue in queues)
@@ -116,9 +116,9 @@ def test_what_is_open_goes_on_in_the_next_run():
 
     def engine(driver: DriverAddress) -> None:
         with connected(driver) as link, link.makefile("rb") as received:
-            asked.append(pickle.load(received))
-            assert pickle.load(received) is None
-            send(link, Progress("0", [7, 8], [-1.0, -2.0], ""))
+            asked.append(decode_message(received.readline()))
+            assert decode_message(received.readline()) is None
+            link.sendall(encode([Progress("0", [7, 8], [-1.0, -2.0], "")]))
 
     with event_loop() as loop:
         engines = LiveEngines(Rollout(engine))
@@ -137,7 +137,7 @@ def test_failures_end_a_run():
 
     def waits(driver: DriverAddress) -> None:
         with connected(driver) as link, link.makefile("rb") as received:
-            assert pickle.load(received) is None
+            assert decode_message(received.readline()) is None
 
     with event_loop() as loop:
         engines = LiveEngines(Rollout(dies))
@@ -152,7 +152,7 @@ def test_an_engine_ends_when_the_driver_is_gone():
     ours, theirs = socket.socketpair()
     channel = Channel(theirs, 1)
     assert channel.receive(b"", blocks=False) == []
-    ours.sendall(pickle.dumps(REQUEST))
+    ours.sendall(encode(REQUEST))
     assert channel.receive(b"", blocks=True) == [REQUEST]
     ours.close()
     with pytest.raises(ConnectionError, match="connection with the driver ended"):

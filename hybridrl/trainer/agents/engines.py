@@ -7,7 +7,6 @@ on in the next: as a request with the tokens so far as its prompt.
 
 import asyncio
 import hmac
-import pickle
 import secrets
 from asyncio import StreamReader, StreamWriter
 from collections import deque
@@ -20,18 +19,21 @@ from typing import Any, NamedTuple
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
 from hybridrl.data.live import (
-    INT_BYTES,
     TICK,
     DriverAddress,
     LiveRequest,
     Message,
     Progress,
     Served,
+    decode_progress,
+    encode,
 )
 from hybridrl.data.seeds import derive_seed
 
 # Requests whose progress is passed on at once.
 PORTION = 8
+# Longest line of an engine.
+MAX_BYTES = 2**30
 # Seconds in which someone who connects must send the secret.
 GREETING_S = 10.0
 # Less than any limit on the silence of a rank.
@@ -130,8 +132,9 @@ class LiveEngines:
 
     async def _listen(self) -> DriverAddress:
         """Listen until all engines are connected."""
-        secret, host = secrets.token_bytes(), self._rollout.pool.driver_address
-        self._server = await asyncio.start_server(partial(self._accept, secret), host, 0)
+        secret, host = secrets.token_hex(), self._rollout.pool.driver_address
+        accept = partial(self._accept, secret)
+        self._server = await asyncio.start_server(accept, host, 0, limit=MAX_BYTES)
         self._ticking = asyncio.create_task(self._tick())
         return DriverAddress(self._server.sockets[0].getsockname(), secret)
 
@@ -147,22 +150,22 @@ class LiveEngines:
             writer.close()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _accept(self, secret: bytes, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _accept(self, secret: str, reader: StreamReader, writer: StreamWriter) -> None:
         """Pass an engine's messages on, until it closes the connection."""
         with closing(writer), suppress(EOFError, OSError):
             async with asyncio.timeout(GREETING_S):
-                if not hmac.compare_digest(await reader.readexactly(len(secret)), secret):
+                expected = encode(secret)
+                if not hmac.compare_digest(await reader.readexactly(len(expected)), expected):
                     return
-                engine = int.from_bytes(await reader.readexactly(INT_BYTES))
+                engine = int(await reader.readline())
             task = asyncio.current_task()
             assert task is not None
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
             try:
                 self._begin(engine, writer)
-                while True:
-                    size = int.from_bytes(await reader.readexactly(INT_BYTES))
-                    self._advance(pickle.loads(await reader.readexactly(size)))
+                while line := await reader.readline():
+                    self._advance(decode_progress(line))
             finally:
                 del self._engines[engine]
 
@@ -202,7 +205,7 @@ class LiveEngines:
     def _send(self, engine: int, message: Message) -> None:
         """Send a message, unless the engine has gone, whose failure `run` raises."""
         if (writer := self._engines.get(engine)) is not None:
-            writer.write(pickle.dumps(message))
+            writer.write(encode(message))
 
     def _advance(self, progress: Sequence[Progress]) -> None:
         """Note the tokens of open requests, and pass them on in their order."""
