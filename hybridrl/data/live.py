@@ -67,14 +67,14 @@ class Progress(NamedTuple):
 
 
 class DriverAddress(NamedTuple):
-    """Where the driver listens, and the secret that an engine sends first."""
+    """Address at which the driver listens, and the secret that an engine sends first."""
 
     address: tuple[str, int]
     secret: str
 
 
 class Served(NamedTuple):
-    """What an engine did in one run: throughput, seconds without a request, weights' number."""
+    """Result of one run of an engine: throughput, seconds without a request, weights' number."""
 
     stats: EngineStats
     idle_s: float

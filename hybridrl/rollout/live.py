@@ -93,7 +93,7 @@ class Channel:
             with self._link.makefile("rb") as lines:
                 for line in lines:
                     self._received.put(decode_message(line))
-        except Exception as error:
+        except (OSError, TypeError, ValueError) as error:  # lost, or not a message
             why = repr(error)
         self._received.put(ConnectionError(f"the connection with the driver ended: {why}"))
 

@@ -214,7 +214,7 @@ def finish_steps(core: Any) -> Iterator[Sequence[Any]]:
 
 
 def forget_ended(core: Any) -> None:
-    """Let vLLM's model runner forget the requests that were aborted since its last step."""
+    """Run empty steps until vLLM's model runner has dropped all aborted requests."""
     while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
         core.get_output()
 

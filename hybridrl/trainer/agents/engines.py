@@ -185,7 +185,7 @@ class LiveEngines:
             return
         try:
             self._has_ended = self._is_enough()
-        except Exception as error:
+        except Exception as error:  # of the caller; `run` raises it
             self._has_ended, self._error = True, error
         if self._has_ended:
             for engine in self._engines:
