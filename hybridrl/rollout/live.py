@@ -48,22 +48,26 @@ class Channel:
     def __init__(self, link: socket.socket | None, num_ranks: int) -> None:
         self._link = link
         self._num_ranks = num_ranks
+        self._sent = hashlib.blake2b()
         self._received = SimpleQueue[Message | OSError]()
         self._reader = Thread(target=self._read, daemon=True)
         if link is not None:
             self._reader.start()
 
     def send(self, progress: list[Progress]) -> None:
-        """Send progress to the driver, if there is any."""
+        """Send progress to the driver, if there is any; called on all ranks."""
+        if self._num_ranks > 1:
+            for one in progress:
+                self._sent.update(np.asarray([len(one.tokens), *one.tokens], np.int64).tobytes())
         if self._link is not None and progress:
             self._link.sendall(encode(progress))
 
-    def receive(self, digest: bytes, *, blocks: bool) -> list[Message]:
+    def receive(self, *, blocks: bool) -> list[Message]:
         """Return the messages since the last call, the same on all ranks; wait if it `blocks`.
 
         Raises:
             ConnectionError: the driver has closed the connection.
-            RuntimeError: the digests of the ranks differ.
+            RuntimeError: the ranks have sent different tokens.
         """
         found: list[Message] = []
         while self._link is not None and (blocks or not self._received.empty()):
@@ -73,8 +77,9 @@ class Channel:
             found.append(message)
         if self._num_ranks == 1:
             return found
-        ranks = [(found, digest)] * self._num_ranks
-        dist.all_gather_object(ranks, (found, digest), group=tensor_parallel_group())
+        own = found, self._sent.digest()
+        ranks = [own] * self._num_ranks
+        dist.all_gather_object(ranks, own, group=tensor_parallel_group())
         if len({digest for _, digest in ranks}) > 1:
             raise RuntimeError("the ranks of one rollout engine sampled different tokens")
         return ranks[0][0]
@@ -133,7 +138,7 @@ class LiveRequests:
         self._open: dict[str, LiveRequest] = {}
         self._sampled: dict[str, Progress] = {}
         self._log_probs = StepLogProbs()
-        self._num_tokens, self._digest = 0, hashlib.blake2b()
+        self._num_tokens = 0
 
     def serve(self, channel: Channel) -> Served:
         """Serve requests until the driver ends the run.
@@ -151,7 +156,7 @@ class LiveRequests:
                 began = time.perf_counter()
                 if not self._open:
                     position.at("wait for requests")
-                messages = channel.receive(self._digest.digest(), blocks=not self._open)
+                messages = channel.receive(blocks=not self._open)
                 if not self._open:
                     idle_s += time.perf_counter() - began
                 self._take(messages)
@@ -170,7 +175,7 @@ class LiveRequests:
         self._core.abort_requests([*self._open])
         self._open = {}
         channel.send(self._progress())
-        channel.receive(self._digest.digest(), blocks=False)
+        channel.receive(blocks=False)
         seconds = time.perf_counter() - start - idle_s
         return Served(EngineStats(self._num_tokens, seconds, first_s), idle_s, self._version)
 
@@ -212,7 +217,6 @@ class LiveRequests:
             if name not in self._open or (self._open[name].in_pieces and one.tokens)
         ]
         for one in found:
-            self._digest.update(np.asarray([len(one.tokens), *one.tokens], np.int64).tobytes())
             del self._sampled[one.request_id]
             if one.request_id in self._open:
                 self._sampled[one.request_id] = self._nothing(one.request_id)

@@ -151,10 +151,10 @@ def test_failures_end_a_run():
 def test_an_engine_ends_when_the_driver_is_gone():
     ours, theirs = socket.socketpair()
     channel = Channel(theirs, 1)
-    assert channel.receive(b"", blocks=False) == []
+    assert channel.receive(blocks=False) == []
     ours.sendall(encode(REQUEST))
-    assert channel.receive(b"", blocks=True) == [REQUEST]
+    assert channel.receive(blocks=True) == [REQUEST]
     ours.close()
     with pytest.raises(ConnectionError, match="connection with the driver ended"):
-        channel.receive(b"", blocks=True)
+        channel.receive(blocks=True)
     theirs.close()
