@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 MAX_GRAPH_STEP, MIN_GRAPH_STEP = 64, 8
 # A graph is up to a quarter larger than the next smaller one.
 STEPS_PER_DOUBLING = 4
+# Most tokens of a step with prompts that has a CUDA graph.
+MAX_PROMPT_GRAPH = 2048
 
 
 class StartTimes:
@@ -80,7 +82,8 @@ def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
     if config.kv_cache_mb is not None:
         options["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if not config.enforce_eager:
-        compilation["cudagraph_capture_sizes"] = graph_sizes(config.max_num_seqs)
+        sizes = graph_sizes(config.max_num_seqs), prompt_graph_sizes(config.max_num_seqs)
+        compilation["cudagraph_capture_sizes"] = [*sizes[0], *sizes[1]]
     if config.tensor_parallel_size > 1:
         if not uses_flashinfer_all_reduce():  # the fused one is from FlashInfer, too
             compilation["pass_config"] = {"fuse_allreduce_rms": False}
@@ -106,7 +109,7 @@ def _on_cpu(config: RolloutConfig) -> dict[str, Any]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes of CUDA graphs in rising order; the last is max_num_seqs.
+    """Return the batch sizes of CUDA graphs for decoding in rising order, up to max_num_seqs.
 
     vLLM's default sizes end at 512 and lie 8 or 16 apart, twice as many as these. A batch is padded
     to the next size. Up to about 200 sequences, decoding on an H200 is bound by memory bandwidth,
@@ -118,3 +121,13 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
         doubling = 1 << (size.bit_length() - 1)
         size += min(MAX_GRAPH_STEP, max(MIN_GRAPH_STEP, doubling // STEPS_PER_DOUBLING))
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def prompt_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the tokens of CUDA graphs for steps that compute prompts while others decode.
+
+    Agents' requests come in one by one. Without a graph such a step takes four times as long as
+    decoding, most of it for the launches of its kernels.
+    """
+    sizes = [factor * max_num_seqs for factor in (2, 4, 8)]
+    return [size for size in sizes if size <= MAX_PROMPT_GRAPH]

@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config.choices import DType, Init, RouterReplay, Schedule, SleepMode
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes
+from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes, prompt_graph_sizes
 from tests.role_configs import model_config
 
 
@@ -55,6 +55,14 @@ def test_graph_sizes_by_hand(max_num_seqs, sizes):
     assert graph_sizes(max_num_seqs) == sizes
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, [2, 4, 8]), (256, [512, 1024, 2048]), (1000, [2000]), (2049, [])],
+)
+def test_sizes_of_steps_with_prompts_by_hand(max_num_seqs, sizes):
+    assert prompt_graph_sizes(max_num_seqs) == sizes
+
+
 @pytest.mark.parametrize("max_num_seqs", [17, 256, 1000, 1024])
 def test_graphs_reach_the_largest_batch_and_pad_it_little(max_num_seqs):
     """From 32 sequences on a batch is padded by less than a quarter, or by less than 64."""
@@ -71,7 +79,8 @@ def test_sleeping_memory_is_asked_for_where_something_sleeps(mode):
     assert options["enable_sleep_mode"] == (mode is not SleepMode.none)
     assert options["enable_prefix_caching"]
     assert options["max_model_len"] == 128
-    assert options["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24]}
+    sizes = [1, 2, 4, 8, 16, 24, 48, 96, 192]
+    assert options["compilation_config"] == {"cudagraph_capture_sizes": sizes}
 
 
 @pytest.mark.parametrize(("all_reduce", "passes"), [(None, None), ("1", None), ("0", False)])
