@@ -9,8 +9,11 @@ Workload   The real command, once for each schedule, one after the other on the 
            600 before a cap of 4,096 tokens, a function of (seed, step, prompt, sample), so that
            sync and partial draw the same ones. `equal` is sync with all lengths equal to the mean.
              sync, partial, equal   all GPUs train and sample
+             partial_kv             partial with rollout.keep_kv
              split                  with several GPUs: --rollout-gpus of them sample, the others
                                     train
+           partial and split may train a token 8 updates later (max_versions), as the longest
+           responses need, with three times a step's prompts in flight.
 Measures   Over the steps after the first --settling ones: trained response tokens a second (all of
            them by all seconds), median seconds of a step, longest response over the mean, idle
            share; of partial and split the age of trained tokens in updates and calls of the
@@ -51,6 +54,15 @@ from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
 SIGMA = 1.0
+# The longest responses need several steps.
+LAGGING = ["rollout.max_versions=8"]
+SCHEDULES = {
+    "sync": ["rollout.schedule=sync"],
+    "partial": ["rollout.schedule=partial", *LAGGING],
+    "partial_kv": ["rollout.schedule=partial", *LAGGING, "rollout.keep_kv=true"],
+    "equal": ["rollout.schedule=sync"],
+    "split": ["rollout.schedule=split", *LAGGING],
+}
 COMMON = [
     "+recipe=gsm8k_grpo",
     f"rollout.worker={Path(__file__).resolve()}:DrawnLengths",
@@ -114,7 +126,7 @@ class DrawnLengths(RolloutWorker):
 
     def build_engine(self) -> VLLMEngine:
         """Build the engine, without tokens that end a response."""
-        self.left: dict[tuple[int, ...], int] = {}
+        self.left: dict[tuple[int | None, ...], int] = {}
         folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, [], self.mesh.device_type)
 
@@ -123,9 +135,13 @@ class DrawnLengths(RolloutWorker):
         seeds, each = sample_seeds(self.config.seed, prompts), prompts.responses_per_prompt
         index = torch.arange(len(prompts)).repeat_interleave(each)
         longest = self.config.max_response_tokens
+        known = prompts.response_id
+        ids = [None] * len(index) if known is None else known[index].tolist()
         limits = [
-            self.left.pop(tuple(row.tolist()), None) or self._draw(seed)
-            for row, seed in zip(prompts.prompts.select(index).rows(), seeds, strict=True)
+            self.left.pop((name, *row.tolist()), None) or self._draw(seed)
+            for name, row, seed in zip(
+                ids, prompts.prompts.select(index).rows(), seeds, strict=True
+            )
         ]
         rows = replace(
             prompts,
@@ -145,7 +161,7 @@ class DrawnLengths(RolloutWorker):
             prefixes, responses = rows.prompts.rows(), batch.responses.rows()
             for row in begun.nonzero().flatten().tolist():
                 tokens = torch.cat([prefixes[row], responses[row]]).tolist()
-                self.left[tuple(tokens)] = limits[row] - len(responses[row])
+                self.left[ids[row], *tokens] = limits[row] - len(responses[row])
         return replace(batch, truncated=batch.responses.lengths >= longest)
 
     def _draw(self, seed: int) -> int:
@@ -164,14 +180,16 @@ def run(args: argparse.Namespace, schedule: str, extra: list[str], folder: Path)
     if schedule == "equal":  # the mean of what the others draw
         lengths = [drawn_length(seed, mean, SIGMA, cap) for seed in range(20_000)]
         mean, sigma = statistics.fmean(lengths), 0.0
+    in_flight = 3 * (16 if args.small else 128)
     overrides = [
         *COMMON,
         *(SMALL if args.small else ON_GPU),
+        *SCHEDULES[schedule],
         f"+rollout.mean_tokens={mean}",
         f"+rollout.sigma={sigma}",
         f"cluster.gpus_per_node={args.gpus}",
         f"trainer.total_steps={args.settling + args.steps}",
-        f"rollout.schedule={'sync' if schedule == 'equal' else schedule}",
+        *([] if schedule in ("sync", "equal") else [f"rollout.max_in_flight={in_flight}"]),
         *([f"placement.rollout_gpus={args.rollout_gpus}"] if schedule == "split" else []),
     ]
     if not args.small:
@@ -216,15 +234,16 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rollout-gpus", type=int, default=1, help="those that split samples with")
     parser.add_argument("--shape", choices=QWEN2_5, default="1.5b")
-    parser.add_argument("--schedules", nargs="+", help="of: sync partial equal split")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES)
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--settling", type=int, default=4, help="steps before them")
     parser.add_argument("--small", action="store_true", help="the tiny model on two CPU cores")
     args, extra = parser.parse_known_args()
     if args.small:
         args.gpus, args.shape = 2, "embedded"
-    schedules = args.schedules or ["sync", "partial", "equal", *["split"] * (args.gpus > 1)]
-    for schedule in schedules:
+    for schedule in args.schedules or [
+        name for name in SCHEDULES if args.gpus > 1 or name != "split"
+    ]:
         with tempfile.TemporaryDirectory() as folder:
             rows = run(args, schedule, extra, Path(folder))
         settings = {
