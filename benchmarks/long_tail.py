@@ -251,7 +251,7 @@ def main() -> None:
             "shape": args.shape,
             "ranks": args.gpus,
             "rollout_gpus": args.rollout_gpus if schedule == "split" else 0,
-            "overrides": extra,
+            "overrides": [*SCHEDULES[schedule][1:], *extra],
         }
         print(json.dumps(result("long_tail", settings, summarize(rows, args.settling))), flush=True)
 

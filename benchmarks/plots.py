@@ -78,7 +78,9 @@ def grpo_step(line: Line) -> Groups:
     parts |= {"other, or not known by part": other}
     remark = f", {line['remark']}" if "remark" in line else ""
     system = line.get("system", "hybridrl")
-    name = f"{settings['preset']}, {settings['ranks']} GPUs{remark}\n{system}{versions(line)}"
+    shape = "" if settings["shape"] == "1.5b" else f"{settings['shape']}, "
+    place = f"{settings['preset']}, {shape}{settings['ranks']} GPUs{remark}"
+    name = f"{place}\n{system}{versions(line)}"
     return {name: parts}
 
 
@@ -130,7 +132,7 @@ PLOTS = (
     Plot("training", "Training, sequences of 4,096 tokens unless said", "MFU, %", training),
     Plot("reshard", "Weight sync", "milliseconds", reshard, log=True),
     Plot("rollout", "Sampling", "thousands of tokens/s", rollout),
-    Plot("grpo_step", "A step of GRPO, Qwen2.5-1.5B's shape", "seconds", grpo_step, stacked=True),
+    Plot("grpo_step", "A step of GRPO, Qwen2.5-1.5B's shape if none is named", "seconds", grpo_step, stacked=True),
     Plot("transport", "Data of a step, 1,024 responses of 512 tokens", "milliseconds", transport),
     Plot("offload", "Offload to host memory", "GB/s", offload),
     Plot("checkpoint", "Checkpoint of Qwen2.5-7B's shape", "seconds", checkpoint, log=True),
