@@ -73,6 +73,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.distributed.parallel_state", "get_tp_group"),
     ("vllm.distributed.parallel_state", "GroupCoordinator.cpu_group"),
     ("vllm.config", "CompilationConfig.compilation_time"),
+    ("vllm.config", "CompilationConfig.compute_hash"),
     ("vllm.device_allocator", "get_mem_allocator_instance"),
     ("vllm.device_allocator.cumem", "AllocationData.handle"),
     ("vllm.device_allocator.cumem", "AllocationData.tag"),
@@ -179,6 +180,25 @@ def start_hooks(
     methods = {name: getattr(worker, name) for name in WORKER_PARTS} | {"load_model": with_adapters}
     counted = {name: part(label)(methods[name]) for name, label in WORKER_PARTS.items()}
     with patch.multiple(worker, **counted):
+        yield
+
+
+@contextmanager
+def compiled_for_all_batches() -> Iterator[None]:
+    """Leave the sizes of CUDA graphs out of the keys of vLLM's compilation cache.
+
+    The compiled code serves all sizes. With them in its key, as in vLLM 0.33, a run with another
+    number of responses would compile it again, for a minute.
+    """
+    from vllm.config import CompilationConfig
+
+    compute_hash = CompilationConfig.compute_hash
+
+    def without_sizes(self: Any) -> str:
+        with patch.multiple(self, cudagraph_capture_sizes=None, max_cudagraph_capture_size=None):
+            return compute_hash(self)
+
+    with patch.object(CompilationConfig, "compute_hash", without_sizes):
         yield
 
 

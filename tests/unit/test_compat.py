@@ -48,7 +48,15 @@ def test_all_names_of_ray_exist():
     assert missing(ray_compat.PRIVATE_NAMES) == []
 
 
-def test_all_names_of_vllm_exist():
+def cache_keys():
+    """Return vLLM's keys of compiled code for two lists of sizes of CUDA graphs."""
+    from vllm.config import CompilationConfig
+
+    sizes = [1, 2], [1, 2, 4]
+    return [CompilationConfig(cudagraph_capture_sizes=one).compute_hash() for one in sizes]
+
+
+def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
@@ -56,11 +64,14 @@ def test_all_names_of_vllm_exist():
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
-        "from tests.unit.test_compat import missing\n"
-        f"print('missing:', missing({names!r}))"
+        "from tests.unit.test_compat import cache_keys, missing\n"
+        f"print('missing:', missing({names!r}))\n"
+        "print('keys of vLLM:', len({*cache_keys()}))\n"
+        "with vllm_compat.compiled_for_all_batches(): print('keys here:', len({*cache_keys()}))\n"
     )
     root = Path(__file__).resolve().parents[2]
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=250
     )
-    assert ran.stdout.splitlines()[-1:] == ["missing: []"], ran.stderr[-2000:]
+    last = ran.stdout.splitlines()[-3:]
+    assert last == ["missing: []", "keys of vLLM: 2", "keys here: 1"], ran.stderr[-2000:]
