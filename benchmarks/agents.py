@@ -2,14 +2,15 @@
 
 Question   How many tokens a second do agents sample through the endpoint, whose turns come one
            after the other over HTTP, beside responses of the same length in one batch?
-Workload   The real command, twice on the same machine. Qwen2.5-1.5B's shape with random weights
-           that never end a response; 64 prompts x 4, GRPO without a reference.
+Workload   The real command, twice on the same machine: at the same time, if it has two GPUs, since
+           what others do there slows both. Qwen2.5-1.5B's shape with random weights that never end
+           a response; 64 prompts x 4, GRPO without a reference.
              batch   256 responses of 1,024 tokens
              agents  256 programs with the OpenAI SDK, all at the same time: 4 turns of 256 tokens,
                      with a message of the user before each
 Measures   Sampled tokens/s: the engines' tokens over the seconds of the step's sampling, programs
            included; medians. Aim: agents at least 0.9 of batch.
-Run        python benchmarks/agents.py --data gsm8k/train.jsonl        (one GPU)
+Run        python benchmarks/agents.py --data gsm8k/train.jsonl        (one GPU or two)
            python benchmarks/agents.py --small                         (CPU, a minute)
            What follows is passed on to both runs.
 
@@ -21,8 +22,12 @@ import json
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,8 +54,10 @@ async def run_turns(task: Task, client: Any, *, tokens: int) -> float:
     return 0.0
 
 
-def run(args: argparse.Namespace, extra: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Train for a few steps; return the rows of the metrics.
+def run(
+    args: argparse.Namespace, extra: list[str], folder: Path, gpu: int | None
+) -> list[dict[str, Any]]:
+    """Train for a few steps, on a GPU if there are several; return the rows of the metrics.
 
     Raises:
         SystemExit: the run failed.
@@ -67,7 +74,7 @@ def run(args: argparse.Namespace, extra: list[str], folder: Path) -> list[dict[s
         overrides += [*ON_GPU, "cluster.gpus_per_node=1", f"model.path={model}"]
         overrides += [f"data.train_files={args.data.resolve()}", "data.prompts_per_step=64"]
         overrides += ["rollout.max_response_tokens=1280", "actor.mini_batch_size=256"]
-    return metrics_of_run([*overrides, *extra], folder)
+    return metrics_of_run([*overrides, *extra], folder, gpu)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,7 +84,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def median(name: str) -> float:
         return round(statistics.median(row[name] for row in timed), 3)
 
-    found = {"tokens_per_s": median("rollout/tokens_per_second")}
+    found: dict[str, Any] = {"tokens_per_s": median("rollout/tokens_per_second")}
+    found["tokens_per_s_by_step"] = [round(row["rollout/tokens_per_second"]) for row in timed]
     found |= {"rollout_s": median("time/rollout_s"), "step_s": median("time/step_s")}
     if "rollout/turns_mean" in timed[0]:
         found |= {"turns": median("rollout/turns_mean"), "branches": median("agent/branches")}
@@ -97,14 +105,17 @@ def main() -> None:
     agents = ["environment=agent", f"agent.function={Path(__file__).resolve()}:run_turns"]
     agents += [f"+agent.args.tokens={tokens}", "agent.concurrency=256"]
     ways = {"batch": [f"rollout.max_response_tokens={TURNS * tokens}"], "agents": agents}
-    with tempfile.TemporaryDirectory() as folder:
-        measured: dict[str, Any] = {
-            name: summarize(run(args, [*way, *extra], Path(folder) / name))
-            for name, way in ways.items()
+    gpus = [0, 1] if torch.cuda.device_count() > 1 else [None]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
+        runs = {
+            name: pool.submit(run, args, [*way, *extra], Path(folder) / name, gpu)
+            for (name, way), gpu in zip(ways.items(), cycle(gpus), strict=False)
         }
+        measured: dict[str, Any] = {name: summarize(one.result()) for name, one in runs.items()}
     speeds = [measured[name]["tokens_per_s"] for name in ("agents", "batch")]
     measured["agents_to_batch"] = round(speeds[0] / speeds[1], 3)
-    settings = {"shape": "embedded" if args.small else SHAPE, "ranks": 1, "overrides": extra}
+    shape = "embedded" if args.small else SHAPE
+    settings = {"shape": shape, "ranks": 1, "together": len(gpus) > 1, "overrides": extra}
     print(json.dumps(result("agents", settings, measured)))
 
 
