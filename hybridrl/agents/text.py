@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # Character of an incomplete UTF-8 sequence in decoded text.
 INCOMPLETE = "�"
-# Sets of stop strings whose tokens are remembered.
-STOP_SETS = 64
+# Sets of stop strings, and texts, whose tokens are remembered.
+STOP_SETS = TEXTS = 64
 
 
 class ModelText:
@@ -29,6 +29,8 @@ class ModelText:
         self._tokenizer = tokenizer
         self._end_token_ids = tuple(end_token_ids)
         self.stop_token_ids = lru_cache(STOP_SETS)(self._stop_token_ids)
+        # All episodes of a prompt begin with the same text, at the same time.
+        self._encode_start = lru_cache(TEXTS)(self._encode)
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Return the text of a prompt; `options` are those of apply_chat_template."""
@@ -44,7 +46,11 @@ class ModelText:
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Return the token ids of a text, at the beginning of a sequence or later."""
-        special = is_start and not self._tokenizer.chat_template
+        if is_start:
+            return [*self._encode_start(text, not self._tokenizer.chat_template)]
+        return self._encode(text, False)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
         return token_ids(self._tokenizer, [text], special=special)[0]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
