@@ -1,6 +1,6 @@
 """The health checks by id, which is also the threshold's key (conf/health) and the metric's name.
 
-A new check is one more entry here and its threshold in conf/health/default.yaml.
+A new check is one more entry here, and its threshold in conf/health/default.yaml and HealthConfig.
 """
 
 from typing import NamedTuple
