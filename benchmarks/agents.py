@@ -57,7 +57,7 @@ async def run_turns(task: Task, client: Any, *, tokens: int) -> float:
 def run(
     args: argparse.Namespace, extra: list[str], folder: Path, gpu: int | None
 ) -> list[dict[str, Any]]:
-    """Train for a few steps, on a GPU if there are several; return the rows of the metrics.
+    """Train for a few steps, on GPU number `gpu` if given; return the rows of the metrics.
 
     Raises:
         SystemExit: the run failed.

@@ -241,9 +241,8 @@ def main() -> None:
     args, extra = parser.parse_known_args()
     if args.small:
         args.gpus, args.shape = 2, "embedded"
-    for schedule in args.schedules or [
-        name for name in SCHEDULES if args.gpus > 1 or name != "split"
-    ]:
+    possible = [name for name in SCHEDULES if args.gpus > 1 or name != "split"]
+    for schedule in args.schedules or possible:
         with tempfile.TemporaryDirectory() as folder:
             rows = run(args, schedule, extra, Path(folder))
         settings = {

@@ -82,8 +82,8 @@ def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
     if config.kv_cache_mb is not None:
         options["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if not config.enforce_eager:
-        sizes = graph_sizes(config.max_num_seqs), prompt_graph_sizes(config.max_num_seqs)
-        compilation["cudagraph_capture_sizes"] = [*sizes[0], *sizes[1]]
+        most = config.max_num_seqs
+        compilation["cudagraph_capture_sizes"] = graph_sizes(most) + prompt_graph_sizes(most)
     if config.tensor_parallel_size > 1:
         if not uses_flashinfer_all_reduce():  # the fused one is from FlashInfer, too
             compilation["pass_config"] = {"fuse_allreduce_rms": False}
