@@ -38,7 +38,7 @@ from hybridrl.rollout.vllm_compat import (
 )
 
 # Decoding steps between two looks at the messages: steps that compute a prompt are slower, so
-# requests are admitted together.
+# requests are admitted together. What has ended is sent at once.
 STEPS = 4
 
 
@@ -166,7 +166,8 @@ class LiveRequests:
                         break
                     step += 1
                     position.at("decoding step", step)
-                    self._add(self._core.get_output().outputs)
+                    if self._add(self._core.get_output().outputs):
+                        channel.send(self._progress())
                 channel.send(self._progress())
                 if self._num_tokens:
                     first_s = first_s or time.perf_counter() - start
@@ -191,10 +192,11 @@ class LiveRequests:
                 self._core.abort_requests([message])
                 del self._open[message], self._sampled[message]
 
-    def _add(self, outputs: Sequence[Any]) -> None:
-        """Add the outputs of one step, a token each."""
+    def _add(self, outputs: Sequence[Any]) -> bool:
+        """Add the outputs of one step, a token each; return true if a request has ended."""
         if not outputs:
-            return
+            return False
+        num_open = len(self._open)
         rows = self._log_probs.of([output.request_id for output in outputs]).tolist()
         self._num_tokens += len(outputs)
         for output, log_prob in zip(outputs, rows, strict=True):
@@ -208,6 +210,7 @@ class LiveRequests:
                     raise RuntimeError(f"vLLM ended request {name} with {reason}")
                 self._sampled[name] = so_far._replace(reason=reason)
                 del self._open[name]
+        return len(self._open) < num_open
 
     def _progress(self) -> list[Progress]:
         """Take the tokens of requests in pieces, and of those that are not open any more."""

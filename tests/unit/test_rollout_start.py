@@ -80,7 +80,8 @@ def test_sleeping_memory_is_asked_for_where_something_sleeps(mode):
     assert options["enable_prefix_caching"]
     assert options["max_model_len"] == 128
     sizes = [1, 2, 4, 8, 16, 24, 48, 96, 192]
-    assert options["compilation_config"] == {"cudagraph_capture_sizes": sizes}
+    graphs = {"cudagraph_capture_sizes": sizes, "cudagraph_mode": "FULL"}
+    assert options["compilation_config"] == graphs
 
 
 @pytest.mark.parametrize(("all_reduce", "passes"), [(None, None), ("1", None), ("0", False)])
