@@ -4,9 +4,10 @@ this thread      decoding steps ............... swap: shadow copy -> live parame
 another thread   wait for the senders, receive, verify fingerprints --^
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import Trace
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import receiver
+
+# Seconds for which the sampling thread may keep Python's interpreter while weights arrive. With
+# Python's 5 ms, each bucket would wait for it.
+SWITCH_INTERVAL_S = 1e-4
 
 
 class ShadowCopy:
@@ -73,10 +78,22 @@ class ShadowCopy:
         """Receive and verify; return the metrics of the sync."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             wait_for_peers(everyone())
-            metrics = self._resharder.sync(version, verify=self._verify, kept=True)
+            with _quick_switches():
+                metrics = self._resharder.sync(version, verify=self._verify, kept=True)
             if self._stream is not None:
                 self._stream.synchronize()
         return metrics
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Let threads of this process wait less for Python's interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def wait_for_peers(group: ProcessGroup) -> None:
