@@ -17,10 +17,12 @@ from typing import Any
 STORED = Path(__file__).parent / "results"
 # Judged numbers, by the end of their path; of [smallest, median, largest] the median counts.
 HIGHER_IS_BETTER = (
+    "agents_to_batch",
     "log_probs_mfu",
     "update_mfu",
     "unequal_over_equal",
     "tokens_per_second.worker",
+    "trained_tokens_per_s",
     "rollout_tokens_per_second",
     "offload_gb_per_s_min_median_max",
     "onload_gb_per_s_min_median_max",

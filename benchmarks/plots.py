@@ -35,8 +35,9 @@ def training(line: Line) -> Groups:
     settings, found = line["settings"], line["measured"]
     kept = ", kept gathered" if settings["keep_gathered"] else ""
     length = "" if settings["length"] == 4096 else f", {settings['length']:,} tokens"
+    shape = "" if settings["shape"] == "1.5b" else f"{settings['shape']}, "
     return {
-        f"{where(line)}, {variant}{kept}{length}": {
+        f"{shape}{where(line)}, {variant}{kept}{length}": {
             "update": 100 * found[variant]["equal"]["update_mfu"],
             "log-probs": 100 * found[variant]["equal"]["log_probs_mfu"],
         }
@@ -84,6 +85,20 @@ def grpo_step(line: Line) -> Groups:
     return {name: parts}
 
 
+def agents(line: Line) -> Groups:
+    """Thousands of sampled tokens per second."""
+    return {where(line): {way: line["measured"][way]["tokens_per_s"] / 1e3 for way in AGENTS}}
+
+
+def long_tail(line: Line) -> Groups:
+    """Thousands of trained tokens per second."""
+    settings = line["settings"]
+    own = [key.removeprefix("rollout.") for key in settings["overrides"] if "doctor" not in key]
+    remark = f" ({', '.join(own)})" if own else ""
+    name = f"{settings['schedule']}{remark}\n{where(line)}"
+    return {name: {"trained": line["measured"]["trained_tokens_per_s"] / 1e3}}
+
+
 def transport(line: Line) -> Groups:
     """Milliseconds that a step waits for data."""
     times = {name: ms[1] for name, ms in line["measured"]["ms_min_median_max"].items()}
@@ -128,6 +143,7 @@ def versions(line: Line) -> str:
     return "".join(f", {name} {version}" for name, version in line["versions"].items())
 
 
+AGENTS = ("batch", "agents")
 PLOTS = (
     Plot("training", "Training, sequences of 4,096 tokens unless said", "MFU, %", training),
     Plot("reshard", "Weight sync", "milliseconds", reshard, log=True),
@@ -139,6 +155,8 @@ PLOTS = (
         grpo_step,
         stacked=True,
     ),
+    Plot("agents", "Sampling by agents and in one batch", "thousands of tokens/s", agents),
+    Plot("long_tail", "Schedules with a long tail", "thousands of tokens/s", long_tail),
     Plot("transport", "Data of a step, 1,024 responses of 512 tokens", "milliseconds", transport),
     Plot("offload", "Offload to host memory", "GB/s", offload),
     Plot("checkpoint", "Checkpoint of Qwen2.5-7B's shape", "seconds", checkpoint, log=True),
