@@ -37,9 +37,10 @@ from hybridrl.rollout.vllm_compat import (
     tensor_parallel_group,
 )
 
-# Decoding steps between two looks at the messages: steps that compute a prompt are slower, so
-# requests are admitted together. What has ended is sent at once.
-STEPS = 4
+# Decoding steps between two looks at the messages: at least, and one for so many open requests. A
+# step that computes prompts takes some milliseconds more, for which all open requests wait, so the
+# more there are, the more are admitted together.
+MIN_STEPS, OPEN_PER_STEP = 4, 16
 
 
 class Channel:
@@ -161,7 +162,7 @@ class LiveRequests:
                     idle_s += time.perf_counter() - began
                 self._take(messages)
                 has_ended = has_ended or None in messages
-                for _ in range(STEPS):
+                for _ in range(max(MIN_STEPS, len(self._open) // OPEN_PER_STEP)):
                     if not self._open:
                         break
                     step += 1
