@@ -69,13 +69,12 @@ class Policy:
         """Accept the requests of an episode."""
         self._episodes[episode.key] = episode
 
-    def close(self, keys: Sequence[str]) -> list[Episode]:
+    def close(self, keys: Sequence[str]) -> None:
         """End episodes: refuse their requests and drop open ones, whose tokens do not count."""
-        closed = [self._episodes.pop(key) for key in keys]
-        for episode in closed:
+        for key in keys:
+            episode = self._episodes.pop(key)
             episode.is_open = False
             episode.wake()
-        return closed
 
     def close_all(self) -> None:
         """End all episodes."""

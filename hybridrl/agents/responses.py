@@ -13,9 +13,6 @@ from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, Format, SamplingRequest, event
 from hybridrl.agents.policy import Policy
 
-# Parameters with a default that changes nothing.
-USUAL = {"truncation": "disabled", "background": False, "store": True}
-
 
 class ResponsesRequest(SamplingRequest):
     """Body of a request."""

@@ -3,11 +3,10 @@
 Every file may be missing, cut off by a kill, or still growing. docs/records.md names the fields.
 """
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def read_run(folder: Path, budget: int) -> Data:
     """
     found, notes = Counter[str](), list[str]()
     tokens = _tokens(folder, budget * TOKENS, found, notes)
-    steps = [step for _, step in _json_lines(folder / TIMELINE_FILE) if "sections" in step]
+    steps = [step for step in read_metrics(folder / TIMELINE_FILE) if "sections" in step]
     found["timeline"], size = len(steps), sum(len(str(step)) for step in steps)
     return {
         "rows": read_metrics(folder / METRICS_FILE),
@@ -140,7 +139,8 @@ def _responses(
     for step, path in files:
         kind = "sampled" if path.name.startswith("eval") else "training"
         records = [
-            {"kind": kind, **record, "step": step, "k": k} for k, record in _json_lines(path)
+            {"kind": kind, **record, "step": step, "k": k}
+            for k, record in enumerate(read_metrics(path))
         ]
         found["responses"] += len(records)
         records.sort(key=order)
@@ -208,7 +208,7 @@ def _experts(folder: Path) -> Data | None:
     if not files:
         return None
     step, path = files[-1]
-    return {"step": step, "shares": [row["shares"] for _, row in _json_lines(path)]}
+    return {"step": step, "shares": [row["shares"] for row in read_metrics(path)]}
 
 
 def _token_columns(columns: dict[str, list[Any]]) -> Data:
@@ -226,17 +226,3 @@ def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
     """List the files whose whole name matches, by the number in it."""
     names = [(re.fullmatch(pattern, path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in names if match)
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, Data]]:
-    """Yield number and object of each line that is whole."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for index, line in enumerate(lines):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield index, value

@@ -178,8 +178,7 @@ class FunctionRewards:
         ids = [row.tolist() for row in batch.responses.rows()]
         texts = self._decode(ids)
         result = self._scorer.score(reward_items(prompts, texts, ids))
-        scores, failures = list(result.scores), list(result.failures)
-        return Rewarded(texts, scores, failures, result.parts, result.item_parts)
+        return Rewarded(texts, result.scores, result.failures, result.parts, result.item_parts)
 
     def score_texts(self, prompt: Prompt, texts: Sequence[str]) -> ScoreResult:
         """Score texts as responses to one prompt; they have no token ids."""

@@ -118,8 +118,8 @@ class TrainState:
         )
 
     def restore(self, state: LoopState) -> None:
-        """Restore a snapshot; the actor already has its weights."""
-        self._prompts.seek(state.prompts_taken)
+        """Restore a snapshot before the first step; the actor already has its weights."""
+        self._prompts.take(state.prompts_taken)
         self._kl.restore(state.kl_coef)
         self.lengths = ResponseLengths.restored(state.lengths)
         self.in_flight = decode(state.in_flight, self._prompts.by_id)

@@ -62,18 +62,8 @@ def test_cuts_change_nothing_and_the_position_is_all_there_is_to_keep(takes, see
     assert drawn == whole[: sum(takes)]
     assert source.position == sum(takes)
     resumed = mixed(seed, curriculum)
-    resumed.seek(source.position)
+    resumed.take(source.position)
     assert ids(resumed.take(5)) == whole[sum(takes) :]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_seeking_goes_forth_and_back(positions):
-    whole, source = ids(mixed().take(64)), mixed()
-    for position in positions:
-        source.seek(position)
-        assert source.position == position
-        assert ids(source.take(4)) == whole[position : position + 4]
 
 
 def test_a_mixture_keeps_its_shares_in_every_step():
@@ -132,5 +122,3 @@ def test_source_refuses_more_prompts_than_there_are():
         PromptSource(numbered(4), 5, seed=1)
     with pytest.raises(ValueError, match="3 of 2 prompts of words"):
         PromptSource(numbered(9, "sums") + numbered(2, "words"), 4, 1, {"sums": 1, "words": 1})
-    with pytest.raises(ValueError, match="from 0"):
-        mixed().seek(-1)

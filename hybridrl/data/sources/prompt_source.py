@@ -93,15 +93,6 @@ class PromptSource:
     def _by_id(self) -> dict[int, Prompt]:
         return {p.prompt_id: p for members in self._members.values() for p in members}
 
-    def seek(self, position: int) -> None:
-        """Move to `position`, counted from the start of the stream; draws all prompts before it."""
-        if position < 0:
-            raise ValueError(f"positions count from 0; got {position}")
-        if position < self._position:
-            self._position = 0
-            self._drawn = self._draw()
-        self.take(position - self._position)
-
     def _draw(self) -> Iterator[Prompt]:
         turns = [self._of_set(index, name) for index, name in enumerate(self._members)]
         for index in shares(self._weights):
