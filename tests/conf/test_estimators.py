@@ -54,6 +54,7 @@ NAMES = tuple(BUILT_IN_ESTIMATORS)
             ["algorithm.advantage = json.dumps has unknown parameters obj", "response_mask"],
         ),
         (["algorithm.advantage=json.nothing"], ["json has no nothing"]),
+        (["algorithm.advantage=math.pi"], ["math.pi, expected a function"]),
         (["algorithm.advantage=null"], ["algorithm.advantage = null, expected text"]),
     ],
     ids=lambda value: " ".join(value),

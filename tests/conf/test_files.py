@@ -84,13 +84,6 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     assert result.report.problems == []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_begins_with_its_package_line(recipe):
-    """Anything above that line makes Hydra nest the recipe, where it changes nothing."""
-    text = (REPO / "conf" / "recipe" / f"{recipe}.yaml").read_text()
-    assert text.splitlines()[0] == "# @package _global_"
-
-
 def test_recipe_files_and_recipe_folders_are_one_to_one():
     folders = sorted(path.name for path in (REPO / "recipes").iterdir() if path.is_dir())
     assert folders == RECIPES

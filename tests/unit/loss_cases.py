@@ -1,4 +1,4 @@
-"""The losses of losses.py and PPO's, each as a mean over a count, and their formulas."""
+"""The losses of losses.py, each as a mean over a count, and their formulas; PPO's likewise."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,6 @@ def mean_of(function: Callable[..., TokenLoss], **settings) -> Loss:
 policy_loss = mean_of(ppo_clip, clip_low=0.2, clip_high=0.2)
 # loss, number of token tensors before the mask
 LOSSES: dict[str, tuple[Loss, int]] = {
-    "policy": (policy_loss, 3),
     "value": (partial(value_loss, value_clip=0.2), 3),
     "entropy": (mean_of(entropy_bonus, coef=0.1), 1),
     "kl_k1": (mean_of(kl_penalty, coef=0.1, estimator=KLEstimator.k1), 2),
@@ -63,10 +62,6 @@ def all_true(size: int) -> Tensor:
 
 def reference(name: str, fields: list[float]) -> float:
     """One token's loss before the division, from the formulas, in Python floats."""
-    if name == "policy":
-        log_prob, old, advantage = fields
-        ratio = math.exp(log_prob - old)
-        return -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
     if name == "value":
         value, old, target = fields
         inside = min(max(value, old - 0.2), old + 0.2)

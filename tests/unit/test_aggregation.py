@@ -39,22 +39,6 @@ def test_hand_worked():
 
 
 @EVERY
-def test_against_the_formula_in_python_floats(kind):
-    values, mask, sequence = batch()
-    rows: dict[int, list[float]] = {}
-    for value, counts, row in zip(values.tolist(), mask.tolist(), sequence.tolist(), strict=True):
-        if counts:
-            rows.setdefault(row, []).append(value)
-    everything = math.fsum(v for row in rows.values() for v in row)
-    expected = {
-        Aggregation.token_mean: everything / 6,
-        Aggregation.sequence_mean: sum(math.fsum(row) / len(row) for row in rows.values()) / 3,
-        Aggregation.sequence_sum: everything / (3 * 16),
-    }[kind]
-    assert float(aggregate(kind, *batch(), TOTALS, 16)) == pytest.approx(expected, rel=1e-12)
-
-
-@EVERY
 @pytest.mark.parametrize("parts", [[0, 1, 1, 2], [3, 2, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0]])
 def test_parts_add_up_however_responses_are_spread(kind, parts):
     """Value and gradient; every part is divided by the totals of the whole."""

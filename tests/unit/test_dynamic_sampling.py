@@ -51,22 +51,16 @@ class Scorer:
 
     def __init__(self, mixed: set[int]) -> None:
         self.mixed = mixed
-        self.scored = 0
 
     def score(self, items):
-        texts = [text for _, text, *_ in items]
-        self.scored += len(texts)
-        pairs = [tuple(map(int, text.split()[:2])) for text in texts]
+        pairs = [tuple(map(int, text.split()[:2])) for _, text, *_ in items]
         scores = [float(sample % 2) if n in self.mixed else 1.0 for n, sample in pairs]
         return ScoreResult(scores, [])
 
 
-def sampled(mixed: set[int], rounds: int = 3, prompts: int = 4):
-    source, scorer = Source(), Scorer(mixed)
-    sampling = Sampling(
-        config(rounds, prompts), source.take, generate, FunctionRewards(decode, scorer)
-    )
-    return sampling.sample(step=1), source, scorer
+def sampled(mixed: set[int]):
+    source, rewarder = Source(), FunctionRewards(decode, Scorer(mixed))
+    return Sampling(config(), source.take, generate, rewarder).sample(step=1), source
 
 
 def numbers(result) -> list[int]:
@@ -74,7 +68,7 @@ def numbers(result) -> list[int]:
 
 
 def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones():
-    result, source, _ = sampled(mixed={1, 3, 4, 6})
+    result, source = sampled(mixed={1, 3, 4, 6})
     # 0..3: 1 and 3 stay; 4, 5: 4 stays; 6
     assert source.asked == [4, 2, 1]
     assert numbers(result) == [1, 3, 4, 6]
@@ -88,54 +82,8 @@ def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones():
     }
 
 
-def test_everything_of_a_response_stays_together():
-    result, *_ = sampled(mixed={1, 3, 4, 6})
-    batch = result.batch
-    for row, of_prompt, text, score in zip(
-        batch.responses.rows(),
-        result.prompts,
-        result.rewarded.texts,
-        result.rewarded.scores,
-        strict=True,
-    ):
-        number, sample = row.tolist()[:2]
-        assert number == of_prompt.prompt_id
-        assert text.split()[:2] == [str(number), str(sample)]
-        assert score == sample % 2
-    assert [row.tolist()[0] for row in batch.prompts.rows()] == [1, 1, 3, 3, 4, 4, 6, 6]
-    groups = batch.group_id.view(-1, EACH)
-    assert (groups == groups[:, :1]).all() and len(groups[:, 0].unique()) == 4
-
-
-def test_later_rounds_draw_other_samples():
-    result, *_ = sampled(mixed={1, 3, 4, 6})
-    samples = [row.tolist()[1] for row in result.batch.responses.rows()]
-    assert samples == [0, 1, 0, 1, 2, 3, 4, 5]
-
-
-def test_after_the_last_round_the_rest_fills_the_batch_and_does_not_count():
-    result, source, _ = sampled(mixed={1, 5}, rounds=2)
-    assert source.asked == [4, 3]
-    assert numbers(result) == [1, 5, 4, 6]
-    counted = [bool(row.all()) for row in result.batch.loss_mask.rows()]
-    assert counted == [True] * 4 + [False] * 4
-    assert result.metrics["sampling/unmixed_prompts"] == 2
-
-
-def test_a_full_first_round_is_left_as_it_is():
-    result, source, scorer = sampled(mixed={0, 1, 2, 3})
-    assert source.asked == [4] and scorer.scored == 8
-    assert numbers(result) == [0, 1, 2, 3]
-
-
-def test_where_nothing_differs_nothing_counts():
-    result, source, _ = sampled(mixed=set(), rounds=3)
-    assert source.asked == [4, 4, 4]
-    assert not result.batch.loss_mask.values.any()
-
-
 def test_engines_are_timed_over_all_rounds():
-    result, *_ = sampled(mixed={1, 3, 4, 6})
+    result, _ = sampled(mixed={1, 3, 4, 6})
     first, second = result.batch.engines
     assert (first.tokens, first.seconds, first.first_token_s) == (140, 6.0, 0.5)
     assert second.tokens == 0

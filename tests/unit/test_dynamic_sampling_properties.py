@@ -44,7 +44,7 @@ class Chance:
 
     def __init__(self, seed: int, solved: float, pool: int, each: int) -> None:
         self.seed, self.solved, self.pool, self.each = seed, solved, pool, each
-        self.taken = 0
+        self.taken = self.scored = 0
         self.rounds: list[list[Group]] = []
 
     def reward(self, number: int, sample: int) -> float:
@@ -68,6 +68,7 @@ class Chance:
 
     def score(self, items):
         pairs = [tuple(map(int, text.split()[:2])) for _, text, *_ in items]
+        self.scored += len(pairs)
         scores = [self.reward(number, sample) for number, sample in pairs]
         return ScoreResult(scores, [])
 
@@ -104,10 +105,11 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
     mixed = [group for group in asked if chance.is_mixed(group)]
 
     assert len(found) == len(set(found)) == wanted
-    assert [group for group in found if chance.is_mixed(group)] == mixed
     rest = [group for group in found if not chance.is_mixed(group)]
+    assert found == mixed + rest
     assert set(rest) <= set(chance.rounds[-1])
-    assert len(batch.group_id.unique()) == wanted
+    of_groups = batch.group_id.view(-1, each)
+    assert (of_groups == of_groups[:, :1]).all() and len(of_groups.unique()) == wanted
 
     counts = [chance.is_mixed(group) for group in found for _ in range(each)]
     if batch.loss_mask is None:
@@ -117,7 +119,12 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
         assert [bool(row.all()) for row in batch.loss_mask.rows()] == counts
 
     assert result.rewarded.scores == [r for group in found for r in chance.rewards(group)]
-    assert [p.prompt_id for p in result.prompts[::each]] == [number for number, _ in found]
+    pairs = [(number, first + i) for number, first in found for i in range(each)]
+    assert [p.prompt_id for p in result.prompts] == [number for number, _ in pairs]
+    assert [row.tolist() for row in batch.prompts.rows()] == [[number, 0] for number, _ in pairs]
+    texts = [text.split()[:2] for text in result.rewarded.texts]
+    assert texts == [[str(number), str(sample)] for number, sample in pairs]
+    assert chance.scored == len(asked) * each
     assert result.metrics == pytest.approx(
         {
             "sampling/rounds": len(chance.rounds),

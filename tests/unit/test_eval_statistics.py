@@ -18,10 +18,6 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_one(n):
             assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12)
 
 
-def test_pass_at_one_is_the_share_of_correct_samples():
-    assert [pass_at_k(8, c, 1) for c in range(9)] == [c / 8 for c in range(9)]
-
-
 def test_pass_at_k_stays_exact_with_many_samples():
     # 1 - C(990, 100) / C(1000, 100), as a product of its ratios
     none = 1.0

@@ -19,22 +19,9 @@ def ragged() -> Ragged:
     return Ragged.from_rows(ROWS, torch.int64)
 
 
-def test_rows_come_back_as_given():
-    assert [row.tolist() for row in ragged().rows()] == ROWS
-
-
-def test_select_orders_and_repeats():
-    picked = ragged().select([3, 0, 3])
-    assert [row.tolist() for row in picked.rows()] == [[5, 6], [1, 2, 3], [5, 6]]
-
-
 def test_true_elements_of_rows_are_counted():
     flags = ragged().like(ragged().values > 2)
     assert flags.counts().tolist() == [1, 0, 1, 2]
-
-
-def test_select_of_nothing_is_empty():
-    assert len(ragged().select([])) == 0
 
 
 @settings(max_examples=50, deadline=None)
@@ -92,10 +79,6 @@ def test_a_sent_field_is_mapped_not_copied(dtype):
     assert torch.equal(back.lengths, field.lengths)
     addresses = [np.frombuffer(view, dtype=np.uint8).ctypes.data for view in received]
     assert [back.values.data_ptr(), back.lengths.data_ptr()] == addresses
-
-
-def test_pad_fills_on_the_right():
-    assert ragged().pad(-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1], [5, 6, -1]]
 
 
 def test_a_value_of_each_row_on_its_elements():
