@@ -31,9 +31,7 @@ def test_a_run_goes_on_where_checkpoints_find_no_room_until_they_find_some(tmp_p
         wait_until(lambda: steps_logged(run_dir) > 2, "step 2", run)
         resize(run.process.pid, folder, ROOMY)
         disk = opened(run.process.pid, folder)
-        output = " ".join(run.output().split())
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
+        output = " ".join(run.ended().split())
     lost = "the checkpoint of step 1 could not be written: [Errno 28] No space left on device: "
     assert lost in output and "shard-00001.safetensors'; there is none yet" in output, output
     failed = [row["checkpoint/failed"] for row in run.metrics()[1:]]

@@ -88,9 +88,7 @@ def spoil(run_dir: Path, step: int) -> str:
 def refused(run_dir: Path, *overrides: str) -> str:
     """What a run that exits with code 2 prints, on one line."""
     with started(run_dir, *overrides) as run:
-        output = run.output()
-        assert run.process.returncode == 2, output
-        run.assert_nothing_left()
+        output = run.ended(2)
     assert "Traceback" not in output
     return " ".join(output.split())
 
