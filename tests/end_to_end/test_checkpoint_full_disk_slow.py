@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 
 import pytest
 
@@ -11,7 +10,7 @@ from hybridrl.checkpoint.find import newest_good
 from tests.end_to_end.kill_and_resume import steps_logged, wait_until
 from tests.end_to_end.on_own_disk import opened, resize
 from tests.end_to_end.runs import SMALL, launched
-from tests.unit.doctor.host_cases import require
+from tests.unit.doctor.host_cases import need_mounts
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +19,7 @@ STEPS = 6
 
 
 def test_a_run_goes_on_where_checkpoints_find_no_room_until_they_find_some(tmp_path):
-    can = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
-    require(can.returncode == 0, "needs mount namespaces (unshare -m)")
+    need_mounts()
     run_dir = tmp_path / "run"
     folder = checkpoints_folder(run_dir)
     folder.mkdir(parents=True)
