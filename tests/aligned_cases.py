@@ -17,7 +17,7 @@ from hybridrl.distributed.regions import named_shards
 from hybridrl.distributed.torch_compat import ranks_as_given
 from hybridrl.workers.actor import ActorWorker
 from tests.role_configs import actor_config, fsdp_config, model_config
-from tests.training_batches import scheduled, training_batch
+from tests.training_batches import my_part, training_batch
 from tests.whole_weights import full_state_dict
 
 COLUMNS = [
@@ -112,10 +112,7 @@ def random_weights(folder, layouts, device_type):
 
 def train(folder, spec, device_type):
     """Weights and gradient norm after two updates of clipped AdamW steps."""
-    ranks = dist.get_world_size()
     actor = ActorWorker(actor_config(folder, spec), build_mesh(spec, device_type))
-    sizes = {"num_ranks": ranks, "mini_batch_size": max(4, ranks), "max_tokens": 30}
-    dealt = scheduled(training_batch(), **sizes)
-    mine = dealt.shard(ranks)[dist.get_rank()]
+    mine = my_part(training_batch(), max(4, dist.get_world_size()))
     norms = [actor.update(mine, step=step, kl_coef=0.1)["actor/grad_norm"] for step in (1, 2)]
     return norms, full_state_dict(actor.model)

@@ -105,6 +105,12 @@ def set_environments(agents: Any, values: dict[str, dict[str, str | None]]) -> N
     assert not any(answer.error for answer in answers.values()), answers
 
 
+def only(findings: list[Any], check: str, node: str | None = None) -> Any:
+    """The one finding of a check (on a node)."""
+    (found,) = [f for f in findings if f.check == check and node in (None, f.node)]
+    return found
+
+
 def summed(agents: Any) -> list[Any]:
     """The findings of the all-reduce alone, whatever else is wrong."""
     from hybridrl.controller.ray.node_probes import call_all

@@ -15,7 +15,7 @@ from tests.role_configs import (
     lora_config,
     reference_config,
 )
-from tests.training_batches import scheduled, training_batch
+from tests.training_batches import my_part, training_batch
 from tests.whole_weights import full_state_dict
 
 # Phases of a step in the trainer's order; "reshard" stands for reading the actor's shards.
@@ -36,14 +36,6 @@ def moment_bytes(worker):
     )
 
 
-def part_of(step):
-    ranks = dist.get_world_size()
-    dealt = scheduled(
-        training_batch(), num_ranks=ranks, mini_batch_size=4, max_tokens=30, step=step
-    )
-    return dealt.shard(ranks)[dist.get_rank()]
-
-
 def run_phase(phase, roles, step):
     """Do what the controller would ask for; return what came of it."""
     if phase == "reshard":
@@ -53,15 +45,16 @@ def run_phase(phase, roles, step):
         for role in roles.values():
             role.rest()
         return shards
+    mine = my_part(training_batch(), step=step)
     if phase == "old_log_probs":
-        return roles["actor"].compute_log_probs(part_of(step)).values
+        return roles["actor"].compute_log_probs(mine).values
     if phase == "ref_log_probs":
-        return roles["ref"].compute_log_probs(part_of(step)).values
+        return roles["ref"].compute_log_probs(mine).values
     if phase == "values":
-        return roles["critic"].compute_values(part_of(step)).values
+        return roles["critic"].compute_values(mine).values
     if phase == "update_critic":
-        return roles["critic"].update(part_of(step), step)
-    return roles["actor"].update(part_of(step), step, kl_coef=0.1)
+        return roles["critic"].update(mine, step)
+    return roles["actor"].update(mine, step, kl_coef=0.1)
 
 
 def two_steps(folder, offload, device_type="cpu", dtype=DType.float32, lora_rank=0):

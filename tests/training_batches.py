@@ -1,13 +1,16 @@
 """A batch as it reaches the updates: random tokens and made-up statistics of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.partition import Partitioner, partition_by_micro_batch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
+from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, schedule
+from hybridrl.workers.actor import ActorWorker
 
 PROMPTS = [3, 5, 2, 7, 4, 1, 6, 3]
 RESPONSES = [4, 9, 1, 6, 12, 5, 2, 8]
@@ -71,3 +74,22 @@ def scheduled(
         num_ranks, mini_batch_size, epochs, max_tokens, cost=float, partition=partition
     )
     return schedule(batch, sizes, seed=1, step=step)
+
+
+def my_part(
+    batch: RolloutBatch, mini_batch_size: int = 4, max_tokens: int = 30, step: int = 1
+) -> RankBatch:
+    """This rank's share of the batch, of which every rank has one."""
+    ranks = dist.get_world_size()
+    dealt = scheduled(
+        batch, num_ranks=ranks, mini_batch_size=mini_batch_size, max_tokens=max_tokens, step=step
+    )
+    return dealt.shard(ranks)[dist.get_rank()]
+
+
+def with_old_log_probs(batch: RolloutBatch, actor: ActorWorker) -> RolloutBatch:
+    """The batch with log-probs of the actor as it is; a collective."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, actor.compute_log_probs(my_part(batch)))
+    dealt = scheduled(batch, num_ranks=len(parts), mini_batch_size=4, max_tokens=30)
+    return batch.adding(old_log_probs=dealt.join(parts))

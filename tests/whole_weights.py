@@ -26,6 +26,17 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): state.read(key) for key in keys}
 
 
+def flat(grads: dict[str, Tensor]) -> Tensor:
+    """All in one vector, in the order of their names."""
+    return torch.cat([grads[name].flatten() for name in sorted(grads)])
+
+
+def relative_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The norm of what differs over that of what is wanted."""
+    assert found.keys() == wanted.keys()
+    return float((flat(found) - flat(wanted)).norm() / flat(wanted).norm())
+
+
 @dataclass(frozen=True)
 class InMemory:
     """Weights that are in memory, by checkpoint name."""

@@ -81,7 +81,10 @@ ONE_PROBLEM = [
     ),
     (["trainer.profile_steps=[a]"], ["trainer.profile_steps"]),
     (["actor.optim.warmup_steps=30"], ["actor.optim.warmup_steps = 30", "total_steps = 30"]),
-    (["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator = k9", "one of k1, k2, k3"]),
+    (
+        ["algorithm.kl.estimator=k9"],
+        ["kl.estimator = k9", "one of k1, k2, k3, k1_straight_through, k3_straight_through"],
+    ),
     (["fsdp.param_dtype=float16"], ["fsdp.param_dtype = float16", "float32, bfloat16"]),
     ([f"trainer.total_steps={'9' * 400}"], ["trainer.total_steps = 999", "at most 2.8"]),
     ([f"actor.optim.lr={'9' * 400}"], ["actor.optim.lr = 999", "(400 characters)", "a number"]),
@@ -107,14 +110,25 @@ ONE_PROBLEM = [
     (["+actor.lr=1"], ["actor.lr = 1: unknown key", "actor.optim.lr"]),
     (["+new.key=1"], ["new.key = 1: unknown key"]),
     (["+recipe.trainer.total_steps=3"], ["# @package _global_", "first line"]),
-    (["algorithm.kl.placement=loss"], ["algorithm.kl.estimator = k1", "gradient of 0", "k2"]),
+    (
+        ["algorithm.kl.placement=loss"],
+        ["algorithm.kl.estimator = k1", "gradient of 0", "k2", "k1_straight_through"],
+    ),
+    (
+        ["algorithm.kl.estimator=k1_straight_through"],
+        ["= k1_straight_through with algorithm.kl.placement = reward", "kl.estimator=k1, or"],
+    ),
+    (
+        ["algorithm.kl.estimator=k3_straight_through"],
+        ["Set algorithm.kl.estimator=k3, or algorithm.kl.placement=loss."],
+    ),
     (
         ["algorithm.kl.target=6", "algorithm.kl.horizon=100"],
         ["algorithm.kl.horizon = 100", "512 responses", "at least 103"],
     ),
     (["algorithm.kl.horizon=3"], ["algorithm.kl.horizon", "no effect", "target = null"]),
     (
-        ["algorithm.kl.coef=0", "algorithm.kl.estimator=k3"],
+        ["algorithm.kl.coef=0", "algorithm.kl.estimator=k1_straight_through"],
         ["algorithm.kl.estimator", "no effect", "coef = 0"],
     ),
     (["algorithm.kl.coef=0", "ref.log_prob_chunk_tokens=8"], ["ref.log_prob_chunk_tokens"]),
@@ -180,6 +194,12 @@ def test_one_mistake_gets_one_problem_that_says_what_to_do(overrides, words):
     assert len(found) == 1, found
     missing = [word for word in words if word not in found[0]]
     assert not missing, (missing, found[0])
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1_straight_through", "k3_straight_through"])
+def test_what_pulls_may_act_in_the_loss(estimator):
+    placed = ["hardware=cpu", "algorithm.kl.placement=loss"]
+    assert problems(*placed, f"algorithm.kl.estimator={estimator}") == []
 
 
 def test_all_mistakes_are_in_one_report():

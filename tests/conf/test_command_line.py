@@ -56,6 +56,10 @@ def overrides_of(*argv: str) -> list[str]:
     [
         (["trainer.total_step=3"], ["trainer.total_step=3", "Did you mean trainer.total_steps?"]),
         (["lr=1"], ["lr=1: unknown key", "actor.optim.lr"]),
+        (["lora.alpha=8"], ["lora.alpha=8: there is no lora, so nothing", "Set lora=default"]),
+        (["reward_model.weight=2"], ["there is no reward_model", "Set reward_model=default"]),
+        (["environment.max_turns=3"], ["there is no environment", "Set environment=custom"]),
+        (["agent.timeout_s=3"], ["there is no agent", "Set environment=agent"]),
         (["fsdp=nope"], ["fsdp has no nope", "full_shard, hybrid_shard"]),
         (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean", "gsm8k_ppo?"]),
         (["recipe=gsm8k_ppo"], ["Type +recipe=gsm8k_ppo"]),
@@ -124,6 +128,7 @@ def test_all_wrong_overrides_are_named_at_once():
         ["actor.optim.betas=[0.9,0.95]"],
         ["hydra.run.dir=somewhere", "hydra.mode=RUN"],
         ["data.train_files=[a.jsonl,b.jsonl]"],
+        ["lora.alpha=8", "lora=default"],
     ],
     ids=" ".join,
 )

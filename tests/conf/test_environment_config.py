@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from composing import REPO, examined, problems
 
-from hybridrl.config.command.command_line import parse_argv, precompose
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.main import conf_dir
 from hybridrl.trainer.multi_turn.environment import stop_problems, turn_tokens
 from tests.role_configs import model_config
 
@@ -54,12 +52,6 @@ def test_the_calculator():
 def test_a_mistake_gets_one_problem_that_says_what_to_do(override, names):
     (problem,) = problems(*CALCULATOR, override)
     assert names in problem
-
-
-def test_a_setting_of_no_environment_is_told_so():
-    line = parse_argv(["hardware=cpu", "environment.max_turns=3"])
-    (problem,) = precompose(line, conf_dir()).problems
-    assert "there is no environment" in problem and "Set environment=custom" in problem
 
 
 def test_what_steps_and_failures_take_keeps_its_effect():
@@ -133,12 +125,6 @@ def test_an_agent_and_its_command():
 def test_a_mistake_of_an_agent_gets_one_problem(override, names):
     (problem,) = problems(*AGENT, override)
     assert names in problem
-
-
-def test_a_setting_of_no_agent_is_told_so():
-    line = parse_argv(["hardware=cpu", "agent.timeout_s=3"])
-    (problem,) = precompose(line, conf_dir()).problems
-    assert "there is no agent" in problem and "Set environment=agent" in problem
 
 
 def test_a_program_is_a_coroutine_and_a_command_is_a_list(tmp_path):

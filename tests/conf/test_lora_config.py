@@ -9,14 +9,12 @@ from composing import GPU_NODE, LAPTOP, QWEN, TINY, examined, problems
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.command.command_line import parse_argv, precompose
 from hybridrl.config.planner.families import FUSED
 from hybridrl.config.planner.flops import training_flops
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.plan_text import plan
-from hybridrl.main import conf_dir
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -134,13 +132,6 @@ def test_what_does_not_fit_is_refused(override, expected):
 def test_a_rank_may_be_as_large_as_the_smallest_adapted_layer():
     overrides = ("hardware=gpu", "lora=default", "lora.target_modules=[q_proj]", "lora.rank=896")
     assert not [p for p in problems(*overrides, model=QWEN) if "lora" in p]
-
-
-def test_settings_of_adapters_that_there_are_not_are_refused():
-    line = parse_argv(["hardware=cpu", "lora.alpha=8"])
-    (problem,) = precompose(line, conf_dir()).problems
-    assert problem == "lora.alpha=8: there is no lora, so nothing reads it.\nSet lora=default"
-    assert not problems("hardware=cpu", "lora.alpha=8", "lora=default")
 
 
 def test_the_reference_has_no_chunks_of_its_own_where_it_is_the_actors_model():

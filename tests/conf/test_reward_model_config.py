@@ -9,13 +9,11 @@ from composing import FASTEST_SET, GPU_NODE, LAPTOP, REPO, composed, examined, p
 from rich.console import Console
 
 from hybridrl.config.checks.reward_model import reward_model_shape
-from hybridrl.config.command.command_line import parse_argv, precompose
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.load import examine
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.plan_text import plan
-from hybridrl.main import conf_dir
 from hybridrl.models.resolve import read_model_config
 from tests.model_shapes import QWEN, REWARD_MODEL, TINY
 
@@ -178,15 +176,6 @@ def test_the_plan_shows_it():
     assert "/rm: qwen2" in text and "weight 1" in text
     assert "hybridrl.workers.reward_model.RewardModelWorker" in text
     assert "score reward_model" in text
-
-
-def test_a_key_of_a_reward_model_that_there_is_not_is_told_what_to_type():
-    line = parse_argv(["hardware=cpu", "reward_model.weight=2"])
-    (found,) = precompose(line, conf_dir()).problems
-    assert found == (
-        "reward_model.weight=2: there is no reward_model, so nothing reads it.\n"
-        "Set reward_model=default"
-    )
 
 
 def test_other_tokens_are_refused_before_anything_starts(tmp_path):

@@ -34,7 +34,7 @@ from tests.role_configs import (
     reference_config,
     saver_config,
 )
-from tests.training_batches import scheduled, training_batch
+from tests.training_batches import my_part, training_batch
 
 COLUMNS = [
     f"model.layers.{layer}.{name}.weight"
@@ -97,23 +97,15 @@ def build(folder, *, lora=0, **changes):
     return roles
 
 
-def part_of(step):
-    ranks = dist.get_world_size()
-    batch = scheduled(
-        training_batch(), num_ranks=ranks, mini_batch_size=4, max_tokens=30, step=step
-    )
-    return batch.shard(ranks)[dist.get_rank()]
-
-
 @torch.no_grad()
 def leave_gathered(worker):
     """A forward by itself, after which FSDP2 keeps the whole weights."""
-    worker.forward(next(iter(part_of(1).micro_batches(0))), Entropy.omit)
+    worker.forward(next(iter(my_part(training_batch()).micro_batches(0))), Entropy.omit)
     assert any(not isinstance(param, DTensor) for param in worker.model.parameters())
 
 
 def train(roles, step, *names):
-    part = part_of(step)
+    part = my_part(training_batch(), step=step)
     if "critic" in names:
         roles["critic"].update(part, step)
     if "actor" in names:

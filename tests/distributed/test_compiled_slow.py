@@ -13,21 +13,13 @@ from tests.distributed.launch import run_on_ranks
 from tests.lora_cases import move_away
 from tests.role_configs import actor_config, fsdp_config, lora_config, reference_config
 from tests.tiny_hf import MORE, OTHER_HEADS, tiny_folder
-from tests.training_batches import batch_with_experts, scheduled, training_batch
+from tests.training_batches import batch_with_experts, my_part, training_batch, with_old_log_probs
 
 # Experts can be compiled in bfloat16 only.
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")
 DENSE = sorted(MORE.keys() - OTHER_HEADS - set(MIXTURES))
 # Every response alone, some together, all together: packed lengths from 6 to 77.
 BUDGETS = (15, 30, 200)
-
-
-def my_part(batch, mini_batch_size, max_tokens):
-    ranks = dist.get_world_size()
-    dealt = scheduled(
-        batch, num_ranks=ranks, mini_batch_size=mini_batch_size, max_tokens=max_tokens
-    )
-    return dealt, dealt.shard(ranks)[dist.get_rank()]
 
 
 def compiled_and_eager(folder, lora_rank):
@@ -47,28 +39,25 @@ def compiled_and_eager(folder, lora_rank):
         grads = []
         for max_tokens in BUDGETS:
             training = Training(actor.optimizer, actor.policy_loss, spec)
-            (mini,) = my_part(training_batch(), 8, max_tokens)[1].mini_batches()
+            (mini,) = my_part(training_batch(), 8, max_tokens).mini_batches()
             training.accumulate_gradients(*mini)
             full = [p.grad.full_tensor().flatten() for p in actor.optimizer.parameters]
             grads.append(torch.cat(full))
             actor.optimizer.adamw.zero_grad()
-        dealt, mine = my_part(training_batch(), 4, 30)
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, actor.compute_log_probs(mine))
-        batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
-        metrics = actor.update(my_part(batch, 4, 30)[1], 1, 0.1)
-        found[compile_layers] = (grads, metrics, reference_log_probs(actor, mine, lora_rank))
+        batch = with_old_log_probs(training_batch(), actor)
+        metrics = actor.update(my_part(batch), 1, 0.1)
+        found[compile_layers] = (grads, metrics, reference_log_probs(actor, lora_rank))
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def reference_log_probs(actor, mine, lora_rank):
+def reference_log_probs(actor, lora_rank):
     """Of the actor's model without adapters, if it has any: the same layers, compiled again."""
     if not lora_rank:
         return torch.zeros(0)
     config = reference_config(actor.config.model.path, actor.config.fsdp, lora=actor.config.lora)
     reference = ReferenceWorker(config, actor.mesh)
     reference.connect({"actor": actor, "ref": reference})
-    return reference.compute_log_probs(mine).values
+    return reference.compute_log_probs(my_part(training_batch())).values
 
 
 @pytest.mark.slow
@@ -104,11 +93,7 @@ def experts_in_bfloat16(folder, replay):
         config = actor_config(folder, spec, router_replay=replay, router_balance_coef=0.1)
         actor = ActorWorker(config, build_mesh(spec, "cpu"))
         batch = training_batch() if replay is RouterReplay.none else batch_with_experts()
-        dealt, mine = my_part(batch, 4, 30)
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, actor.compute_log_probs(mine))
-        batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
-        found.append(actor.update(my_part(batch, 4, 30)[1], 1, 0.1))
+        found.append(actor.update(my_part(with_old_log_probs(batch, actor)), 1, 0.1))
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

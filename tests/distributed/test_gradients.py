@@ -28,6 +28,7 @@ from tests.training_batches import (
     scheduled,
     training_batch,
 )
+from tests.whole_weights import relative_difference
 
 KL_COEF, CLIP, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP = 0.1, 0.2, 0.01, 0.8, 0.2
 LONGEST = max(p + r for p, r in zip(PROMPTS, RESPONSES, strict=True))
@@ -109,15 +110,6 @@ def expected_value_gradients(folder, head):
     (total / batch.response_mask.values.sum()).backward()
     grads = {f"backbone.{name}": p.grad for name, p in backbone.named_parameters()}
     return grads | {"head.weight": weight.grad, "head.bias": bias.grad}
-
-
-def flat(grads):
-    return torch.cat([grads[name].flatten() for name in sorted(grads)])
-
-
-def relative_difference(found, wanted):
-    assert found.keys() == wanted.keys()
-    return float((flat(found) - flat(wanted)).norm() / flat(wanted).norm())
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network.stage import examine
-from tests.namespace_agents import driver, set_environments, stage_of_two, summed
+from tests.namespace_agents import driver, only, set_environments, stage_of_two, summed
 from tests.namespaces import bench, need_namespaces, second_interfaces, write_hosts
 
 BAND = [29500, 29503]
@@ -44,12 +44,6 @@ def stage(head, *, quick=True):
 def failures(findings):
     """(check, node) of what failed."""
     return [(f.check, f.node) for f in findings if f.verdict is Verdict.fail]
-
-
-def only(findings, check, node=None):
-    """The one finding of a check (on a node)."""
-    (found,) = [f for f in findings if f.check == check and node in (None, f.node)]
-    return found
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray import examine
-from tests.namespace_agents import driver, network_over_ray, set_environments
+from tests.namespace_agents import driver, network_over_ray, only, set_environments
 from tests.namespaces import bench, need_namespaces
 
 # Where Ray's managers listen.
@@ -87,12 +87,6 @@ def redis(host, address):
 def failures(findings):
     """(check, node) of what failed, in order."""
     return sorted((f.check, f.node) for f in findings if f.verdict is Verdict.fail)
-
-
-def only(findings, check, node=None):
-    """The one finding of a check (on a node)."""
-    (found,) = [f for f in findings if f.check == check and node in (None, f.node)]
-    return found
 
 
 def test_a_head_that_is_not_there_is_refused_and_told_how_to_start(head, hosts):

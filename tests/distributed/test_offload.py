@@ -12,15 +12,10 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.offload import HostBuffer, Offloadable
 from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
-from tests.offload_cases import (
-    assert_same_bits,
-    every_schedule,
-    part_of,
-    shard_bytes,
-    two_steps,
-)
+from tests.offload_cases import assert_same_bits, every_schedule, shard_bytes, two_steps
 from tests.role_configs import fsdp_config, reference_config
 from tests.tiny_hf import tiny_folder
+from tests.training_batches import my_part, training_batch
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +79,7 @@ def test_a_forward_brings_weights_that_are_away(tmp_path):
 def forward_while_away(folder):
     spec = fsdp_config(dp_shard=1, offload=Offload.idle_all)
     worker = ReferenceWorker(reference_config(folder, spec), build_mesh(spec, "cpu"))
-    micro = next(iter(part_of(1).micro_batches(0)))
+    micro = next(iter(my_part(training_batch()).micro_batches(0)))
     with torch.no_grad():
         before = worker.forward(micro)
         worker.rest()

@@ -20,14 +20,8 @@ from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config, saver_config
 from tests.run_configs import run_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import RESPONSES, scheduled, training_batch
+from tests.training_batches import RESPONSES, my_part, scheduled, training_batch
 from tests.whole_weights import full_state_dict
-
-
-def my_part(batch):
-    ranks = dist.get_world_size()
-    dealt = scheduled(batch, num_ranks=ranks, mini_batch_size=4, max_tokens=30)
-    return dealt.shard(ranks)[dist.get_rank()]
 
 
 def changed(before, after):

@@ -188,10 +188,7 @@ def killed(run_dir: Path, plan: Kill, *overrides: str, env: Env = None) -> None:
 def finished(run_dir: Path, *overrides: str, env: Env = None) -> str:
     """Run to the end; what was printed."""
     with started(run_dir, *overrides, env=env) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
-        return output
+        return run.ended()
 
 
 def resumed(run_dir: Path, *overrides: str) -> None:

@@ -62,6 +62,13 @@ class Run:
         out, _ = self.process.communicate(timeout=timeout)
         return out
 
+    def ended(self, code: int = 0, timeout: float = 240) -> str:
+        """Wait for the end with this exit code, after which nothing is left; the output."""
+        output = self.output(timeout)
+        assert self.process.returncode == code, output
+        self.assert_nothing_left()
+        return output
+
     def metrics(self) -> list[dict]:
         """The rows of metrics.jsonl."""
         return [

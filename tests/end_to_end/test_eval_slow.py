@@ -39,9 +39,7 @@ print("DECODED", json.dumps([list(output.outputs[0].token_ids) for output in out
 def evaluated(folder: Path, *arguments: str) -> dict:
     """results.json of an evaluation on CPU."""
     with launched(folder, "hybridrl.cli", "eval", *arguments, "hardware=cpu") as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
+        run.ended()
     (results,) = folder.rglob("results.json")
     return json.loads(results.read_text())
 
@@ -149,8 +147,6 @@ def test_interrupted_evaluation_leaves_nothing(run, tmp_path):
         while not any(path.stat().st_size for path in tmp_path.rglob("completions.jsonl")):
             assert program.process.poll() is None, program.output()
         os.kill(program.process.pid, signal.SIGINT)
-        output = program.output(timeout=30)
-        assert program.process.returncode == 130, output
+        output = program.ended(130, timeout=30)
         assert "Traceback" not in output
-        program.assert_nothing_left()
     assert len(completions(tmp_path)) >= 20

@@ -31,14 +31,12 @@ def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
     # Each reward that hangs costs a process, of which evaluation needs no more.
     overrides += ["reward.failed_score=-1.0", "data.num_eval_problems=4", "eval.greedy=false"]
     with started(run_dir, *SMALL, *overrides) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
+        output = run.ended()
         for row in run.metrics()[1:]:
             assert 0 < row["reward/failed"] < 32
             # 32 responses: those that failed count -1, the others 1.
             assert abs(row["reward/mean"] - (32 - 2 * row["reward/failed"]) / 32) < 1e-6
         assert "rewards failed and got reward.failed_score: " in output
-        run.assert_nothing_left()
 
 
 OWN = ["eval.greedy=false", "data.num_eval_problems=4"]
@@ -92,11 +90,9 @@ def test_what_leaves_nothing_to_learn_fails_the_run(tmp_path, source, overrides,
     run_dir.mkdir()
     (run_dir / "mine.py").write_text(source)
     with started(run_dir, *SMALL, *overrides) as run:
-        output = run.output()
-        assert run.process.returncode == 1, output
+        output = run.ended(1)
         for text in says:
             assert text in output
-        run.assert_nothing_left()
 
 
 TALKS = r"""
@@ -138,12 +134,10 @@ def test_an_environments_surrogates_and_numbers_reach_no_file_or_metric(tmp_path
     overrides = ["+recipe=calculator_tool", *SMALL[1:], "environment.function=mine.Talk"]
     overrides += ["environment.stop=['=']", "environment.max_turns=2", *OWN]
     with started(run_dir, *overrides, "trainer.samples_every_steps=1") as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
+        run.ended()
         for row in run.metrics()[1:]:
             assert 0 < row["reward/failed"] < 32
             assert all(value is None or math.isfinite(value) for value in row.values())
-        run.assert_nothing_left()
     texts = "".join(path.read_text() for path in (run_dir / "rollouts").glob("step_*.jsonl"))
     rows = [json.loads(line) for line in texts.splitlines()]
     # The opening, with its surrogate escaped.

@@ -4,14 +4,13 @@ import errno
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.on_own_disk import opened
 from tests.end_to_end.runs import ROOT, SMALL, Run, launched
-from tests.unit.doctor.host_cases import require
+from tests.unit.doctor.host_cases import need_mounts
 
 pytestmark = pytest.mark.slow
 
@@ -66,8 +65,7 @@ def steps_of(run_dir: Path) -> tuple[dict[int, dict], set[int]]:
 @pytest.mark.parametrize("finds_room", [False, True], ids=["full to the end", "room again"])
 def test_a_run_without_room_for_logs_and_metrics_trains_to_its_end(tmp_path, finds_room):
     """What is written in the step after the disk is filled or emptied may find room or none."""
-    can = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
-    require(can.returncode == 0, "needs mount namespaces (unshare -m)")
+    need_mounts()
     run_dir, modules = tmp_path / "run", tmp_path / "modules"
     modules.mkdir()
     (modules / "wandb.py").write_text(WANDB)

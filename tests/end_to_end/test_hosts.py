@@ -17,6 +17,7 @@ from hybridrl.doctor import ray as ray_services
 from hybridrl.doctor.findings import Verdict
 from tests.end_to_end import over_ray
 from tests.end_to_end.runs import SMALL
+from tests.namespace_agents import only
 from tests.namespaces import bench, need_namespaces, write_hosts
 
 STEP = ["trainer.total_steps=500", "data.prompts_per_step=4", "data.num_eval_problems=2"]
@@ -44,12 +45,6 @@ def cluster(hosts, tmp_path_factory):
     place = [f"--address={address}", f"--node-ip-address={other.address}"]
     other.start_ray(folder / "other.log", *place, **token)
     return token | {"RAY_ADDRESS": address}
-
-
-def only(findings, check):
-    """The one finding of a check."""
-    (found,) = [finding for finding in findings if finding.check == check]
-    return found
 
 
 def test_a_training_step_over_two_hosts_and_sigterm_saves_it(hosts, cluster, tmp_path):

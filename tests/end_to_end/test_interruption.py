@@ -87,13 +87,11 @@ def test_an_error_that_comes_each_time_uses_up_the_restarts(tmp_path):
     (tmp_path / "run" / "failing.py").write_text(FAILING)
     overrides = ["actor.worker=failing.Failing", "trainer.max_restarts=2"]
     with started(tmp_path / "run", *LONG, *overrides) as run:
-        output = run.output()
-    assert run.process.returncode == 1, output
+        output = run.ended(1)
     assert output.count("starts anew from its beginning: restart ") == 2, output
     # Each time once as what a rank failed with, and as the end of its traceback.
     assert len(re.findall(r"failed in .*: ValueError: each time", output)) == 3, output
     assert output.count("ValueError: each time") == 6, output
-    run.assert_nothing_left()
 
 
 @pytest.mark.slow

@@ -16,9 +16,7 @@ OWN = [
 def run(folder, *overrides):
     """The rows of metrics of a run's steps."""
     with started(folder, *SMALL[1:], *OWN, *overrides) as one:
-        output = one.output()
-        assert one.process.returncode == 0, output
-        one.assert_nothing_left()
+        one.ended()
         return one.metrics()[1:]
 
 

@@ -30,14 +30,12 @@ from tests.end_to_end.traces import assert_traces
 )
 def test_trains_on_several_workers(tmp_path, layout):
     with started(tmp_path / "run", *SMALL, *layout, "trainer.profile_steps=[2]") as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
+        output = run.ended()
         assert "traces of step 2" in output
         assert_traces(run, step=2, num_ranks=int(layout[0].partition("=")[2]))
         for row in run.metrics()[1:]:
             assert row["actor/first_log_ratio_max"] == 0.0
             assert row["rollout/log_prob_diff_mean"] < 1e-4
-        run.assert_nothing_left()
 
 
 @pytest.mark.slow
@@ -69,11 +67,9 @@ def test_the_tutorial_on_own_code_runs_as_written(tmp_path):
     recipe, *overrides = shlex.split(command.replace("\\\n", " "))[2:]
     own = [text for text in overrides if text.startswith(("+", "algorithm", "actor"))]
     with started(run_dir, recipe, *SMALL[1:], *own) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
+        run.ended()
         for row in run.metrics()[1:]:
             assert row["actor/spring"] >= 0 and "actor/clip_fraction" not in row
-        run.assert_nothing_left()
 
 
 @pytest.mark.slow
@@ -89,12 +85,10 @@ def test_the_extending_page_works_as_written(tmp_path):
             (run_dir / file).write_text(code)
             given += shlex.split(command.replace("\\\n", " "))[4:]
     with started(run_dir, *SMALL, *given, "cluster.gpus_per_node=2") as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
+        run.ended()
         manifest = json.loads((run.run_dir / "manifest.json").read_text())
         assert manifest["config"]["actor"]["worker"] == f"{run_dir}/my_actor.py:MyActor"
         assert manifest["config"]["algorithm"]["advantage"].startswith(f"{run_dir}/my_advantage.py")
         for row in run.metrics()[1:]:
             assert row["reward/part_words"] > 0 and row["actor/ratio_mean"] > 0
             assert "actor/clip_fraction" not in row
-        run.assert_nothing_left()

@@ -26,9 +26,7 @@ def test_examples_are_short():
 def test_steps_by_hand_are_on_policy_and_have_their_penalty_in_the_loss(tmp_path):
     """examples/step.py: two steps of GRPO."""
     with launched(tmp_path, "step", f"hydra.run.dir={tmp_path}", env=PATH) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
+        output = run.ended()
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "ok" and result["metric"] == run.metrics()[-1]["eval/accuracy"]
     first, second = run.metrics()  # nobody has asked for the initial model's row
@@ -53,10 +51,7 @@ def test_steps_by_hand_are_on_policy_and_have_their_penalty_in_the_loss(tmp_path
 
 def check(tmp_path, name: str) -> str:
     with launched(tmp_path, "tests.end_to_end.from_python", name, str(tmp_path)) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
-    return output
+        return run.ended()
 
 
 @pytest.mark.slow
@@ -93,9 +88,7 @@ def test_callbacks_of_the_config_work_on_the_command_line(tmp_path):
     """The run ends after the step in which one asks for it, with a last evaluation."""
     callback = "tests.end_to_end.from_python.StopsAtOnce"
     with started(tmp_path, *SMALL, f"trainer.callbacks=[{callback}]") as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
+        run.ended()
     rows = run.metrics()
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["eval/accuracy"] is not None and (tmp_path / "final" / "config.json").exists()
@@ -106,9 +99,7 @@ def test_callbacks_of_the_config_work_on_the_command_line(tmp_path):
 def test_the_example_of_an_own_task_is_judged_by_its_own_reward(tmp_path):
     small = [*SMALL[3:], f"hydra.run.dir={tmp_path}", "trainer.samples_every_steps=1"]
     with launched(tmp_path, "own_task", *small, env=PATH) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
+        output = run.ended()
     assert "own_task.jsonl: 490 training" in output
     assert f"mean reward {run.metrics()[-1]['reward/mean']:.3f}" in output
     assert 0.0 < run.metrics()[1]["reward/mean"] < 1.0
@@ -119,9 +110,7 @@ def test_the_example_of_a_callback_stops_the_run(tmp_path):
     (tmp_path / "mine.py").write_text("import train\nclass Soon(train.GoodEnough): pass\n")
     more = ["trainer.callbacks=[mine.Soon]", "eval.every_steps=1", f"hydra.run.dir={tmp_path}"]
     with launched(tmp_path, "train", *SMALL[1:], *more, env=PATH) as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.assert_nothing_left()
+        output = run.ended()
     # Both callbacks print: the one from Python and that of the config.
     assert output.count("step 1: mean reward ") == 2
     assert re.search(r"\naccuracy 0\.\d+ after [12] steps, in ", output)

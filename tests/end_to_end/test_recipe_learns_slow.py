@@ -75,10 +75,8 @@ def test_the_embedded_mixture_of_experts_learns(tmp_path):
     """Its warm start knows less arithmetic than that of the dense model."""
     changes = ["model=embedded_moe", "hardware=cpu", "seed=1"]
     with started(tmp_path / "run", "+recipe=gsm8k_ppo", *changes) as run:
-        output = run.output(timeout=380)
-        assert run.process.returncode == 0, output
+        run.ended(timeout=380)
         rows = run.metrics()
-        run.assert_nothing_left()
     step = rows[-1]["step"] // 10 * 10
     file = tmp_path / "run" / "experts" / f"step_{step}.jsonl"
     shares = [json.loads(line)["shares"] for line in file.open()]

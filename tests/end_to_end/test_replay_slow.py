@@ -33,9 +33,7 @@ def test_a_run_without_finite_steps_stops_and_its_replay_names_the_responses(tmp
     (run_dir / "my_loss.py").write_text(LOSS)
     settings = ["trainer.max_skipped_steps=3", "trainer.total_steps=9", "eval.greedy=false"]
     with started(run_dir, *SMALL, "algorithm.loss.function=my_loss.loss", *settings) as run:
-        output = run.output()
-        assert run.process.returncode == 1, output
-        run.assert_nothing_left()
+        output = run.ended(1)
         rows = run.metrics()
     assert "Traceback" not in output
     assert [row["step"] for row in rows] == [0, 1, 2]

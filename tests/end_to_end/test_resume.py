@@ -44,7 +44,7 @@ from tests.end_to_end.kill_and_resume import (
 from tests.end_to_end.metric_names import explained
 from tests.end_to_end.runs import ROOT, SMALL, launched, started
 from tests.run_configs import run_config
-from tests.unit.checkpoint.checkpoint_cases import huge_checkpoint
+from tests.unit.checkpoint.checkpoint_cases import flip_one_bit, huge_checkpoint
 
 # Two files of tests run at once.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -70,27 +70,18 @@ def steps_in(run_dir: Path) -> list[int]:
     return sorted(step for step in map(step_of, names) if step is not None)
 
 
-def flip(path: Path) -> None:
-    """Turn one bit of a file over."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def spoil(run_dir: Path, step: int) -> str:
     """Damage a checkpoint's tensors; the file's path in the checkpoint."""
     folder = checkpoints_folder(run_dir) / f"step_{step:08d}"
     file = next((folder / STATE).iterdir())
-    flip(file)
+    flip_one_bit(file)
     return str(file.relative_to(folder))
 
 
 def refused(run_dir: Path, *overrides: str) -> str:
     """What a run that exits with code 2 prints, on one line."""
     with started(run_dir, *overrides) as run:
-        output = run.output()
-        assert run.process.returncode == 2, output
-        run.assert_nothing_left()
+        output = run.ended(2)
     assert "Traceback" not in output
     return " ".join(output.split())
 
@@ -168,7 +159,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(copied):
 
 def test_where_all_are_damaged_each_is_named(copied):
     for step in steps_in(copied):
-        flip(checkpoints_folder(copied) / f"step_{step:08d}" / DRIVER)
+        flip_one_bit(checkpoints_folder(copied) / f"step_{step:08d}" / DRIVER)
     with pytest.raises(NoWholeCheckpoint) as caught:
         taken_up(run_config(*CONFIG), copied)
     for step in steps_in(copied):
@@ -198,7 +189,7 @@ def test_other_files_of_the_model_must_be_allowed_and_the_same_elsewhere_need_no
     told = taken_up(config, reference[0]).notes[-1]
     moved = f"model.path = {model}, was embedded"
     assert told.startswith("changed, without effect on the results: ") and moved in told
-    flip(model / "model.safetensors")
+    flip_one_bit(model / "model.safetensors")
     others = f"model.path = {model} (other files: model.safetensors), was embedded"
     with pytest.raises(ConfigError, match=re.escape(others)):
         taken_up(config, reference[0])
@@ -287,7 +278,7 @@ def test_the_command_refuses_with_code_2(reference, copied, tmp_path):
     assert "actor.optim.lr = 0.5, was 0.0001" in told
     assert "resume=auto" in refused(reference[0], *EVERYTHING, "resume=none")
     model = Path(shutil.copytree(EMBEDDED_FOLDER, tmp_path / "model"))
-    flip(model / "model.safetensors")
+    flip_one_bit(model / "model.safetensors")
     told = refused(reference[0], *EVERYTHING, f"model.path={model}")
     assert "(other files: model.safetensors), was embedded" in told
 

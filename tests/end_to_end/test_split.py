@@ -25,9 +25,7 @@ def run(folder, *overrides):
     """The rows of metrics of a run, and its last checkpoint's weights and moments."""
     common = [*SMALL, "trainer.total_steps=3", "eval.every_steps=2", "checkpoint.every_steps=3"]
     with started(folder, *common, *overrides, env=ONE_THREAD) as one:
-        output = one.output()
-        assert one.process.returncode == 0, output
-        one.assert_nothing_left()
+        one.ended()
         found = newest_good(folder)
         assert found is not None
         state = read_whole(found.folder / STATE, "")
@@ -110,8 +108,6 @@ def test_ranks_of_both_kinds_may_be_several(tmp_path, layout):
 def test_weights_that_arrive_with_a_flipped_bit_sample_nothing(tmp_path):
     worker = "rollout.worker=tests.end_to_end.ill_parts.FlippedInShadow"
     with started(tmp_path / "run", *SMALL, *SPLIT, worker, "trainer.total_steps=4") as one:
-        output = one.output()
-        assert one.process.returncode == 1, output
+        output = one.ended(1)
         assert "after reshard 2 the rollout engine's weights are not the actor's" in output
         assert "on ranks [1]: does not hold what was sent to it" in output
-        one.assert_nothing_left()

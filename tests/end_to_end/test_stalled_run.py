@@ -51,8 +51,6 @@ def test_a_restart_that_cannot_begin_leaves_the_workers_failure(tmp_path):
             with contextlib.suppress(OSError):  # not let go yet
                 taken.bind(("", port))
         taken.listen()
-        output = run.output(timeout=120)
-        assert run.process.returncode == 1, output
+        output = run.ended(1, timeout=120)
         assert "Restart 1 (trainer.max_restarts) could not begin:" in output
         assert f"port {port}" in output and "its process died" in output
-        run.assert_nothing_left()

@@ -14,9 +14,9 @@ from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.saver import SaverWorker
 from tests.distributed.launch import run_on_ranks
-from tests.offload_cases import part_of
 from tests.role_configs import actor_config, critic_config, fsdp_config, saver_config
 from tests.tiny_hf import tiny_folder
+from tests.training_batches import my_part, training_batch
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -56,7 +56,7 @@ def saved_and_loaded(folder, offload, other_offload, target):
     """Train, save, train on, load into fresh roles, train these on: the states and losses."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
-    roles, batch = built(folder, offload), part_of(dist.get_world_size())
+    roles, batch = built(folder, offload), my_part(training_batch())
     roles["actor"].update(batch, 1, 0.1)
     saver = roles["saver"]
     saver.begin_save(target)
@@ -117,7 +117,7 @@ def loaded_elsewhere(folder, target):
 def saved_state(folder, target):
     """A step, a save, and the state that was saved."""
     roles = built(folder, Offload.none)
-    roles["actor"].update(part_of(dist.get_world_size()), 1, 0.1)
+    roles["actor"].update(my_part(training_batch()), 1, 0.1)
     roles["saver"].begin_save(target)
     assert roles["saver"].finish_save().error is None
     return state_of(roles)

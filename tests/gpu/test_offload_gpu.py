@@ -12,9 +12,10 @@ from hybridrl.distributed.offload import Offloadable
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
-from tests.offload_cases import assert_same_bits, every_schedule, part_of
+from tests.offload_cases import assert_same_bits, every_schedule
 from tests.role_configs import actor_config, fsdp_config, reference_config
 from tests.tiny_hf import tiny_folder
+from tests.training_batches import my_part, training_batch
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -55,7 +56,7 @@ def idle_bytes(folder):
     }
     for role in roles.values():
         role.connect(roles)
-    roles["actor"].update(part_of(1), 1, 0.1)
+    roles["actor"].update(my_part(training_batch()), 1, 0.1)
     optimizer = roles["actor"].optimizer
     optimizer.moments.wait()
     torch.cuda.synchronize()

@@ -14,7 +14,8 @@ from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import scheduled, training_batch
+from tests.training_batches import my_part, training_batch, with_old_log_probs
+from tests.whole_weights import flat, relative_difference
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -101,9 +102,8 @@ def test_packed_model_agrees_with_sdpa_on_each_sequence():
 
 def train_step(folder, dtype, replicas, activation_checkpointing, compile_layers=False):
     """A step's metrics, and the full gradients of the whole batch under three token budgets."""
-    ranks = dist.get_world_size()
     spec = fsdp_config(
-        dp_shard=ranks // replicas,
+        dp_shard=dist.get_world_size() // replicas,
         dp_replicate=replicas,
         param_dtype=dtype,
         activation_checkpointing=activation_checkpointing,
@@ -113,31 +113,16 @@ def train_step(folder, dtype, replicas, activation_checkpointing, compile_layers
     actor = ActorWorker(actor_config(folder, spec), mesh)
     critic = CriticWorker(critic_config(folder, spec), mesh)
     actor.kl_coef = 0.1
-
-    def mine(batch, mini_batch_size, max_tokens):
-        dealt = scheduled(
-            batch, num_ranks=ranks, mini_batch_size=mini_batch_size, max_tokens=max_tokens
-        )
-        return dealt, dealt.shard(ranks)[dist.get_rank()]
-
     grads = []
     for max_tokens in (18, 30, 1000):
         training = Training(actor.optimizer, actor.policy_loss, spec)
-        (mini,) = mine(training_batch(), 8, max_tokens)[1].mini_batches()
+        (mini,) = my_part(training_batch(), 8, max_tokens).mini_batches()
         training.accumulate_gradients(*mini)
         named = actor.model.named_parameters()
         grads.append({name: p.grad.full_tensor().cpu() for name, p in named})
         actor.optimizer.adamw.zero_grad()
-    dealt, part = mine(training_batch(), 4, 30)
-    parts = [None] * ranks
-    dist.all_gather_object(parts, actor.compute_log_probs(part))
-    batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
-    part = mine(batch, 4, 30)[1]
+    part = my_part(with_old_log_probs(training_batch(), actor))
     return grads, actor.update(part, 1, 0.1) | critic.update(part, 1)
-
-
-def flat(grads):
-    return torch.cat([grads[name].flatten() for name in sorted(grads)])
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +154,7 @@ def test_compiled_layers_train_like_eager_ones_and_their_first_ratio_is_one(
         train_step, 1, folder, DType.bfloat16, 1, activation_checkpointing, True, device_type="cuda"
     )
     for found, wanted in zip(compiled, eager, strict=True):
-        assert float((flat(found) - flat(wanted)).norm() / flat(wanted).norm()) < 0.03
+        assert relative_difference(found, wanted) < 0.03
     assert metrics["actor/first_log_ratio_max"] == 0.0
     assert metrics["actor/log_ratio_max"] > 0.0
 
@@ -182,10 +167,9 @@ def test_several_gpus_have_the_gradient_of_one(folder, ranks, replicas):
     arguments = (folder, DType.float32)
     ((single, _),) = run_on_ranks(train_step, 1, *arguments, 1, False, device_type="cuda")
     several = run_on_ranks(train_step, ranks, *arguments, replicas, False, device_type="cuda")
-    wanted = flat(single[0])
     for grads in (single, *(grads for grads, _ in several)):
         for found in grads:
-            assert float((flat(found) - wanted).norm() / wanted.norm()) < 1e-5
+            assert relative_difference(found, single[0]) < 1e-5
     for _, metrics in several:
         assert metrics["actor/first_log_ratio_max"] == 0.0
 

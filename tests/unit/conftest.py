@@ -1,7 +1,9 @@
-"""A real browser for tests of pages."""
+"""A real browser for tests of pages, and a check of processes."""
 
 import shutil
+from collections.abc import Iterator
 
+import psutil
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -19,3 +21,11 @@ def browser():
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield found
         found.close()
+
+
+@pytest.fixture
+def no_process_is_left() -> Iterator[None]:
+    """Fails a test after which a process that it started still runs."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) - before == set()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.namespaces import need_namespaces
+from tests.namespaces import ip, need_namespaces
 from tests.unit.deploy_stubs import REPO
 
 HOSTS = ("10.83.61.1", "10.83.61.2")
@@ -33,11 +33,6 @@ exec ip netns exec {name}${{1##*.}} env -i PATH=/usr/bin:/bin bash -c "$2"
 """
 
 
-def ip(*arguments: str) -> None:
-    """The command ip."""
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def hosts() -> Iterator[str]:
     """Two namespaces on one cable whose ends have unlike names; what their own names begin with."""
@@ -47,19 +42,7 @@ def hosts() -> Iterator[str]:
         for number in ("1", "2"):
             ip("netns", "add", name + number)
             ip("-n", name + number, "link", "set", "lo", "up")
-        ip(
-            "link",
-            "add",
-            "ib1",
-            "netns",
-            f"{name}1",
-            "type",
-            "veth",
-            "peer",
-            "ib2",
-            "netns",
-            f"{name}2",
-        )
+        ip(*f"link add ib1 netns {name}1 type veth peer ib2 netns {name}2".split())
         for number, address in zip(("1", "2"), HOSTS, strict=True):
             ip("-n", name + number, "addr", "add", f"{address}/24", "dev", f"ib{number}")
             ip("-n", name + number, "link", "set", f"ib{number}", "up")

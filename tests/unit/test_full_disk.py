@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.doctor.host_cases import require
+from tests.unit.doctor.host_cases import need_mounts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,8 +120,7 @@ for step in range(3000):
 
 def on_small_disk(folder: Path, code: str, output: str = "") -> subprocess.CompletedProcess[str]:
     """Run code with a tmpfs of 288 KiB at `folder`, which is shown on stdout of `sh` at the end."""
-    can = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
-    require(can.returncode == 0, "needs mount namespaces (unshare -m)")
+    need_mounts()
     script = (
         f'mount -t tmpfs -o size=288k tmpfs {folder}; cd /; "$0" -c "$1" {folder} {output}; '
         f"code=$?; cat {folder}/*.log 2>/dev/null || true; exit $code"

@@ -5,37 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 from sandbox_settings import LIMITS, both, in_bubblewrap, outcome
 
 from hybridrl.rewards.sandbox.programs import Case, Isolation, Limits, Outcome, run_tests
+from tests.unit.scorers import is_gone, wait_for
 
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
 PASSED, FAILED, TIMEOUT = Outcome
 BUBBLEWRAP = Isolation.bubblewrap
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))
-    yield
-    assert set(psutil.Process().children(recursive=True)) - before == set()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @both

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -19,17 +19,11 @@ from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.processes.pool import MAX_LOGGED_CAUSES
 from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
-from tests.unit.scorers import reward_scorer
+from tests.unit.scorers import is_gone, reward_scorer, wait_for
 
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
 TIMEOUT_S = 0.5
 FAILED = -7.0
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))
-    yield
-    assert set(psutil.Process().children(recursive=True)) - before == set()
 
 
 def scorer(function: str, *, processes: int = 2, timeout_s: float = 20.0, **args) -> RewardScorer:
@@ -45,17 +39,6 @@ def scorer(function: str, *, processes: int = 2, timeout_s: float = 20.0, **args
 def score(function: str, responses: list[str], example: dict | None = None, **kwargs):
     with scorer(function, **kwargs) as pool:
         return pool.score([("prompt", response, example or {}) for response in responses])
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 200])

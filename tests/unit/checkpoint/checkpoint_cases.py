@@ -67,6 +67,13 @@ def manifest(step: int, files: dict[str, FileRecord], **metrics: float | None) -
     )
 
 
+def flip_one_bit(file: Path) -> None:
+    """Turn the bit in the middle over."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 def huge_checkpoint(run_dir: Path) -> Path:
     """A checkpoint that takes half a minute to read at the least, and no room on the disk."""
     folder, size = checkpoints_folder(run_dir) / step_name(20), 64 * 2**30

@@ -12,7 +12,7 @@ from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.find import NoWholeCheckpoint, newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import digest, verify
-from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, SIZE, save
+from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, SIZE, flip_one_bit, save
 
 
 def truncate(file: Path) -> None:
@@ -21,12 +21,6 @@ def truncate(file: Path) -> None:
 
 def lengthen(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
-
-
-def flip_one_bit(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def link_out(file: Path) -> None:

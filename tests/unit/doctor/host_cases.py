@@ -91,6 +91,12 @@ def require(condition: bool, reason: str) -> None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
 
 
+def need_mounts() -> None:
+    """Require that processes may have file systems of their own."""
+    can = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
+    require(can.returncode == 0, "needs mount namespaces (unshare -m)")
+
+
 def probe(
     module: str,
     expression: str,
@@ -125,10 +131,7 @@ def probe(
 
 def probe_mounted(module: str, expression: str, mounts: str, **environment: str) -> Any:
     """As `probe`, with file systems of its own: shell commands that mount them."""
-    can = (
-        subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
-    )
-    require(can, "needs mount namespaces (unshare -m)")
+    need_mounts()
     shell = ("unshare", "-m", "sh", "-ec")
     return probe(module, expression, before=mounts, shell=shell, **environment)
 

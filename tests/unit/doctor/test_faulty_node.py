@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from host_cases import HUB_MODEL, assert_finds, case, cgroup, hub_cache, of, require
+from host_cases import HUB_MODEL, assert_finds, case, cgroup, hub_cache, need_mounts, of
 from huggingface_hub import constants
 
 from hybridrl.config.planner.model_shape import model_shape
@@ -37,10 +37,7 @@ def nodes(tmp_path_factory, home):
 
     Those are of Ray's version, NCCL_ALGO and HF_HOME.
     """
-    require(
-        subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0,
-        "needs mount namespaces (unshare -m)",
-    )
+    need_mounts()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     other = tmp_path_factory.mktemp("site") / "ray-1.0.dist-info"
