@@ -37,9 +37,9 @@ from hybridrl.rollout.vllm_compat import (
     tensor_parallel_group,
 )
 
-# Decoding steps between two looks at the messages: at least, and one for so many open requests. A
-# step that computes prompts takes some milliseconds more, for which all open requests wait, so the
-# more there are, the more are admitted together.
+# Decoding steps between two looks at the messages: one for each OPEN_PER_STEP open requests, but at
+# least MIN_STEPS. A step that computes prompts takes some milliseconds more, for which all open
+# requests wait; so the more there are, the more are admitted together.
 MIN_STEPS, OPEN_PER_STEP = 4, 16
 
 
