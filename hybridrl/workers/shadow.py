@@ -87,7 +87,7 @@ class ShadowCopy:
 
 @contextmanager
 def _quick_switches() -> Iterator[None]:
-    """Let threads of this process wait less for Python's interpreter."""
+    """Shorten the time for which another thread may keep Python's interpreter."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
