@@ -87,13 +87,14 @@ def grpo_step(line: Line) -> Groups:
 
 def agents(line: Line) -> Groups:
     """Thousands of sampled tokens per second."""
-    return {where(line): {way: line["measured"][way]["tokens_per_s"] / 1e3 for way in AGENTS}}
+    ways = ("batch", "agents")
+    return {where(line): {way: line["measured"][way]["tokens_per_s"] / 1e3 for way in ways}}
 
 
 def long_tail(line: Line) -> Groups:
     """Thousands of trained tokens per second."""
     settings = line["settings"]
-    own = [key.removeprefix("rollout.") for key in settings["overrides"] if "doctor" not in key]
+    own = [key for key in settings["overrides"] if key.startswith("rollout.")]
     remark = f" ({', '.join(own)})" if own else ""
     name = f"{settings['schedule']}{remark}\n{where(line)}"
     return {name: {"trained": line["measured"]["trained_tokens_per_s"] / 1e3}}
@@ -143,7 +144,6 @@ def versions(line: Line) -> str:
     return "".join(f", {name} {version}" for name, version in line["versions"].items())
 
 
-AGENTS = ("batch", "agents")
 PLOTS = (
     Plot("training", "Training, sequences of 4,096 tokens unless said", "MFU, %", training),
     Plot("reshard", "Weight sync", "milliseconds", reshard, log=True),

@@ -167,7 +167,8 @@ class LiveRequests:
                         break
                     step += 1
                     position.at("decoding step", step)
-                    if self._add(self._core.get_output().outputs):
+                    self._add(self._core.get_output().outputs)
+                    if len(self._sampled) > len(self._open):  # a request has ended
                         channel.send(self._progress())
                 channel.send(self._progress())
                 if self._num_tokens:
@@ -193,11 +194,10 @@ class LiveRequests:
                 self._core.abort_requests([message])
                 del self._open[message], self._sampled[message]
 
-    def _add(self, outputs: Sequence[Any]) -> bool:
-        """Add the outputs of one step, a token each; return true if a request has ended."""
+    def _add(self, outputs: Sequence[Any]) -> None:
+        """Add the outputs of one step, a token each."""
         if not outputs:
-            return False
-        num_open = len(self._open)
+            return
         rows = self._log_probs.of([output.request_id for output in outputs]).tolist()
         self._num_tokens += len(outputs)
         for output, log_prob in zip(outputs, rows, strict=True):
@@ -211,7 +211,6 @@ class LiveRequests:
                     raise RuntimeError(f"vLLM ended request {name} with {reason}")
                 self._sampled[name] = so_far._replace(reason=reason)
                 del self._open[name]
-        return len(self._open) < num_open
 
     def _progress(self) -> list[Progress]:
         """Take the tokens of requests in pieces, and of those that are not open any more."""
