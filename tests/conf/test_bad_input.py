@@ -116,11 +116,17 @@ ONE_PROBLEM = [
     ),
     (
         ["algorithm.kl.estimator=k1_straight_through"],
-        ["= k1_straight_through with algorithm.kl.placement = reward", "kl.estimator=k1, or"],
+        [
+            "= k1_straight_through with algorithm.kl.placement = reward",
+            "Set algorithm.kl.estimator=k1, or algorithm.kl.placement=loss.",
+        ],
     ),
     (
         ["algorithm.kl.estimator=k3_straight_through"],
-        ["Set algorithm.kl.estimator=k3, or algorithm.kl.placement=loss."],
+        [
+            "= k3_straight_through with algorithm.kl.placement = reward",
+            "Set algorithm.kl.estimator=k3, or algorithm.kl.placement=loss.",
+        ],
     ),
     (
         ["algorithm.kl.target=6", "algorithm.kl.horizon=100"],
@@ -196,7 +202,7 @@ def test_one_mistake_gets_one_problem_that_says_what_to_do(overrides, words):
     assert not missing, (missing, found[0])
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k1_straight_through", "k3_straight_through"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k1_straight_through", "k3_straight_through"])
 def test_what_pulls_may_act_in_the_loss(estimator):
     placed = ["hardware=cpu", "algorithm.kl.placement=loss"]
     assert problems(*placed, f"algorithm.kl.estimator={estimator}") == []

@@ -56,8 +56,17 @@ def overrides_of(*argv: str) -> list[str]:
     [
         (["trainer.total_step=3"], ["trainer.total_step=3", "Did you mean trainer.total_steps?"]),
         (["lr=1"], ["lr=1: unknown key", "actor.optim.lr"]),
-        (["lora.alpha=8"], ["lora.alpha=8: there is no lora, so nothing", "Set lora=default"]),
-        (["reward_model.weight=2"], ["there is no reward_model", "Set reward_model=default"]),
+        (
+            ["lora.alpha=8"],
+            ["lora.alpha=8: there is no lora, so nothing reads it.\nSet lora=default"],
+        ),
+        (
+            ["reward_model.weight=2"],
+            [
+                "reward_model.weight=2: there is no reward_model, so nothing reads it.\n"
+                "Set reward_model=default"
+            ],
+        ),
         (["environment.max_turns=3"], ["there is no environment", "Set environment=custom"]),
         (["agent.timeout_s=3"], ["there is no agent", "Set environment=agent"]),
         (["fsdp=nope"], ["fsdp has no nope", "full_shard, hybrid_shard"]),

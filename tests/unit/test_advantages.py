@@ -1,4 +1,4 @@
-"""gae: hand-worked, its two limits, masking, bad input."""
+"""gae: hand-worked, its two limits, the definition as a double sum, masking, bad input."""
 
 import math
 
@@ -10,6 +10,14 @@ from hybridrl.algorithms.advantages import gae
 REWARDS = torch.tensor([[0.0, 0.0, 1.0]])
 VALUES = torch.tensor([[0.5, 0.4, 0.2]])
 ALL = torch.ones(1, 3, dtype=torch.bool)
+
+
+def random_case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(5, 9, generator=generator)
+    values = torch.randn(5, 9, generator=generator)
+    mask = torch.rand(5, 9, generator=generator) < 0.6
+    return rewards, values, mask
 
 
 def test_hand_worked():
@@ -32,6 +40,24 @@ def test_lam_zero_is_one_step_td():
     torch.testing.assert_close(advantages, torch.tensor([[-0.14, -0.22, 0.8]]))
 
 
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.97, 0.3), (0.5, 1.0)])
+def test_against_the_definition_as_a_sum(gamma, lam):
+    """A_t = sum_k (gamma lam)^k delta_{t+k} over each row's own tokens, in Python floats."""
+    rewards, values, mask = random_case(seed=3)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for row in range(5):
+        r, v = rewards[row, mask[row]].tolist(), [*values[row, mask[row]].tolist(), 0.0]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        expected = [
+            math.fsum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(r)))
+            for t in range(len(r))
+        ]
+        assert advantages[row, mask[row]].tolist() == pytest.approx(expected, abs=1e-5)
+        assert returns[row, mask[row]].tolist() == pytest.approx(
+            [a + b for a, b in zip(expected, v, strict=False)], abs=1e-5
+        )
+
+
 def test_masked_tokens_are_stepped_over():
     """Tool output and padding, even NaN, change no response token's advantage."""
     mask = torch.tensor([[True, False, True, True, False]])
@@ -46,10 +72,27 @@ def test_masked_tokens_are_stepped_over():
         assert (ours[~mask] == 0).all()
 
 
-def test_responses_of_width_zero_give_empty_results():
-    empty, mask = torch.empty(3, 0), torch.empty(3, 0, dtype=torch.bool)
+def test_rows_do_not_touch_each_other():
+    rewards, values, mask = random_case(seed=4)
+    whole, _ = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    for row in range(5):
+        alone, _ = gae(*(x[row : row + 1] for x in (rewards, values, mask)), gamma=0.9, lam=0.8)
+        assert torch.equal(alone[0], whole[row])
+
+
+def test_a_row_without_response_tokens_is_zero():
+    rewards, values, mask = random_case(seed=5)
+    mask[2] = False
+    for result in gae(rewards, values, mask, gamma=1.0, lam=0.9):
+        assert (result[2] == 0).all()
+        assert (result[mask] != 0).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_empty_batches_give_empty_results(shape):
+    empty, mask = torch.empty(shape), torch.empty(shape, dtype=torch.bool)
     for result in gae(empty, empty, mask, gamma=1.0, lam=1.0):
-        assert result.shape == (3, 0)
+        assert result.shape == shape
 
 
 def test_bfloat16_values_are_accumulated_in_float32():

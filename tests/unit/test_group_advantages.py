@@ -39,6 +39,16 @@ def test_grpo_hand_worked():
     torch.testing.assert_close(found.advantages, expected, atol=2e-6, rtol=0)
 
 
+def test_grpo_keeps_its_bits_whatever_the_padding_and_the_order():
+    before = grpo(REWARDS, MASK, GROUP).advantages
+    padded = torch.cat([REWARDS, torch.full((5, 3), torch.nan, dtype=torch.float64)], 1)
+    mask = torch.cat([MASK, torch.zeros(5, 3, dtype=torch.bool)], 1)
+    order = torch.tensor([2, 0, 3, 1, 4])
+    after = grpo(padded[order], mask[order], GROUP[order]).advantages
+    assert torch.equal(after[:, :3], before[order])
+    assert (after[:, 3:] == 0).all()
+
+
 def test_grpo_counts_a_response_without_tokens_as_reward_zero():
     # Rewards 0 and 1: mean 0.5, std sqrt(0.5).
     rewards = torch.tensor([[0.0, 9.0], [0.0, 1.0]], dtype=torch.float64)
