@@ -173,8 +173,7 @@ def message_of(
     policy: Policy, episode: Episode, one: Completion, tools: list[dict[str, Any]] | None
 ) -> tuple[dict[str, Any], str]:
     """Return the assistant's message and its finish reason; remember how it was sampled."""
-    raw = policy.text.without_end(one.tokens)
-    parsed = _parsed(policy, one, raw, tools)
+    parsed = _parsed(policy, one, tools)
     content = parsed.content or (None if parsed.calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content}
     reason = "length" if one.reason == LENGTH else "stop"
@@ -188,16 +187,14 @@ def message_of(
             }
             for k, (name, arguments) in enumerate(parsed.calls)
         ]
-    episode.raw[message_key(message)] = raw
+    episode.raw[message_key(message)] = one.raw
     episode.answers[one.name] = message
     return message, reason
 
 
-def _parsed(
-    policy: Policy, one: Completion, raw: str, tools: list[dict[str, Any]] | None
-) -> Parsed:
+def _parsed(policy: Policy, one: Completion, tools: list[dict[str, Any]] | None) -> Parsed:
     if one.is_call:
         return parsed_call(one.text)
     if tools and policy.parse_tools is not None:
-        return policy.parse_tools(raw, tools)
+        return policy.parse_tools(one.raw, tools)
     return Parsed(one.text, [])

@@ -109,6 +109,7 @@ class Completion:
     Attributes:
         name: for ids in answers; a function of the request, as its seed is.
         text: without special tokens and stop string.
+        raw: with both, but without its end token.
         reason: STOP or LENGTH at its end, before that CANCELLED.
         stop: the stop string that ended it, if any.
         is_call: its text is the JSON of a tool call.
@@ -118,6 +119,7 @@ class Completion:
     name: str
     prompt_tokens: int
     text: str = ""
+    raw: str = ""
     reason: str = CANCELLED
     stop: str | None = None
     tokens: list[int] = field(default_factory=list)

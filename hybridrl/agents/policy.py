@@ -188,6 +188,7 @@ class Policy:
             sampled = completion.tokens, completion.log_probs, completion.versions
             for values in sampled:
                 del values[stream.used :]
+            completion.raw = self.text.without_end(completion.tokens)
             if (tokens := completion.tokens) and episode.is_open and episode.record is record:
                 text, trained = self.text.decode(tokens, special=True), not ask.sampling
                 said = {"role": "assistant", "content": completion.text}

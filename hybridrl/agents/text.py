@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Character of an incomplete UTF-8 sequence in decoded text.
 INCOMPLETE = "�"
-# Sets of stop strings, and texts, whose tokens are remembered.
+# Sets of stop strings, and texts, whose tokens are remembered, and the other way round.
 STOP_SETS = TEXTS = 64
 
 
@@ -31,6 +31,9 @@ class ModelText:
         self.stop_token_ids = lru_cache(STOP_SETS)(self._stop_token_ids)
         # All episodes of a prompt begin with the same text, at the same time.
         self._encode_start = lru_cache(TEXTS)(self._encode)
+        # The text of a completion is asked for with special tokens, without them and up to its end.
+        self._decode = lru_cache(TEXTS)(self._decode_tokens)
+        self._added = frozenset(tokenizer.added_tokens_decoder)
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Return the text of a prompt; `options` are those of apply_chat_template."""
@@ -55,6 +58,9 @@ class ModelText:
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of tokens, with special tokens or without."""
+        return self._decode(tuple(tokens), special and not self._added.isdisjoint(tokens))
+
+    def _decode_tokens(self, tokens: tuple[int, ...], special: bool) -> str:
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         # Of a list, transformers would look at each element.
         found = self._tokenizer.decode(np.asarray(tokens, np.int64), **options)

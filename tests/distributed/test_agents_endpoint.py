@@ -563,7 +563,7 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     policy, episode = served.endpoint.policy, served.episode()
     raw = 'Well.\n<tool_call>\n{"name": "add",   "arguments": {"b": 4, "a": 3}}\n</tool_call>'
     tokens = [*policy.text.encode(raw, False), served.endpoint.end_token]
-    one = Completion(0, "1", 5, raw, "stop", None, tokens, [-1.0] * len(tokens))
+    one = Completion(0, "1", 5, raw, raw, "stop", None, tokens, [-1.0] * len(tokens))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     message, reason = message_of(policy, episode, one, tools)
     (call,) = message["tool_calls"]
