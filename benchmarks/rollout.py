@@ -6,7 +6,8 @@ Workload   One engine, random weights that never end a response: P prompts x n r
            64 x 4, 256 + 256 tokens, bfloat16, CUDA graphs.
 Measures   Sampled tokens/s, from the call to the whole result, with an empty prefix cache:
              worker  RolloutWorker.generate: a seed per response, log-probs, a RolloutBatch
-             plain   LLM.generate with n responses per request: no seeds, no log-probs
+             plain   LLM.generate with n responses per request: no seeds, no log-probs; the
+                     scheduler is vLLM's own
              equal   LLM.generate with what the worker gives: seeds, log-probs of sampled tokens
            Repeats alternate, after three rounds that do not count; medians with
            spread. Aim: worker at least 0.95 of plain.
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,8 @@ from hybridrl.workers.rollout import RolloutWorker
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}
 # Rounds that do not count: allocations and branches settle over the first ones.
 SETTLING_ROUNDS = 3
+# Methods of vLLM's KVCacheManager that the engine replaces.
+CHANGED = ("allocate_slots", "cache_blocks")
 
 
 class EndlessWorker(RolloutWorker):
@@ -204,7 +208,18 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
         ]
         return llm.generate(prompts, params, use_tqdm=False)
 
-    return {"worker": lambda: worker.generate(batch), "plain": plain, "equal": equal}
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    own = {name: getattr(type(manager), name).__get__(manager) for name in CHANGED}
+
+    def as_it_is(way: Callable[[], Any]) -> Any:
+        with patch.multiple(manager, **own):
+            return way()
+
+    return {
+        "worker": lambda: worker.generate(batch),
+        "plain": lambda: as_it_is(plain),
+        "equal": lambda: as_it_is(equal),
+    }
 
 
 def _alternate(

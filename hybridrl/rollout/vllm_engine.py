@@ -137,6 +137,7 @@ class VLLMEngine:
         self._places = places(self._model)
         self._stop_token_ids = stop_token_ids
         core = vllm_compat.engine_core(self._llm)
+        vllm_compat.manage_cache_by_block(core)
         self._requests = Requests(core, stop_token_ids, self._experts)
         with times.part("first sampling"):
             self._warm_up()

@@ -20,6 +20,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
+from tests.cache_by_block import assert_same, by_block_and_by_token
 from tests.code_in_checkpoints import bring_code
 from tests.distributed.launch import run_on_ranks
 from tests.held_requests import in_parts, joined, over_a_change
@@ -69,6 +70,7 @@ def look(folder: Path) -> dict[str, Any]:
     seen["turns"] = in_turns(engine)
     seen["budget"] = with_budget(engine)
     seen["long"] = error_of(lambda: engine.generate(replace(longest(), max_tokens=None)))
+    seen["caches"] = by_block_and_by_token(engine)
     seen["plain"] = plain_generate(engine, config.seed, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
         config.sleep = mode
@@ -176,6 +178,11 @@ def test_same_tokens_and_log_probs_as_vllm_generate(seen):
             ours.log_probs.rows()[index], torch.tensor(log_probs), rtol=0, atol=1e-5
         )
         assert bool(ours.truncated[index]) == (reason == "length")
+
+
+def test_the_cache_is_that_of_vllms_scheduler(seen):
+    """Which looks after it with every token."""
+    assert_same(seen["caches"])
 
 
 def test_an_engine_without_prompts_returns_nothing(seen):
