@@ -3,6 +3,7 @@
 `PRIVATE_NAMES` lists the names; tests/unit/test_compat.py looks them up in the installed Ray.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -24,8 +25,10 @@ PRIVATE_NAMES = (
     ("ray._private.ray_constants", "PROCESS_TYPE_GCS_SERVER"),
     ("ray._private.ray_constants", "PROCESS_TYPE_RAYLET"),
     ("ray._private.services", "ConsolePopen"),
+    ("ray._private.services", "get_node"),
     ("ray._private.state", "actors"),
     ("ray._private.state", "available_resources_per_node"),
+    ("ray._private.utils", "get_dashboard_dependency_error"),
     ("ray._private.utils", "set_sigterm_handler"),
     ("ray._private.worker", "_global_node"),
     ("ray._private.worker", "print_to_stdstream"),
@@ -37,6 +40,8 @@ PRIVATE_NAMES = (
     ("ray._raylet", "InnerGcsClient.internal_kv_get"),
     ("ray.actor", "ActorHandle._actor_id"),
 )
+# Seconds that a node may need to start, before Ray waits for it in its own way.
+REGISTRATION_S = 2.0
 _PROCESS_TYPES = {
     "GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
     "raylet": ray_constants.PROCESS_TYPE_RAYLET,
@@ -99,12 +104,30 @@ def loopback_only() -> AbstractContextManager[None]:
 def essential_processes() -> Iterator[None]:
     """Start neither autoscaler, dashboard nor forwarding of logs, which a run does not use.
 
-    On two cores they are a third of Ray's start; ray.init has no option for them.
+    The dashboard's part in each node is then that of an installation without the dashboard. On two
+    cores all this is a third of Ray's start; ray.init has no option for it.
     """
+    unused = ImportError("the dashboard is not used")
     with ExitStack() as stack:
         for start in ("start_monitor", "start_api_server", "start_log_monitor"):
             stack.enter_context(_replaced(Node, start, lambda self, **_: None))
+        stack.enter_context(_replaced(utils, "get_dashboard_dependency_error", lambda: unused))
         yield
+
+
+def prompt_registration() -> AbstractContextManager[None]:
+    """Notice at once that the node has started, for which ray.init looks once a second."""
+    look = services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        client, end = head_client(gcs_address), time.monotonic() + REGISTRATION_S
+        while time.monotonic() < end:
+            if any(node.hex() == node_id for node in client.get_all_node_info()):
+                break
+            time.sleep(0.02)
+        return look(gcs_address, node_id)
+
+    return _replaced(services, "get_node", get_node)
 
 
 def messages_to(log: Callable[[str], None]) -> AbstractContextManager[None]:

@@ -172,6 +172,7 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
         compat.keep_signal_handlers(),
         compat.own_process_groups(),
         compat.essential_processes(),
+        compat.prompt_registration(),
     ):
         ray.init(
             address="local",
