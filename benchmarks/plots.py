@@ -68,19 +68,22 @@ def rollout(line: Line) -> Groups:
 
 
 def grpo_step(line: Line) -> Groups:
-    """Seconds of the parts of a step."""
+    """Seconds of the parts of a step; of PPO with those of reference and critic."""
     found, settings = line["measured"], line["settings"]
     parts = {
         "rollout": found.get("rollout_s", 0.0),
-        "old log-probs": found.get("old_log_probs_s", 0.0),
-        "update": found.get("update_s", 0.0),
+        "log-probs and values": sum(
+            found.get(f"{name}_s", 0.0) for name in ("old_log_probs", "ref_log_probs", "values")
+        ),
+        "update": found.get("update_s", 0.0) + found.get("update_critic_s", 0.0),
     }
     other = found["step_s"] - sum(parts.values())
     parts |= {"other, or not known by part": other}
     remark = f", {line['remark']}" if "remark" in line else ""
     system = line.get("system", "hybridrl")
     shape = "" if settings["shape"] == "1.5b" else f"{settings['shape']}, "
-    place = f"{settings['preset']}, {shape}{settings['ranks']} GPUs{remark}"
+    recipe = "" if settings["recipe"] == "gsm8k_grpo" else f"{settings['recipe']}, "
+    place = f"{settings['preset']}, {recipe}{shape}{settings['ranks']} GPUs{remark}"
     name = f"{place}\n{system}{versions(line)}"
     return {name: parts}
 
@@ -150,7 +153,7 @@ PLOTS = (
     Plot("rollout", "Sampling", "thousands of tokens/s", rollout),
     Plot(
         "grpo_step",
-        "A step of GRPO, Qwen2.5-1.5B's shape if none is named",
+        "A step of GRPO if no recipe is named, Qwen2.5-1.5B's shape if none is",
         "seconds",
         grpo_step,
         stacked=True,
