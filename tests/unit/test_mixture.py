@@ -147,14 +147,13 @@ def test_a_question_in_two_data_sets_can_be_dropped_from_the_later(config, tmp_p
     assert sets["low"].left_out == {"repeated": 0}
 
 
-def test_what_one_data_set_holds_out_no_other_trains_on(config, tmp_path, caplog):
+def test_what_one_data_set_holds_out_no_other_trains_on(config, tmp_path):
     # `low` holds out "What is 10 + 1?" and "What is 11 + 1?".
     rows = sums(range(11, 12)) + sums(range(50, 56))
     jsonl(tmp_path / "high.jsonl", [{"q": r["question"], "a": r["answer"]} for r in rows])
     sets = load_problem_sets(config)
     assert sets["high"].left_out == {"held out as well": 1}
     assert len(sets["high"].train) == 4
-    assert "high: training problems held out as well: 1; they are left out" in caplog.text
 
 
 def test_embedded_problems_come_in_parts_by_steps():

@@ -1,6 +1,5 @@
 """Problems of a run's data sets, one or a weighted mixture: read, split, filtered."""
 
-import logging
 import random
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -17,8 +16,6 @@ from hybridrl.data.sources.files import Split, hub_files, read_problems
 from hybridrl.data.sources.order import most_drawn
 from hybridrl.data.sources.problems import Problem, held_out_problems, train_problems
 from hybridrl.data.sources.rows import Columns, Row, SourceProblem, problems_of
-
-log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 # Parts of the embedded problems, by the number of solution steps.
@@ -254,14 +251,12 @@ def _leave_out(sets: ProblemSets, held_out: Collection[Question], seen: set[Ques
     """Remove overlaps, duplicates and few-shot examples from the training problems; count them."""
     config, clean = sets.config, without(sets.train, held_out)
     if overlap := len(sets.train) - len(clean):
-        drops = config.held_out_overlap is Repeated.drop
-        what = "they are left out" if drops else "held-out accuracy will count them"
-        text = f"training problems held out as well: {overlap:,}; {what}"
-        log.warning("%s", f"{sets.name}: {text}" if sets.name else text)
-        if drops:
+        if config.held_out_overlap is Repeated.drop:
             sets.keep(clean, HELD_OUT_AS_WELL)
         else:
-            sets.notes.append(text)
+            sets.notes.append(
+                f"training problems held out as well: {overlap:,}; held-out accuracy counts them"
+            )
     if config.duplicates is Repeated.drop:
         sets.keep(without_repeats(sets.train, seen), REPEATED)
     if config.few_shot:

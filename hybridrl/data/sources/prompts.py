@@ -1,6 +1,5 @@
 """Prompts of a run: problems rendered by the chat template, tokenised and counted."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -22,8 +21,6 @@ from hybridrl.data.sources.problem_sets import (
 )
 from hybridrl.data.sources.rows import Message, SourceProblem, first_faults
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -144,8 +141,6 @@ def load_prompts(
         raise ConfigError(*faults)
     for summary in kept.data_sets:
         kept.notes.extend(_notes(summary, sets[summary.name]))
-    for note in kept.notes:
-        log.info("%s", note)
     known = {prompt.text for prompt in kept.train}
     shared = sum(prompt.text in known for prompt in kept.held_out)
     kept.measures["data/duplicate_fraction"] = 1 - len(known) / len(kept.train)

@@ -46,15 +46,15 @@ def header_lines(
         ("steps", _steps(config, prompts.data_sets)),
         ("limits", _limits(config)),
         ("turns", _turns(config)),
-        *(("note", note) for note in prompts.notes),
     ]
     return [(label, text) for label, text in lines if text]
 
 
 def input_lines(config: RunConfig, prompts: PromptSets) -> list[tuple[str, str]]:
-    """Describe what the run learns from: reward, data, chat template."""
+    """Describe what the run learns from: reward, data with remarks, chat template."""
+    notes = [("note", note) for note in prompts.notes]
     data = [("" if n else "data", facts.describe()) for n, facts in enumerate(prompts.data_sets)]
-    return [("reward", _reward(config)), *data, ("chat template", prompts.template)]
+    return [("reward", _reward(config)), *data, *notes, ("chat template", prompts.template)]
 
 
 def _reward(config: RunConfig) -> str:
