@@ -228,10 +228,10 @@ def engine_core(llm: Any) -> Any:
 
 
 def manage_cache_by_block(core: Any) -> None:
-    """Let vLLM's scheduler look after a sequence's KV cache only at the ends of its blocks.
+    """Allocate and cache a sequence's KV cache at the ends of its blocks, not with every token.
 
-    It allocates memory and fills the prefix cache by block, but tries to for every token, which
-    takes a third of its time. What it allocates and caches stays the same.
+    vLLM's scheduler looks for memory and for blocks to cache with each token of each sequence,
+    which takes a third of its time. What is allocated and cached stays the same.
     """
     manager = core.engine_core.scheduler.kv_cache_manager
     block_sizes = [group.block_size for group in manager.coordinator.single_type_managers]

@@ -116,7 +116,7 @@ def essential_processes() -> Iterator[None]:
 
 
 def prompt_registration() -> AbstractContextManager[None]:
-    """Notice at once that the node has started, for which ray.init looks once a second."""
+    """Find the node as soon as it has started; ray.init looks for it once a second."""
     look = services.get_node
 
     def get_node(gcs_address: str, node_id: str) -> Any:
