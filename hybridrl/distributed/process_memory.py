@@ -1,9 +1,14 @@
-"""Memory of this process: its heap and Python's garbage collector."""
+"""Memory of this process: its heap, torch's cache of a GPU's memory, Python's garbage collector."""
 
 import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
+
+# Share of a GPU that is free before an update, or torch's cache is given back.
+LEAST_FREE = 0.1
 
 
 def trim_heap() -> None:
@@ -13,6 +18,19 @@ def trim_heap() -> None:
     holes. Without trimming, a process grows for about a hundred steps.
     """
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back_scarce_memory(device: torch.device) -> None:
+    """Give torch's cache of a GPU's memory back to the GPU if less than `LEAST_FREE` is free.
+
+    Batches of other lengths leave other holes in it. In an H100's 80 GiB, where 10 GiB were holes,
+    the second update of a run found no room that the first one had.
+    """
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if free < LEAST_FREE * total:
+        torch.cuda.empty_cache()
 
 
 @contextmanager

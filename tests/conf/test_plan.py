@@ -192,7 +192,7 @@ def empty_folder(tmp_path, monkeypatch):
 def test_the_command_says_what_fits_and_what_to_type(empty_folder, capsys):
     code, said = told(capsys, SEVEN_B, "gpus=8xH100")
     assert code == 0
-    assert "It fits: at most 61.6 GiB (update actor) of a GPU's 80.0 GiB." in said
+    assert "It fits: at most 63.1 GiB (update actor) of a GPU's 80.0 GiB." in said
     assert re.search(r"Time of a step: \d+ s \+- 30%", said)
     switches = re.findall(r"([\w.]+=\w+) │ ([\d.]+) GiB │ ([\d.]+) s a step", said)
     cheapest_first = {name for name, _, _ in switches[:4]}

@@ -29,8 +29,9 @@ MIB = 2**20
 CPU_PROCESS_BYTES = GIB
 # The driver, Ray's own processes and its object store on a node.
 CPU_DRIVER_BYTES = GIB + GIB // 2
-# CUDA context, NCCL buffers, and CUDA graphs of a sleeping vLLM: 138 of an H200's 140 GiB are free.
-GPU_PROCESS_BYTES = 2 * GIB
+# What a process takes beside torch's tensors: CUDA context, NCCL's buffers, kernels of torch, vLLM
+# and FlashAttention 4, CUDA graphs (H100, vLLM 0.33, torch 2.14).
+GPU_PROCESS_BYTES = 7 * GIB // 2
 # Host memory of a GPU's worker process: torch, vLLM and CUDA's libraries.
 GPU_PROCESS_RAM_BYTES = 4 * GIB
 # Separate phase of the reward model, whose activations differ from the policy's.
