@@ -79,27 +79,26 @@ def grpo_step(line: Line) -> Groups:
     }
     other = found["step_s"] - sum(parts.values())
     parts |= {"other, or not known by part": other}
-    remark = f", {line['remark']}" if "remark" in line else ""
     system = line.get("system", "hybridrl")
     shape = "" if settings["shape"] == "1.5b" else f"{settings['shape']}, "
     recipe = "" if settings["recipe"] == "gsm8k_grpo" else f"{settings['recipe']}, "
-    place = f"{settings['preset']}, {recipe}{shape}{settings['ranks']} GPUs{remark}"
+    place = f"{settings['preset']}, {recipe}{shape}{settings['ranks']} GPUs{remark(line)}"
     name = f"{place}\n{system}{versions(line)}"
     return {name: parts}
 
 
 def agents(line: Line) -> Groups:
     """Thousands of sampled tokens per second."""
-    ways = ("batch", "agents")
-    return {where(line): {way: line["measured"][way]["tokens_per_s"] / 1e3 for way in ways}}
+    ways, name = ("batch", "agents"), f"{where(line)}{remark(line)}"
+    return {name: {way: line["measured"][way]["tokens_per_s"] / 1e3 for way in ways}}
 
 
 def long_tail(line: Line) -> Groups:
     """Thousands of trained tokens per second."""
     settings = line["settings"]
     own = [key for key in settings["overrides"] if key.startswith("rollout.")]
-    remark = f" ({', '.join(own)})" if own else ""
-    name = f"{settings['schedule']}{remark}\n{where(line)}"
+    changed = f" ({', '.join(own)})" if own else ""
+    name = f"{settings['schedule']}{changed}\n{where(line)}"
     return {name: {"trained": line["measured"]["trained_tokens_per_s"] / 1e3}}
 
 
@@ -140,6 +139,11 @@ def where(line: Line) -> str:
     settings = line["settings"]
     count = settings.get("ranks", settings.get("gpus", settings.get("tp", 1)))
     return f"{count} {line['device'].removeprefix('NVIDIA ')}{versions(line)}"
+
+
+def remark(line: Line) -> str:
+    """Remark of a line, as part of a label."""
+    return f", {line['remark']}" if "remark" in line else ""
 
 
 def versions(line: Line) -> str:
