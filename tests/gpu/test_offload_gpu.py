@@ -9,6 +9,7 @@ import torch
 from hybridrl.config.choices import DType, Offload
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.offload import Offloadable
+from hybridrl.distributed.process_memory import give_back_scarce_memory
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
@@ -141,3 +142,16 @@ def test_an_emptied_cache_returns_the_memory_to_the_driver():
     torch.cuda.empty_cache()
     after, _ = torch.cuda.mem_get_info()
     assert after - before > 0.95 * size, f"{(after - before) / GIB:.2f} of {size / GIB:.2f} GiB"
+
+
+def test_torchs_cache_is_given_back_where_memory_is_scarce_alone():
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    for share, is_given_back in ((0.5, False), (0.05, True)):
+        block = torch.empty(int(free - share * total), dtype=torch.uint8, device=device)
+        del block
+        give_back_scarce_memory(device)
+        then, _ = torch.cuda.mem_get_info()
+        assert (then > 0.9 * free) is is_given_back
+        torch.cuda.empty_cache()
