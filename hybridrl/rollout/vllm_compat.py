@@ -57,7 +57,12 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.engine.core_client", "InprocClient.get_output"),
     ("vllm.v1.engine.core_client", "InprocClient.sleep"),
     ("vllm.v1.engine.core_client", "InprocClient.wake_up"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.pause_state"),
+    ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.cache_blocks"),
     ("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index"),
@@ -225,31 +230,6 @@ def tensor_parallel_group() -> dist.ProcessGroup:
 def engine_core(llm: Any) -> Any:
     """Return the client of an `LLM`'s engine core, which runs in this process."""
     return llm.llm_engine.engine_core
-
-
-def manage_cache_by_block(core: Any) -> None:
-    """Allocate and cache a sequence's KV cache at the ends of its blocks, not with every token.
-
-    vLLM's scheduler looks for memory and for blocks to cache with each token of each sequence,
-    which takes a third of its time. What is allocated and cached stays the same.
-    """
-    manager = core.engine_core.scheduler.kv_cache_manager
-    block_sizes = [group.block_size for group in manager.coordinator.single_type_managers]
-    if len(block_sizes) > 1:
-        return
-    allocate, cache, (block_size,) = manager.allocate_slots, manager.cache_blocks, block_sizes
-
-    def allocate_slots(request: Any, num_new_tokens: int, **options: Any) -> Any:
-        # A block's first token needs its memory; the last one may enter it into the prefix cache.
-        if num_new_tokens == 1 and 0 < request.num_computed_tokens % block_size < block_size - 1:
-            return manager.empty_kv_cache_blocks
-        return allocate(request, num_new_tokens, **options)
-
-    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        if num_computed_tokens % block_size == 0:
-            cache(request, num_computed_tokens)
-
-    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
 
 
 def finish_steps(core: Any) -> Iterator[Sequence[Any]]:

@@ -27,6 +27,7 @@ from hybridrl.rollout.requests import Generated, Requests
 from hybridrl.rollout.sampling import check_ranks_agree, sample_seeds
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places, trace_loader
+from hybridrl.rollout.vllm_scheduler import relieve_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class VLLMEngine:
         self._places = places(self._model)
         self._stop_token_ids = stop_token_ids
         core = vllm_compat.engine_core(self._llm)
-        vllm_compat.manage_cache_by_block(core)
+        relieve_scheduler(core)
         self._requests = Requests(core, stop_token_ids, self._experts)
         with times.part("first sampling"):
             self._warm_up()

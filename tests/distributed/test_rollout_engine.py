@@ -20,7 +20,6 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
-from tests.cache_by_block import assert_same, by_block_and_by_token
 from tests.code_in_checkpoints import bring_code
 from tests.distributed.launch import run_on_ranks
 from tests.held_requests import in_parts, joined, over_a_change
@@ -33,6 +32,7 @@ from tests.reshard_cases import (
     rollout_config,
     write_folders,
 )
+from tests.scheduler_runs import assert_same, both_ways
 
 # An engine that is collected takes the process group with it.
 KEPT: list[VLLMEngine] = []
@@ -70,7 +70,7 @@ def look(folder: Path) -> dict[str, Any]:
     seen["turns"] = in_turns(engine)
     seen["budget"] = with_budget(engine)
     seen["long"] = error_of(lambda: engine.generate(replace(longest(), max_tokens=None)))
-    seen["caches"] = by_block_and_by_token(engine)
+    seen["schedulers"] = both_ways(engine)
     seen["plain"] = plain_generate(engine, config.seed, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
         config.sleep = mode
@@ -180,9 +180,9 @@ def test_same_tokens_and_log_probs_as_vllm_generate(seen):
         assert bool(ours.truncated[index]) == (reason == "length")
 
 
-def test_the_cache_is_that_of_vllms_scheduler(seen):
-    """Which looks after it with every token."""
-    assert_same(seen["caches"])
+def test_the_scheduler_does_what_vllms_own_does(seen):
+    """Which looks at every sequence with each token."""
+    assert_same(seen["schedulers"])
 
 
 def test_an_engine_without_prompts_returns_nothing(seen):

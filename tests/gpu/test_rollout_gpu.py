@@ -18,9 +18,9 @@ from hybridrl.config.checks.installation import OLDEST_FOR_KV_CACHE_SLEEP
 from hybridrl.config.choices import DType, SleepMode
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
-from tests.cache_by_block import assert_same, by_block_and_by_token
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, error_of, prompts, rollout_config
+from tests.scheduler_runs import assert_same, both_ways
 
 MIB = 2**20
 KV_CACHE_MB = 1024
@@ -55,7 +55,7 @@ def nap(folder: Path, mode: SleepMode, enforce_eager: bool) -> dict[str, Any]:
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     wake(engine, weights)
     seen["before"] = engine.generate(prompts(temperature=0.0))
-    seen["caches"] = by_block_and_by_token(engine)
+    seen["schedulers"] = both_ways(engine)
     awake_mb = free_mb()
     places = {name: tensor.data_ptr() for name, tensor in engine.tensors().items()}
     seen["naps"] = []
@@ -149,7 +149,7 @@ def test_sleep(mode, enforce_eager, gives_mb, folder):
         assert ("asleep" in one["error"]) == (mode is not SleepMode.none)
         assert equal(one["after"], seen["before"])
     assert seen["moved"] == []
-    assert_same(seen["caches"])
+    assert_same(seen["schedulers"])
     assert seen["kept_mb"] >= 1024
     assert mode is SleepMode.none or seen["short_mb"] < 512
     sleeps_when_built = seen["built_mb"] - seen["awake_mb"]

@@ -1,0 +1,94 @@
+"""Less work for vLLM's scheduler, for which a GPU with hundreds of sequences waits.
+
+What is scheduled, allocated and cached is what vLLM does by itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+
+def relieve_scheduler(core: Any) -> None:
+    """Let the scheduler of an engine core look at a sequence when something changes.
+
+    vLLM looks for memory and for blocks to cache with each token of each sequence, and builds each
+    step's schedule anew. Here it looks at the ends of blocks, and a step in which no request begins
+    or ends is scheduled like the one before it.
+    """
+    scheduler = core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    block_sizes = [group.block_size for group in manager.coordinator.single_type_managers]
+    if len(block_sizes) > 1:
+        return
+    allocate, cache, (block_size,) = manager.allocate_slots, manager.cache_blocks, block_sizes
+    schedule, last = scheduler.schedule, None
+
+    def needs_no_block(num_computed_tokens: int) -> bool:
+        # A block's first token needs its memory; the last one may enter it into the prefix cache.
+        return 0 < num_computed_tokens % block_size < block_size - 1
+
+    def allocate_slots(request: Any, num_new_tokens: int, **options: Any) -> Any:
+        if num_new_tokens == 1 and needs_no_block(request.num_computed_tokens):
+            return manager.empty_kv_cache_blocks
+        return allocate(request, num_new_tokens, **options)
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:
+            cache(request, num_computed_tokens)
+
+    def schedule_or_repeat(*args: Any, **options: Any) -> Any:
+        nonlocal last
+        last = _repeated(scheduler, last, needs_no_block) or schedule(*args, **options)
+        return last
+
+    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+    scheduler.schedule = schedule_or_repeat
+
+
+def _repeated(scheduler: Any, last: Any, needs_no_block: Callable[[int], bool]) -> Any:
+    """Return the schedule after `last`, if that is one further token of each request; else None."""
+    running, manager = scheduler.running, scheduler.kv_cache_manager
+    if (
+        last is None
+        or not running
+        or not len(running) == len(last.num_scheduled_tokens) == last.total_num_scheduled_tokens
+        or last.scheduled_new_reqs
+        or last.scheduled_cached_reqs.resumed_req_ids
+        or last.has_structured_output_requests
+        or scheduler.get_request_counts()[1]  # waiting
+        or scheduler.finished_req_ids
+        or scheduler.pause_state
+        or manager.block_pool.get_num_free_blocks() < len(running)
+    ):
+        return None
+    computed, sampled = [], []
+    for request in running:
+        done, queued = request.num_computed_tokens, request.num_output_placeholders
+        known, prompt = request.num_tokens + queued, request.num_prompt_tokens
+        # vLLM does not schedule a request whose last token is queued.
+        end = min(prompt + request.max_tokens, scheduler.max_model_len) - 2
+        if known - done != 1 or done - queued >= end:
+            return None
+        computed.append(done)
+        sampled.append(known - prompt)
+    blocks = [
+        None
+        if needs_no_block(done)
+        else manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+        for request, done in zip(running, computed, strict=True)
+    ]
+    requests = replace(
+        last.scheduled_cached_reqs,
+        new_block_ids=blocks,
+        num_computed_tokens=computed,
+        num_output_tokens=sampled,
+        all_token_ids={},
+    )
+    found = replace(
+        last,
+        scheduled_cached_reqs=requests,
+        finished_req_ids=scheduler.finished_req_ids,
+        preempted_req_ids=scheduler.reset_preempted_req_ids,
+    )
+    scheduler._update_after_schedule(found)
+    return found
