@@ -9,22 +9,26 @@ from pydantic import Field
 from hybridrl.agents.constraints import Constraint, constraint_of, parsed_call
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt, message_key
 from hybridrl.agents.errors import RequestError, refused_parameter
-from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
+from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsRequest, event, usage
 from hybridrl.agents.policy import Policy
 from hybridrl.rollout.tool_calls import Parsed
 
+# Parameters of apply_chat_template that are not a template's own.
+RENDERED = {
+    *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 TOOL_PARSER = "Set agent.tool_parser, or hybridrl serve --tool-parser, to the model's parser."
 
 
-class ChatRequest(CompletionRequest):
+class ChatRequest(CompletionRequest, ToolsRequest):
     """Body of a request; the last three fields are vLLM's."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
@@ -44,11 +48,14 @@ class Chat(Format):
         """Render the messages by the chat template."""
         if request.top_logprobs:
             raise refused_parameter("top_logprobs", request.top_logprobs, "Use logprobs alone.")
+        if known := RENDERED & request.chat_template_kwargs.keys():
+            why = "The endpoint sets it."
+            raise refused_parameter("chat_template_kwargs", min(known), why)
         prompt = rendered(
             policy,
             episode,
             request.messages,
-            tools_of(policy, request.tools, request.tool_choice),
+            tools_of(policy, request.tools),
             continue_final_message=request.continue_final_message,
             add_generation_prompt=request.add_generation_prompt
             and not request.continue_final_message,
@@ -94,7 +101,7 @@ class Chat(Format):
             delta = new | {"content": content} | ({"tool_calls": calls} if calls else {})
             yield self._chunk(one, delta, self._logprobs(policy, request, one))
             yield self._chunk(one, {}, reason=reason)
-        if ((request.model_extra or {}).get("stream_options") or {}).get("include_usage"):
+        if request.streams_usage:
             head = self._head("chat.completion.chunk", begun[0])
             yield event(head | {"choices": [], "usage": usage([*begun.values()])})
         yield event("[DONE]")
@@ -145,25 +152,29 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates expect it: text, and arguments of calls as mappings."""
     found = dict(message)
     if isinstance(content := found.get("content"), list):
-        wrong = [part.get("type") for part in content if "text" not in part]
-        if wrong:
-            raise RequestError(f"The policy reads text only, not {wrong[0]}.", param="messages")
-        found["content"] = "".join(part["text"] for part in content)
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if None in texts:
+            wrong = content[texts.index(None)]
+            kind = wrong.get("type") if isinstance(wrong, dict) else wrong
+            raise RequestError(f"The policy reads text only, not {kind}.", param="messages")
+        found["content"] = "".join(map(str, texts))
     found["content"] = found.get("content") or ""
     found["role"] = "system" if found.get("role") == "developer" else found.get("role")
     return found
 
 
-def tools_of(
-    policy: Policy, tools: list[dict[str, Any]] | None, choice: Any
-) -> list[dict[str, Any]] | None:
-    """Return the tools to render; None without.
+def tools_of(policy: Policy, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return the tools to render, in the form of chat completions; None without.
 
     Raises:
-        RequestError: the run has no parser of tool calls.
+        RequestError: one has no name, or the run has no parser of tool calls.
     """
-    if not tools or choice == "none":
+    if not tools:
         return None
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"This tool is no function with a name: {tool}.", param="tools")
     if policy.parse_tools is None:
         raise refused_parameter("tools", "...", TOOL_PARSER)
     return tools
@@ -196,5 +207,9 @@ def _parsed(policy: Policy, one: Completion, tools: list[dict[str, Any]] | None)
     if one.is_call:
         return parsed_call(one.text)
     if tools and policy.parse_tools is not None:
-        return policy.parse_tools(one.raw, tools)
+        raw = one.raw
+        if one.stop is not None and one.stop in raw:
+            raw = raw[: raw.rindex(one.stop)]
+        if (parsed := policy.parse_tools(raw, tools)).calls:
+            return parsed
     return Parsed(one.text, [])

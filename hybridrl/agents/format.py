@@ -3,16 +3,16 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hybridrl.agents.constraints import STRUCTURED, Constraint
 from hybridrl.agents.episode import Ask, Completion, Episode, Prompt, Settings
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.policy import Policy
 from hybridrl.config.choices import OtherSampling
-from hybridrl.rollout.constraints import check_constraint
+from hybridrl.rollout.constraints import check_constraint, check_sampling
 
 # The only model of the endpoint.
 MODEL = "policy"
@@ -46,7 +46,7 @@ class SamplingRequest(BaseModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[int, float] | None = None
 
     @property
     def count(self) -> int:
@@ -78,6 +78,10 @@ class SamplingRequest(BaseModel):
                 _refuse(episode.settings, other, constraint)
             case OtherSampling.ignore:
                 other, constraint = {}, None
+        try:
+            check_sampling(other)
+        except ValueError as error:
+            raise RequestError(str(error), param=next(iter(other), None)) from error
         if constraint is None:
             return Ask(prompt, max_tokens, self.stops, self.seed, other)
         if constraint.excludes_calls:
@@ -91,16 +95,35 @@ class SamplingRequest(BaseModel):
         return Ask(prompt, max_tokens, self.stops, self.seed, other, constraint.is_call)
 
 
+class ToolsRequest(SamplingRequest):
+    """Parameters of formats with tools, which are left out where none may be called."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+    @model_validator(mode="after")
+    def _without_forbidden_tools(self) -> Self:
+        if self.tool_choice in ("none", {"type": "none"}):
+            self.tools = None
+        return self
+
+
 class CompletionRequest(SamplingRequest):
     """Parameters of OpenAI's older formats."""
 
     n: int | None = Field(None, ge=1, le=128)
     stop: str | list[str] | None = None
+    stream_options: dict[str, Any] | None = None
 
     @property
     def count(self) -> int:
         """Number of completions."""
         return self.n or 1
+
+    @property
+    def streams_usage(self) -> bool:
+        """True if a streamed answer ends with its usage."""
+        return bool((self.stream_options or {}).get("include_usage"))
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -10,18 +10,16 @@ from hybridrl.agents.chat import message_of, rendered, tools_of
 from hybridrl.agents.constraints import Constraint, constraint_of
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.errors import RequestError, refused_parameter
-from hybridrl.agents.format import MODEL, Format, SamplingRequest, event
+from hybridrl.agents.format import MODEL, Format, ToolsRequest, event
 from hybridrl.agents.policy import Policy
 
 
-class MessagesRequest(SamplingRequest):
+class MessagesRequest(ToolsRequest):
     """Body of a request."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
@@ -45,8 +43,7 @@ class Messages(Format):
         """Render the messages by the chat template."""
         if (request.thinking or {}).get("type", "disabled") != "disabled":
             raise refused_parameter("thinking", request.thinking, "The chat template decides it.")
-        choice = (request.tool_choice or {}).get("type")
-        tools = tools_of(policy, _chat_tools(request), choice)
+        tools = tools_of(policy, _chat_tools(request))
         system = [{"role": "system", "content": request.system}] if request.system else []
         messages = [*system, *(part for one in request.messages for part in _chat_messages(one))]
         continues = messages[-1]["role"] == "assistant"

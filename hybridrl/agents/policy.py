@@ -24,7 +24,7 @@ from hybridrl.agents.episode import (
     as_mapping,
     message_key,
 )
-from hybridrl.agents.errors import RequestError
+from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.record import Start
 from hybridrl.agents.text import ModelText, TextStream
 from hybridrl.data.live import LiveRequest, Progress
@@ -127,9 +127,12 @@ class Policy:
                 param="messages",
                 code="context_length_exceeded",
             )
+        if any(not 0 <= token < self.text.size for token in ask.sampling.get("logit_bias", ())):
+            why = f"The model's tokens are 0 to {self.text.size - 1}."
+            raise refused_parameter("logit_bias", ask.sampling["logit_bias"], why)
         # A stop string is found while the completion is sampled.
         in_pieces = in_pieces or bool(ask.stop)
-        requests = [self._request(episode, start, ask, in_pieces) for _ in range(count)]
+        requests = [self._request(episode, start, ask, in_pieces, k) for k in range(count)]
         return [
             Begun(self._completion(k, request, ask), start, request, ask)
             for k, request in enumerate(requests)
@@ -246,12 +249,19 @@ class Policy:
         ]
         return message | {"tool_calls": parsed}
 
-    def _request(self, episode: Episode, start: Start, ask: Ask, in_pieces: bool) -> LiveRequest:
-        """Build the engine's request; equal requests of an episode have different seeds."""
+    def _request(
+        self, episode: Episode, start: Start, ask: Ask, in_pieces: bool, index: int
+    ) -> LiveRequest:
+        """Build the engine's request.
+
+        Equal requests of an episode have different seeds, unless they name one.
+        """
         content = json.dumps([ask.max_tokens, ask.stop, ask.seed, ask.sampling]).encode()
         content += np.asarray(start.prompt, np.int32).tobytes()
         digest = hashlib.blake2b(content, digest_size=16).digest()
-        episode.asked[digest] += 1
+        if ask.seed is None:
+            episode.asked[digest] += 1
+            index = episode.asked[digest]
         self._count += 1
         room = episode.settings.context - len(start.prompt)
         sampling = dict(ask.sampling)
@@ -259,7 +269,7 @@ class Policy:
             request_id=f"live-{self._count}",
             engine=episode.engine,
             prompt=start.prompt,
-            seed=derive_seed(*episode.seed_parts, digest.hex(), episode.asked[digest]),
+            seed=derive_seed(*episode.seed_parts, digest.hex(), index),
             max_tokens=min(ask.max_tokens or room, room),
             temperature=sampling.pop("temperature", episode.settings.temperature),
             top_p=sampling.pop("top_p", episode.settings.top_p),

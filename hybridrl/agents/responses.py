@@ -10,18 +10,16 @@ from hybridrl.agents.chat import message_of, rendered, tools_of
 from hybridrl.agents.constraints import Constraint, constraint_of
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.errors import RequestError, refused_parameter
-from hybridrl.agents.format import MODEL, Format, SamplingRequest, event
+from hybridrl.agents.format import MODEL, Format, ToolsRequest, event
 from hybridrl.agents.policy import Policy
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(ToolsRequest):
     """Body of a request."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     truncation: str | None = None
@@ -42,7 +40,7 @@ class Responses(Format):
         """Render the input items as chat messages."""
         if request.truncation not in (None, "disabled"):
             raise refused_parameter("truncation", request.truncation, "Nothing is left out.")
-        tools = tools_of(policy, _chat_tools(request), request.tool_choice)
+        tools = tools_of(policy, _chat_tools(request))
         messages = [{"role": "system", "content": request.instructions}]
         messages = [*(messages if request.instructions else []), *_messages(request.input)]
         return request.ask(

@@ -23,10 +23,14 @@ class ModelText:
     """Chat template and tokenizer of a model.
 
     Methods raise jinja2.TemplateError if the template does not accept the messages.
+
+    Attributes:
+        size: number of tokens.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self.size = len(tokenizer)
         self._end_token_ids = tuple(end_token_ids)
         self.stop_token_ids = lru_cache(STOP_SETS)(self._stop_token_ids)
         # All episodes of a prompt begin with the same text, at the same time.

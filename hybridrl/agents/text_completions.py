@@ -43,8 +43,12 @@ class TextCompletions(Format):
         pieces: AsyncIterator[tuple[Completion, str]],
     ) -> AsyncIterator[str]:
         """Yield text_completion events."""
+        begun: dict[int, Completion] = {}
         async for one, piece in pieces:
+            begun[one.index] = one
             yield event(self._head(one) | {"choices": [self._choice(policy, request, one, piece)]})
+        if request.streams_usage:
+            yield event(self._head(begun[0]) | {"choices": [], "usage": usage([*begun.values()])})
         yield event("[DONE]")
 
     def _choice(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from hybridrl.config.errors import raised_problems
 from hybridrl.config.user_code.classes import function_at, locate
@@ -23,6 +23,7 @@ from hybridrl.config.user_code.signatures import check_arguments
 from hybridrl.environments.output import SHOWN_CHARS
 from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
 from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.processes.messages import OUTPUT
 
 # Variables of a command's environment: the task as JSON, the endpoint.
 TASK, URLS, KEYS = (
@@ -83,7 +84,7 @@ async def command(
         task: of the episode.
         client: of the endpoint.
         command: program and arguments.
-        memory_mb: limit of each of its processes, MiB of address space.
+        memory_mb: limit of the data of each of its processes, MiB.
         reward: `function` judges the finished command. Without one, the last line of its standard
             output is the reward: a number, or an object as `as_reward` converts it.
 
@@ -95,16 +96,18 @@ async def command(
     variables |= dict.fromkeys(URLS, url) | dict.fromkeys(KEYS, client.api_key)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = partial(_run, Path(folder), os.environ | variables, memory_mb)
-        output, code = await run(command)
-        if function is None or code:
-            return _last_line(output, code, command[0])
-        told = {"task": asdict(task), "transcript": await _transcript(client), "output": output}
+        ended = await run(command)
+        if function is None or ended.code:
+            return _reward(ended, command[0])
+        told = {"task": asdict(task), "transcript": await _transcript(client)}
+        told |= {"output": ended.both}
         with tempfile.TemporaryFile("w+") as stdin:
             json.dump(told, stdin)
             stdin.seek(0)
             paths = json.dumps([os.path.abspath(path) for path in sys.path])
-            judged = [sys.executable, "-c", _JUDGE, paths, function]
-            return _last_line(*await run(judged, stdin), function)
+            # -P: no module is imported from the command's folder.
+            judged = [sys.executable, "-P", "-c", _JUDGE, paths, function]
+            return _reward(await run(judged, stdin), function)
 
 
 def judge(path: str) -> None:
@@ -126,20 +129,28 @@ async def _transcript(client: Any) -> list[list[dict[str, Any]]]:
     return found
 
 
-def _last_line(output: str, code: int, what: str) -> Reward:
-    """Return the reward in the last line of an output.
+class _Ended(NamedTuple):
+    """What a command wrote, the end of it, to stdout and to stdout and stderr; its exit code."""
+
+    stdout: str
+    both: str
+    code: int
+
+
+def _reward(ended: _Ended, what: str) -> Reward:
+    """Return the reward in the last line of a command's stdout.
 
     Raises:
         ProgramFailed: it is none, or the exit code is not 0.
     """
-    text = output.rstrip()
     try:
-        if code == 0:
-            return as_reward(json.loads(text.rpartition("\n")[2]), what)
+        if ended.code == 0:
+            return as_reward(json.loads(ended.stdout.rstrip().rpartition("\n")[2]), what)
     except ValueError:
         pass
+    text = ended.both.rstrip()
     end = " | ".join(text[-LINE_CHARS:].splitlines())
-    raise ProgramFailed(f"no reward, exit code {code}, {end}\n{text[-SHOWN_CHARS:]}")
+    raise ProgramFailed(f"no reward, exit code {ended.code}, {end}\n{text[-SHOWN_CHARS:]}")
 
 
 async def _run(
@@ -148,33 +159,38 @@ async def _run(
     memory_mb: int,
     command: Sequence[str],
     stdin: IO[str] | int = asyncio.subprocess.DEVNULL,
-) -> tuple[str, int]:
-    """Run a command; return the end of its output and its exit code."""
+) -> _Ended:
+    """Run a command; an error, such as the end of its time, gets a note with its output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", _SUPERVISED, _ROOT, str(os.getpid()), *command),
         stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        stderr=asyncio.subprocess.PIPE,
         cwd=folder,
         env=environment,
         preexec_fn=partial(limit_memory, memory_mb),
         process_group=0,
     )
+    stdout, both = bytearray(), bytearray()
     try:
-        output = await _last_output(process)
-        return output.decode(errors="replace"), await process.wait()
+        await asyncio.gather(_read(process.stdout, (stdout, both)), _read(process.stderr, (both,)))
+        code = await process.wait()
+        return _Ended(stdout.decode(errors="replace"), both.decode(errors="replace"), code)
+    except BaseException as error:
+        if text := both[-SHOWN_CHARS:].decode(errors="replace").strip():
+            error.add_note(f"{OUTPUT}{text}")
+        raise
     finally:
         await _end(process)
 
 
-async def _last_output(process: asyncio.subprocess.Process) -> bytes:
-    """Return the end of a process's output, of which no more is kept in memory."""
-    assert process.stdout is not None
-    output = bytearray()
-    while part := await process.stdout.read(2**16):
-        output += part
-        del output[:-MAX_OUTPUT_BYTES]
-    return bytes(output)
+async def _read(stream: asyncio.StreamReader | None, outputs: Sequence[bytearray]) -> None:
+    """Add what comes to some outputs, of which only the ends are kept in memory."""
+    assert stream is not None
+    while part := await stream.read(2**16):
+        for output in outputs:
+            output += part
+            del output[:-MAX_OUTPUT_BYTES]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, BinaryIO, TextIO
 
+from hybridrl.rewards.processes.messages import OUTPUT
+
 # End of an episode's output that is shown if it fails.
 SHOWN_CHARS = 2000
 
@@ -27,7 +29,7 @@ class EpisodeOutput:
             yield
         except BaseException as error:
             if text := output.decode(errors="replace").strip():
-                error.add_note(f"output: {text}")
+                error.add_note(f"{OUTPUT}{text}")
             raise
         finally:
             self._current.reset(before)

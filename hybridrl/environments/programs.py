@@ -105,6 +105,9 @@ def read_reward(value: Any) -> Reward:
 
 
 def limit_memory(memory_mb: int) -> None:
-    """Limit the address space of this process and those that it starts; they may raise it."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, hard))
+    """Limit the data of this process and those that it starts; they may raise it.
+
+    Not the address space, of which Node reserves 10 GiB for each WebAssembly module.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, hard))

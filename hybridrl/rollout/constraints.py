@@ -1,4 +1,4 @@
-"""Constrained output: vLLM's structured outputs with xgrammar."""
+"""Checks of sampling parameters and constrained output (xgrammar), before an engine gets them."""
 
 import json
 from functools import lru_cache
@@ -8,6 +8,22 @@ from hybridrl.rollout import vllm_compat
 
 # Schemas whose check is remembered.
 SCHEMAS = 256
+
+
+def check_sampling(fields: dict[str, Any]) -> None:
+    """Check fields of vLLM's SamplingParams.
+
+    Raises:
+        ValueError: vLLM refuses a value.
+    """
+    vllm_compat.set_environment("cpu", enforce_eager=False)
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        SamplingParams(**fields)
+    except VLLMValidationError as error:
+        raise ValueError(str(error)) from error
 
 
 def check_constraint(fields: dict[str, Any]) -> None:

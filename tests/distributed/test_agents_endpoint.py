@@ -134,7 +134,12 @@ def test_a_completion_ends_at_a_stop_string_that_it_keeps_for_training(served):
     client = client_of(served, episode.key)
     text, ends = "<|user|>Tom has 12 pens and buys 14. How many?<|assistant|>12 +", set()
     for stop in ("=", "11 ="):  # one token, and several
-        answer = client.completions.create(model="policy", prompt=text, stop=[stop])
+        asked = {"model": "policy", "prompt": text, "stop": [stop]}
+        answer = client.completions.create(**asked)
+        own = {"stream": True, "stream_options": {"include_usage": True}}
+        *pieces, end = client.completions.create(**asked, **own)
+        assert "".join(piece.choices[0].text for piece in pieces) == answer.choices[0].text
+        assert end.usage == answer.usage and not end.choices
         choice = answer.choices[0]
         assert stop not in choice.text
         ends.add((choice.text + (choice.stop_reason or ""), choice.finish_reason))
@@ -142,7 +147,7 @@ def test_a_completion_ends_at_a_stop_string_that_it_keeps_for_training(served):
         assert row.text == text + choice.text + choice.stop_reason
     assert ends == {(" 11 =", "stop")}
     batch = served.batch(episode)
-    assert batch.turns.tolist() == [1, 1]
+    assert batch.turns.tolist() == [1, 1, 1, 1]
 
 
 def test_text_that_the_program_adds_is_context(served):
@@ -222,6 +227,42 @@ def test_other_sampling_may_be_masked(served):
     answer = chat(client_of(served, episode.key), QUESTION, temperature=0.2)
     batch = served.batch(episode)
     assert answer.choices and not batch.response_mask.values.any()
+
+
+def test_biased_tokens_are_sampled_and_not_trained(served):
+    episode = served.episode(other_sampling=OtherSampling.mask)
+    client = client_of(served, episode.key)
+    (wanted,) = served.endpoint.policy.text.encode("7", False)
+    answer = chat(client, QUESTION, logit_bias={str(wanted): 100}, max_tokens=4)
+    assert said(answer)["content"] == "7777"
+    assert not served.batch(episode).response_mask.values.any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {"99999": 1}},
+        {"logit_bias": {"seven": 1}},
+        {"top_p": 0.0},
+        {"temperature": -1.0},
+        {"presence_penalty": 3.0},
+        {"extra_body": {"top_k": -2}},
+        {"extra_body": {"min_p": 2.0}},
+    ],
+)
+def test_sampling_that_vllm_refuses_is_an_error_of_the_request(served, options):
+    """In the engine it would end the run."""
+    client = client_of(served, served.episode(other_sampling=OtherSampling.mask).key)
+    with pytest.raises(openai.BadRequestError):
+        chat(client, QUESTION, **options)
+    assert chat(client, QUESTION).choices
+
+
+def test_a_seed_repeats_a_completion(served):
+    client = client_of(served, served.episode().key)
+    first, again, other = (chat(client, QUESTION, seed=seed, n=2) for seed in (5, 5, 6))
+    texts = [[choice.message.content for choice in one.choices] for one in (first, again, other)]
+    assert texts[0] == texts[1] != texts[2] and len({*texts[0]}) == 2
 
 
 def test_other_sampling_may_be_ignored(served):
@@ -312,8 +353,15 @@ def test_errors_are_those_that_the_sdk_expects(served):
     with pytest.raises(openai.APIStatusError) as refused:
         chat(client, QUESTION | {"content": "x" * MAX_BODY_BYTES})
     assert refused.value.status_code == 413
-    with pytest.raises(openai.BadRequestError):
-        chat(client, {"role": "user", "content": [{"type": "image_url"}]})
+    parts = [[{"type": "image_url"}], ["text"], [{"type": "text", "text": None}]]
+    nameless = {"type": "function", "function": {"parameters": {}}}
+    for content, options in (
+        *((content, {}) for content in parts),
+        ("?", {"tools": [nameless]}),
+        ("?", {"extra_body": {"chat_template_kwargs": {"tokenize": True}}}),
+    ):
+        with pytest.raises(openai.BadRequestError):
+            chat(client, {"role": "user", "content": content}, **options)
     assert [model.id for model in client.models.list()] == ["policy"]
     assert len(served.batch(episode)) == 1  # the end token of an episode that sampled nothing
     with pytest.raises(openai.AuthenticationError):
@@ -356,7 +404,7 @@ def test_a_client_that_goes_away_frees_the_engine_and_the_rest_goes_on(served):
     while episode.open and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(new) == 3 and not episode.open
-    served.batch(episode)
+    assert len(served.batch(episode)) >= 2  # what had come of the lost stream is trained
 
 
 def connected(served: Served, receive_bytes: int | None = None) -> socket.socket:
@@ -555,7 +603,22 @@ def test_a_closed_episode_ends_its_open_requests(served):
         batch = served.batch(episode)
         with pytest.raises((openai.AuthenticationError, openai.APIStatusError)):
             waiting.result(30)
-    assert len(batch) <= 101
+    assert len(batch) == max(1, len(episode.record.sequences))
+
+
+def test_with_tools_a_text_without_a_call_is_as_without_them(served):
+    """Up to its stop string; a call in it is text where tools are forbidden."""
+    policy, episode = served.endpoint.policy, served.episode(temperature=0.0)
+    plain, with_tools = (
+        chat(client_of(served, episode.key), QUESTION, stop=["pen"], seed=1, **options)
+        for options in ({}, {"tools": TOOLS, "tool_choice": "none"})
+    )
+    assert said(plain) == said(with_tools)
+    raw = "I add.<|end|>Observation: 7"
+    one = Completion(0, "1", 5, "I add.", raw, "stop", "Observation:", [5], [-1.0])
+    for tools in (TOOLS, None):
+        message, reason = message_of(policy, episode, one, tools)
+        assert (message["content"], reason) == ("I add.", "stop")
 
 
 def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):

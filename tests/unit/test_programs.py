@@ -237,7 +237,8 @@ def test_a_function_judges_transcript_folder_and_output(tmp_path, transcripts):
     """In a process of its own with the limits of the command."""
     (tmp_path / "judge.py").write_text(JUDGE)
     scripts = [
-        "open('made.txt', 'w').write('2.5'); print('done!!')",
+        "open('made.txt', 'w').write('2.5'); print('done!!')\n"
+        "for name in ('json', 'numpy'): open(f'{name}.py', 'w').write('print(9); exit(0)')",
         "print('no file')",
         "print('much')",
         "raise SystemExit(3)",
@@ -261,6 +262,26 @@ def test_a_command_that_fails_is_shown_with_its_output(commands):
     assert isinstance(found, Failure) and "code 4, step 1" in found.reason
     found = run(commands, "print('no number')")
     assert isinstance(found, Failure) and "no number" in found.reason
+
+
+def test_a_command_may_write_to_stderr_after_its_reward(commands):
+    script = "import sys; print('0.5', flush=True); print('Unclosed session', file=sys.stderr)"
+    assert run(commands, script) == Reward(0.5, {})
+
+
+def test_a_command_that_takes_too_long_is_shown_with_its_output(commands, caplog):
+    script = "import time; print('I wait for a tool', flush=True); time.sleep(60)"
+    found = run(commands, script)
+    commands.log([found])
+    assert "longer than 2 s" in found.reason and "I wait for a tool" in caplog.text
+
+
+def test_a_command_may_reserve_addresses_without_memory(commands):
+    """As WebAssembly in Node does."""
+    script = (
+        "import mmap; mmap.mmap(-1, 10 * 2**30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0); print(1)"
+    )
+    assert run(commands, script) == Reward(1.0, {})
 
 
 def test_a_command_that_floods_its_output_is_read_to_its_end(commands):

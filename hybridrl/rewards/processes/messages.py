@@ -57,6 +57,10 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+# Beginning of a note of an error, which tells what the user's code wrote.
+OUTPUT = "output: "
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Item that failed.

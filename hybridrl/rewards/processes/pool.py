@@ -24,7 +24,14 @@ from typing import Any, Self
 
 from hybridrl.config.user_code.supervisor import describe_exit
 from hybridrl.config.user_code.tracebacks import last_frame
-from hybridrl.rewards.processes.messages import START, Failure, FailureKind, Indexed, Setup
+from hybridrl.rewards.processes.messages import (
+    OUTPUT,
+    START,
+    Failure,
+    FailureKind,
+    Indexed,
+    Setup,
+)
 from hybridrl.rewards.processes.process import (
     START_TIMEOUT_S,
     RewardProcess,
@@ -270,8 +277,9 @@ class TaskPool:
 
     def _log_first(self, failures: list[Failure], count: int) -> None:
         first = failures[0]
-        # Without frames of the user it is the reason again.
-        trace = f"\n{first.traceback.rstrip()}" if last_frame(first.traceback) else ""
+        # Without frames or output of the user it is the reason again.
+        says_more = last_frame(first.traceback) or f"\n{OUTPUT}" in first.traceback
+        trace = f"\n{first.traceback.rstrip()}" if says_more else ""
         _logger.warning(
             "%s failed for %d of %d, first for item %d: %s%s",
             self._what,
