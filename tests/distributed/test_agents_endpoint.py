@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import anthropic
 import httpx
@@ -127,6 +128,26 @@ def test_edited_history_and_stripped_thinking_begin_a_branch(served):
     batch = served.batch(episode)
     assert len(batch) == 3
     assert thought in episode.record.branch and "the request has '!" in episode.record.branch
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_template_that_strips_thinking_from_earlier_turns_begins_a_branch(served, strips):
+    tokenizer = served.endpoint.policy.text._tokenizer
+    template, content = tokenizer.chat_template, "message['content']"
+    if strips:
+        kept = f"({content} if loop.last else {content}.split('</think>')[-1])"
+        template = template.replace(content, kept)
+    episode = served.episode()
+    client = client_of(served, episode.key)
+    thought = {"role": "assistant", "content": "3 + 4</think>"}
+    with patch.object(tokenizer, "chat_template", template):
+        first = chat(client, QUESTION, thought, extra_body={"continue_final_message": True})
+        thought["content"] += said(first)["content"]
+        chat(client, QUESTION, thought, QUESTION)
+    rows = episode.record.sequences
+    assert [len(row.turns) for row in rows] == ([1, 1] if strips else [2])
+    assert ("</think>" in rows[-1].text) is not strips
+    assert served.batch(episode).turns.tolist() == ([1, 1] if strips else [2])
 
 
 def test_a_completion_ends_at_a_stop_string_that_it_keeps_for_training(served):
