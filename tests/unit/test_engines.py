@@ -1,5 +1,6 @@
 """Metrics of the rollout engines, and their places."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +8,13 @@ import pytest
 
 from hybridrl.controller.placement import Host, Slot
 from hybridrl.data.batch import EngineStats
-from hybridrl.trainer.timing.engines import engine_metrics, engine_place, straddling
+from hybridrl.trainer.timing.engines import (
+    engine_metrics,
+    engine_place,
+    rollout_metrics,
+    straddling,
+)
+from tests.training_batches import training_batch
 
 
 def rollout_group(ranks_per_engine: int, *places: tuple[str, int]) -> SimpleNamespace:
@@ -49,3 +56,11 @@ def test_metrics_hand_worked():
         "rollout/engine_tokens_per_second_1": 50.0,
     }
     assert engine_metrics([EngineStats(0, 0.0, 0.0)], seconds=1.0) == {}
+
+
+def test_a_step_whose_responses_were_all_finished_before_has_no_first_token():
+    """With rollout.schedule=partial; greedy responses (remax) then come after the update."""
+    batch = training_batch()
+    late = replace(batch, engines=(EngineStats(10, 1.0, 0.25),))
+    assert "rollout/switch_s" not in rollout_metrics(replace(batch, engines=()), 1.0, 0.5)
+    assert rollout_metrics(late, 1.0, 0.5)["rollout/switch_s"] == 0.75

@@ -219,7 +219,7 @@ class PartialSampling(Sampling):
         drafts = [draft for group in groups for draft in group.drafts]
         # A prompt may be in flight twice.
         batch = batch_of(drafts, prompts, torch.tensor([n for n, _ in rows]), self._turns)
-        return replace(batch, engine=torch.tensor([group.engine for _, group in rows]))
+        return replace(batch, engine=torch.tensor([self._engine_of(group) for _, group in rows]))
 
     def _metrics(self, batch: RolloutBatch) -> dict[str, float]:
         """Compute metrics of what was sampled and trained."""

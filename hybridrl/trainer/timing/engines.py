@@ -16,7 +16,7 @@ def rollout_metrics(
 ) -> dict[str, float | None]:
     """Compute metrics of a step's responses, engines and turns; for times see `Phases`."""
     metrics = response_metrics(batch) | engine_metrics(batch.engines, seconds)
-    if switch_s is not None:
+    if switch_s is not None and batch.engines:  # else all responses had been finished before
         first_token_s = max(engine.first_token_s for engine in batch.engines)
         metrics["rollout/switch_s"] = switch_s + first_token_s
     return dict(metrics | turn_metrics(batch))
