@@ -27,11 +27,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -48,19 +47,14 @@ from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.models.resolve import resolve_model
 from hybridrl.rollout.sampling import sample_seeds
+from hybridrl.rollout.vllm_compat import engine_core
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
+from hybridrl.rollout.vllm_scheduler import vllms_scheduler
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}
 # Rounds that do not count: allocations and branches settle over the first ones.
 SETTLING_ROUNDS = 3
-# Methods of vLLM's scheduler and of its KVCacheManager that the engine replaces.
-CHANGED, CHANGED_OF_CACHE = ("schedule",), ("allocate_slots", "cache_blocks")
-
-
-def own(owner: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the methods of an object's class, whatever replaces them."""
-    return {name: getattr(type(owner), name).__get__(owner) for name in names}
 
 
 class EndlessWorker(RolloutWorker):
@@ -213,12 +207,8 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
         ]
         return llm.generate(prompts, params, use_tqdm=False)
 
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    manager = scheduler.kv_cache_manager
-
     def as_it_is(way: Callable[[], Any]) -> Any:
-        of_scheduler, of_cache = own(scheduler, CHANGED), own(manager, CHANGED_OF_CACHE)
-        with patch.multiple(scheduler, **of_scheduler), patch.multiple(manager, **of_cache):
+        with vllms_scheduler(engine_core(llm)):
             return way()
 
     return {

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ import torch
 from hybridrl.data.ragged import Ragged
 from hybridrl.rollout.vllm_compat import core_request, engine_core, forget_ended
 from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm_scheduler import vllms_scheduler
 from tests.reshard_cases import prompts
 
 STEPS, MOST_OPEN, STOP = 1500, 12, 3
@@ -24,7 +25,7 @@ def both_ways(engine: VLLMEngine) -> list[dict[str, Any]]:
     """What the engine's scheduler does, and what vLLM's does."""
     found = []
     for by_vllm in (False, True):
-        with schedulers_own_methods(engine) if by_vllm else ExitStack():
+        with vllms_scheduler(engine_core(engine._llm)) if by_vllm else nullcontext():
             found.append(
                 {"generated": sampled(engine)}
                 | {f"schedules {depth}": schedules(engine, depth) for depth in (1, 2)}
@@ -38,28 +39,13 @@ def assert_same(ways: list[dict[str, Any]]) -> None:
     for name in ("asked", "cached"):
         assert ours["generated"][name] == vllms["generated"][name]
     assert ours["generated"]["cached"] > 0
+    assert len(ours["generated"]["asked"]) > ours["generated"]["responses"]
     assert torch.equal(ours["generated"]["tokens"], vllms["generated"]["tokens"])
     for depth in (1, 2):
         one, other = ours[f"schedules {depth}"], vllms[f"schedules {depth}"]
         assert one["steps"] == other["steps"] and one["outputs"] == other["outputs"]
         assert one["repeated"] > 0.1 * STEPS and other["repeated"] == 0
         assert any(step["preempted"] for step in one["steps"])
-
-
-@contextmanager
-def schedulers_own_methods(engine: VLLMEngine) -> Iterator[None]:
-    """Within this context, the scheduler is vLLM's own."""
-    scheduler = engine_core(engine._llm).engine_core.scheduler
-    manager = scheduler.kv_cache_manager
-    with ExitStack() as stack:
-        for owner, name in (
-            (scheduler, "schedule"),
-            (manager, "allocate_slots"),
-            (manager, "cache_blocks"),
-        ):
-            own = getattr(type(owner), name).__get__(owner)
-            stack.enter_context(patch.object(owner, name, own))
-        yield
 
 
 @contextmanager
@@ -85,8 +71,13 @@ def sampled(engine: VLLMEngine) -> dict[str, Any]:
         prompts(), prompts=Ragged.from_rows(rows, torch.int64), prompt_id=torch.arange(len(rows))
     )
     with patch.object(pool, "get_new_blocks", get_new_blocks):
-        tokens = engine.generate(request).responses.values
-    return {"tokens": tokens, "asked": asked, "cached": len(pool.cached_block_hash_to_block)}
+        responses = engine.generate(request).responses
+    return {
+        "tokens": responses.values,
+        "responses": len(responses),
+        "asked": asked,
+        "cached": len(pool.cached_block_hash_to_block),
+    }
 
 
 def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 What is scheduled, allocated and cached is what vLLM does by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 
 def relieve_scheduler(core: Any) -> None:
-    """Let the scheduler of an engine core look at a sequence when something changes.
+    """Make the scheduler of an engine core look at a sequence only when something changes.
 
     vLLM looks for memory and for blocks to cache with each token of each sequence, and builds each
     step's schedule anew. Here it looks at the ends of blocks, and a step in which no request begins
@@ -43,6 +45,19 @@ def relieve_scheduler(core: Any) -> None:
 
     manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
     scheduler.schedule = schedule_or_repeat
+
+
+@contextmanager
+def vllms_scheduler(core: Any) -> Iterator[None]:
+    """Within this context, undo what `relieve_scheduler` replaces, for comparisons."""
+    scheduler = core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    replaced = ((scheduler, "schedule"), (manager, "allocate_slots"), (manager, "cache_blocks"))
+    with ExitStack() as stack:
+        for owner, name in replaced:
+            own = getattr(type(owner), name).__get__(owner)
+            stack.enter_context(patch.object(owner, name, own))
+        yield
 
 
 def _repeated(scheduler: Any, last: Any, needs_no_block: Callable[[int], bool]) -> Any:
