@@ -14,7 +14,7 @@ from hybridrl.agents.policy import Policy
 from hybridrl.rollout.tool_calls import Parsed
 
 # Parameters of apply_chat_template that are not a template's own.
-RENDERED = {
+RESERVED = {
     *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -48,7 +48,7 @@ class Chat(Format):
         """Render the messages by the chat template."""
         if request.top_logprobs:
             raise refused_parameter("top_logprobs", request.top_logprobs, "Use logprobs alone.")
-        if known := RENDERED & request.chat_template_kwargs.keys():
+        if known := RESERVED & request.chat_template_kwargs.keys():
             why = "The endpoint sets it."
             raise refused_parameter("chat_template_kwargs", min(known), why)
         prompt = rendered(

@@ -78,10 +78,11 @@ class SamplingRequest(BaseModel):
                 _refuse(episode.settings, other, constraint)
             case OtherSampling.ignore:
                 other, constraint = {}, None
-        try:
-            check_sampling(other)
-        except ValueError as error:
-            raise RequestError(str(error), param=next(iter(other), None)) from error
+        for name, value in other.items():
+            try:
+                check_sampling(name, value)
+            except ValueError as error:
+                raise RequestError(str(error), param=name) from error
         if constraint is None:
             return Ask(prompt, max_tokens, self.stops, self.seed, other)
         if constraint.excludes_calls:

@@ -91,6 +91,8 @@ def decode_message(line: bytes) -> Message:
     found = pydantic_core.from_json(line)
     if not isinstance(found, dict):
         return found
+    if bias := found["sampling"].get("logit_bias"):  # JSON has texts as keys
+        found["sampling"]["logit_bias"] = {int(token): value for token, value in bias.items()}
     return LiveRequest(**found | {"stop_token_ids": tuple(found["stop_token_ids"])})
 
 

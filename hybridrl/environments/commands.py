@@ -20,10 +20,8 @@ from hybridrl.config.errors import raised_problems
 from hybridrl.config.user_code.classes import function_at, locate
 from hybridrl.config.user_code.importing import check_import
 from hybridrl.config.user_code.signatures import check_arguments
-from hybridrl.environments.output import SHOWN_CHARS
 from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
 from hybridrl.rewards.base import checked_by
-from hybridrl.rewards.processes.messages import OUTPUT
 
 # Variables of a command's environment: the task as JSON, the endpoint.
 TASK, URLS, KEYS = (
@@ -78,7 +76,7 @@ async def command(
     """Run a command as a program.
 
     Its environment names the endpoint and the task. It runs in an empty folder of its own; all
-    processes that it started end with it.
+    processes that it started end with it. Its output is that of the episode.
 
     Args:
         task: of the episode.
@@ -89,7 +87,7 @@ async def command(
             output is the reward: a number, or an object as `as_reward` converts it.
 
     Raises:
-        ProgramFailed: it failed, or gave no reward; the message has its output.
+        ProgramFailed: it failed, or gave no reward.
     """
     url, function = str(client.base_url).rstrip("/"), reward["function"]
     variables = {TASK: json.dumps(asdict(task)), "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
@@ -130,7 +128,7 @@ async def _transcript(client: Any) -> list[list[dict[str, Any]]]:
 
 
 class _Ended(NamedTuple):
-    """What a command wrote, the end of it, to stdout and to stdout and stderr; its exit code."""
+    """Ends of a command's stdout, and of stdout and stderr together; its exit code."""
 
     stdout: str
     both: str
@@ -148,9 +146,8 @@ def _reward(ended: _Ended, what: str) -> Reward:
             return as_reward(json.loads(ended.stdout.rstrip().rpartition("\n")[2]), what)
     except ValueError:
         pass
-    text = ended.both.rstrip()
-    end = " | ".join(text[-LINE_CHARS:].splitlines())
-    raise ProgramFailed(f"no reward, exit code {ended.code}, {end}\n{text[-SHOWN_CHARS:]}")
+    end = " | ".join(ended.both.rstrip()[-LINE_CHARS:].splitlines())
+    raise ProgramFailed(f"no reward, exit code {ended.code}, {end}")
 
 
 async def _run(
@@ -160,7 +157,7 @@ async def _run(
     command: Sequence[str],
     stdin: IO[str] | int = asyncio.subprocess.DEVNULL,
 ) -> _Ended:
-    """Run a command; an error, such as the end of its time, gets a note with its output."""
+    """Run a command to its end."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", _SUPERVISED, _ROOT, str(os.getpid()), *command),
         stdin=stdin,
@@ -176,18 +173,15 @@ async def _run(
         await asyncio.gather(_read(process.stdout, (stdout, both)), _read(process.stderr, (both,)))
         code = await process.wait()
         return _Ended(stdout.decode(errors="replace"), both.decode(errors="replace"), code)
-    except BaseException as error:
-        if text := both[-SHOWN_CHARS:].decode(errors="replace").strip():
-            error.add_note(f"{OUTPUT}{text}")
-        raise
     finally:
         await _end(process)
 
 
 async def _read(stream: asyncio.StreamReader | None, outputs: Sequence[bytearray]) -> None:
-    """Add what comes to some outputs, of which only the ends are kept in memory."""
+    """Add what comes to some outputs, of which only the ends are kept, and to the episode's."""
     assert stream is not None
     while part := await stream.read(2**16):
+        sys.stdout.buffer.write(part)
         for output in outputs:
             output += part
             del output[:-MAX_OUTPUT_BYTES]

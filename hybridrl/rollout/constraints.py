@@ -10,18 +10,18 @@ from hybridrl.rollout import vllm_compat
 SCHEMAS = 256
 
 
-def check_sampling(fields: dict[str, Any]) -> None:
-    """Check fields of vLLM's SamplingParams.
+def check_sampling(name: str, value: Any) -> None:
+    """Check a field of vLLM's SamplingParams.
 
     Raises:
-        ValueError: vLLM refuses a value.
+        ValueError: vLLM refuses the value.
     """
     vllm_compat.set_environment("cpu", enforce_eager=False)
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
     try:
-        SamplingParams(**fields)
+        SamplingParams(**{name: value})
     except VLLMValidationError as error:
         raise ValueError(str(error)) from error
 

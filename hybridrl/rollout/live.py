@@ -232,8 +232,6 @@ class LiveRequests:
         from vllm import SamplingParams
 
         sampling = dict(request.sampling)
-        if bias := sampling.get("logit_bias"):  # JSON has texts as keys
-            sampling["logit_bias"] = {int(token): value for token, value in bias.items()}
         if fields := sampling.pop("structured_outputs", None):
             enable_grammars(self._core, self._model)
             sampling["structured_outputs"] = structured_outputs(fields)
