@@ -41,6 +41,8 @@ LOWER_IS_BETTER = (
     "sync_verified_ms",
 )
 IDENTITY = ("bench", "device", "versions", "settings")
+# Settings that select numbers or say how often each is measured: lines may differ in these.
+SELECTION = ("lengths", "repeats", "steps_timed", "variants")
 
 
 def judged(measured: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
@@ -57,9 +59,15 @@ def comparable(line: dict[str, Any]) -> dict[str, Any] | None:
     found = None
     for text in (STORED / f"{line['bench']}.jsonl").read_text().splitlines():
         stored = json.loads(text)
-        if "system" not in stored and all(stored[key] == line[key] for key in IDENTITY):
+        if "system" not in stored and identity(stored) == identity(line):
             found = stored
     return found
+
+
+def identity(line: dict[str, Any]) -> dict[str, Any]:
+    """Return what two lines must have in common."""
+    settings = {name: one for name, one in line["settings"].items() if name not in SELECTION}
+    return {key: line[key] for key in IDENTITY} | {"settings": settings}
 
 
 def worse_by(name: str, before: float, now: float) -> float:
@@ -78,7 +86,7 @@ def main() -> None:
     stored = comparable(line)
     if stored is None:
         print(f"benchmarks/results/{line['bench']}.jsonl has no line of this device, of these")
-        print(f"versions and settings: {json.dumps({key: line[key] for key in IDENTITY})}")
+        print(f"versions and settings: {json.dumps(identity(line))}")
         raise SystemExit(2)
     now, worse = dict(judged(line["measured"])), 0
     for name, before in judged(stored["measured"]):

@@ -59,32 +59,35 @@ class ResponseLengths:
     Attributes:
         seen: prompt id -> lengths of its responses, up to the last commit.
         overall: lengths of all responses, up to the last commit.
+        in_parts: of these, responses for training that are sampled in parts (partial, split).
     """
 
     seen: dict[int, Mean] = field(default_factory=dict)
     overall: Mean = NONE
+    in_parts: Mean = NONE
 
     def __post_init__(self) -> None:
-        self._overall = self.overall
+        self._overall, self._in_parts = self.overall, self.in_parts
         # Lengths since the last commit, then the others.
         self._known = ChainMap[int, Mean]({}, self.seen)
 
     def commit(self) -> None:
-        """Merge the lengths of a finished step into `seen` and `overall`."""
+        """Merge the lengths of a finished step into the attributes."""
         self.seen.update(self._known.maps[0])
         self._known.maps[0].clear()
-        self.overall = self._overall
+        self.overall, self.in_parts = self._overall, self._in_parts
 
     def state(self) -> dict[str, Any]:
-        """Return plain JSON: `overall` and, by prompt id, `seen` as [count, total]."""
+        """Return plain JSON: each mean as [count, total], those of `seen` by prompt id."""
         seen = {str(prompt_id): [m.count, m.total] for prompt_id, m in self.seen.items()}
-        return {"overall": [self.overall.count, self.overall.total], "seen": seen}
+        means = {"overall": self.overall, "in_parts": self.in_parts}
+        return {name: [mean.count, mean.total] for name, mean in means.items()} | {"seen": seen}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> "ResponseLengths":
         """Restore from the value of `state`."""
         seen = {int(prompt_id): Mean(*mean) for prompt_id, mean in state["seen"].items()}
-        return cls(seen, Mean(*state["overall"]))
+        return cls(seen, Mean(*state["overall"]), Mean(*state.get("in_parts", ())))
 
     def expect(self, prompts: PromptBatch) -> PromptBatch:
         """Return the prompts with their expected_tokens."""
@@ -99,11 +102,15 @@ class ResponseLengths:
 
     @property
     def mean(self) -> float:
-        """Mean of all lengths so far, tokens; 0 if there are none."""
-        return self._overall.value
+        """Mean length of responses sampled in parts, before them of all; 0 if there are none."""
+        return (self._in_parts if self._in_parts.count else self._overall).value
 
-    def learn(self, prompt_ids: Sequence[int], lengths: Sequence[int]) -> None:
+    def learn(
+        self, prompt_ids: Sequence[int], lengths: Sequence[int], *, in_parts: bool = False
+    ) -> None:
         """Add the lengths of responses to these prompts."""
         for prompt_id, length in zip(prompt_ids, lengths, strict=True):
             self._known[prompt_id] = self._known.get(prompt_id, NONE).plus(length)
             self._overall = self._overall.plus(length)
+            if in_parts:
+                self._in_parts = self._in_parts.plus(length)

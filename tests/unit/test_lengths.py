@@ -27,6 +27,16 @@ def test_lengths_are_learned_by_prompt():
     assert lengths.overall == Mean(5, 21)
 
 
+def test_budgets_count_evaluations_only_until_something_was_sampled_in_parts():
+    lengths = ResponseLengths()
+    lengths.learn(range(2), [90, 70])
+    assert lengths.mean == 80
+    lengths.learn(range(2), [4, 6], in_parts=True)
+    lengths.learn(range(2), [90, 70])
+    lengths.commit()
+    assert lengths.mean == ResponseLengths.restored(lengths.state()).mean == 5
+
+
 def test_long_answers_are_spread_over_engines():
     """Prompts 0 and 1 are known to be answered at length, 2 and 3 in few words."""
     lengths = ResponseLengths()

@@ -96,7 +96,7 @@ class Run:
     def steps(self) -> None:
         """Change everything that steps change."""
         self.state.lengths.learn(range(3), [4, 1, 7])
-        self.state.lengths.learn(range(2), [8, 1])
+        self.state.lengths.learn(range(2), [8, 1], in_parts=True)
         drafts = (
             Draft.empty().sampled(
                 torch.tensor([7, 8]), torch.tensor([-0.1, -2e-30]), 3, turn_ends=False

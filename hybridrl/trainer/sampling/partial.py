@@ -159,7 +159,8 @@ class PartialSampling(Sampling):
             groups = [group.with_drafts(of_groups.get(g, {})) for g, group in enumerate(groups)]
             ended = [(g, len(d)) for (g, _), d in zip(places, new, strict=True) if d.finished]
             ids = [groups[g].prompt.prompt_id for g, _ in ended]
-            self._state.lengths.learn(ids, [length for _, length in ended])
+            lengths = [length for _, length in ended]
+            self._state.lengths.learn(ids, lengths, in_parts=True)
         return groups, calls
 
     def _budget(
