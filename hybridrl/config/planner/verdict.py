@@ -9,6 +9,7 @@ from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.fitting import (
     FASTEST,
     LEAST_CACHE,
+    ROOM,
     Change,
     MemoryCase,
     advice,
@@ -50,6 +51,8 @@ def verdict(
     if found == []:
         there, worst = gib(case.gpu.memory_bytes), case.worst()
         yield f"It fits: at most {gib(worst.total)} ({worst.name}) of a GPU's {there}."
+        if worst.total > ROOM * case.gpu.memory_bytes:
+            yield "It is tight: torch's allocator keeps up to 1.15 times what tensors take."
         if chosen:
             yield (
                 f"Chosen for this, as the fastest that fit: {' '.join(map(str, chosen))}. Values "
