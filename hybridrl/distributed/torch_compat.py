@@ -3,6 +3,7 @@
 NAMES lists those that are not imported here, which tests/unit/test_compat.py looks up.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,6 +26,11 @@ try:
     from torch.distributed import all_gather_single
 except ImportError:  # the name before torch 2.13
     from torch.distributed import all_gather_into_tensor as all_gather_single
+
+# varlen_attn supports fewer key heads than query heads; since torch 2.12 it needs a flag.
+GROUPED_QUERY: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 __all__ = [
     "CUSTOM_METADATA_KEY",
@@ -95,12 +102,14 @@ def group_named(name: str) -> ProcessGroup:
     return distributed_c10d._resolve_process_group(name)
 
 
-def activate_flash_attention_4() -> None:
-    """Replace torch's FlashAttention 2 in this process; torch before 2.14 keeps it."""
-    if TorchVersion(torch.__version__) >= (2, 14):
-        # Of its compiler, about an argument that is constant here.
-        warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
-        activate_flash_attention_impl("FA4")
+def activate_flash_attention_4() -> bool:
+    """Replace torch's FlashAttention 2 in this process; torch before 2.14 keeps it: False."""
+    if TorchVersion(torch.__version__) < (2, 14):
+        return False
+    # Of its compiler, about an argument that is constant here.
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+    activate_flash_attention_impl("FA4")
+    return True
 
 
 def joined_group(

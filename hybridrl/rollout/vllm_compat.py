@@ -1,4 +1,6 @@
-"""Private and version-dependent names of vLLM, all in one place: switches, hooks and patches.
+"""Private and version-dependent names of vLLM: switches, hooks and patches.
+
+vllm_scheduler.py, vllm_routing.py and vllm_experts.py have those of one purpose each.
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which

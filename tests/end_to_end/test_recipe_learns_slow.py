@@ -69,6 +69,34 @@ def test_held_out_accuracy_rises(tmp_path, recipe, seed):
     assert seconds <= SECONDS.get(recipe, 240)
 
 
+SPLIT = ["rollout.schedule=split", "cluster.gpus_per_node=2", "placement.rollout_gpus=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3500)
+@pytest.mark.parametrize(
+    ("recipe", "others"),
+    [
+        ("gsm8k_grpo", [["+recipe=gsm8k_partial"], ["+recipe=gsm8k_partial", *SPLIT]]),
+        ("calculator_tool", [["+recipe=calculator_agent"]]),
+    ],
+)
+def test_three_seeds_end_alike_on_average(tmp_path, recipe, others):
+    """Responses that take several steps, and programs in the place of an environment."""
+    found = {}
+    for command in ([f"+recipe={recipe}"], *others):
+        accuracies = []
+        for seed in (1, 2, 3):
+            folder = tmp_path / str(len(found)) / str(seed)
+            with started(folder, *command, "hardware=cpu", f"seed={seed}") as run:
+                run.ended(timeout=380)
+                accuracies.append(run.metrics()[-1]["eval/accuracy"])
+        found[" ".join(command)] = accuracies
+    print(json.dumps(found))
+    first, *rest = [sum(accuracies) / 3 for accuracies in found.values()]
+    assert all(abs(mean - first) <= 0.03 for mean in rest), found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_embedded_mixture_of_experts_learns(tmp_path):

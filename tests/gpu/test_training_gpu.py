@@ -1,8 +1,12 @@
 """Training on GPUs: the packed kernel, forward and backward, and gradients on 1, 2 and 4."""
 
+from importlib.metadata import distributions
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.torch_version import TorchVersion
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.choices import DType
@@ -38,6 +42,13 @@ def attention_case(heads, kv_heads, head_size):
     return packed, ends
 
 
+def has_flash_attention_4():
+    """Whether this installation runs FlashAttention 4 on this GPU."""
+    is_new = TorchVersion(torch.__version__) >= (2, 14)
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    return is_new and is_hopper and any(distributions(name="flash-attn-4"))
+
+
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size"), [(8, 8, 64), (14, 2, 64), (12, 2, 128), (4, 1, 256)]
@@ -48,7 +59,12 @@ def test_kernel_agrees_with_the_padded_path(heads, kv_heads, head_size, window):
     (query, key, value), ends = attention_case(heads, kv_heads, head_size)
     assert attention.has_kernel(query.device, query.dtype, head_size)
     weights, bounds = torch.randn_like(query), (ends, max(LENGTHS))
-    fast = attention._varlen((query, key, value), bounds, None, window)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        fast = attention._varlen((query, key, value), bounds, None, window)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in seen.key_averages()]
+    is_second = any("pytorch_flash" in name for name in kernels)  # FlashAttention 2, of torch
+    assert is_second is not has_flash_attention_4(), kernels
     fast_grads = torch.autograd.grad((fast * weights).float().sum(), (query, key, value))
     exact = [x.detach().float().requires_grad_() for x in (query, key, value)]
     slow = attention._padded(exact, bounds, None, window)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import vllm_compat, vllm_experts
+from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -20,9 +20,15 @@ PINS = dict(
     for line in (ROOT / "requirements/gpu.txt").read_text().splitlines()
     if not line.startswith("#")
 )
+# Methods of vLLM's newer model runner, which it takes on GPUs.
+NEWER_RUNNER = tuple(
+    ("vllm.v1.worker.gpu.model_runner", path)
+    for module, path in vllm_compat.NAMES + vllm_routing.NAMES
+    if module == "vllm.v1.worker.gpu_model_runner"
+)
 # Names in the pinned release, and in the oldest supported one, whose experts have other kernels.
 VLLM_RELEASES = [
-    (PINS["vllm"], vllm_compat.NAMES + vllm_experts.NAMES),
+    (PINS["vllm"], vllm_compat.NAMES + vllm_experts.NAMES + vllm_routing.NAMES + NEWER_RUNNER),
     ("0.25.1", vllm_compat.NAMES),
 ]
 

@@ -8,7 +8,6 @@ sequences.
 """
 
 import functools
-import inspect
 import logging
 from collections.abc import Sequence
 from importlib.metadata import distributions
@@ -21,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
-from hybridrl.distributed.torch_compat import activate_flash_attention_4
+from hybridrl.distributed.torch_compat import GROUPED_QUERY, activate_flash_attention_4
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +28,6 @@ PACKED_ATTENTION = "hybridrl_packed"
 
 # Arguments by which other architectures change the scores; ignoring one would be silently wrong.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
-# The kernel supports fewer key heads than query heads; since torch 2.12 it needs a flag.
-GROUPED_QUERY: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 def register_packed_attention() -> None:
@@ -45,12 +40,12 @@ def register_packed_attention() -> None:
 def choose_kernel() -> None:
     """Make `varlen_attn` run FlashAttention 4 on Hopper GPUs if flash-attn-4 is installed.
 
-    It supports what `has_kernel` does there, and needs less time than FlashAttention 2 at all
-    measured lengths, from 512 tokens (benchmarks/RESULTS.md). On others FlashAttention 2 stays.
+    It supports what `has_kernel` does there, and needs less time than FlashAttention 2 with 512 and
+    with 4,096 tokens (benchmarks/RESULTS.md). On others FlashAttention 2 stays.
     """
     installed = any(distributions(name="flash-attn-4"))
-    if installed and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
-        activate_flash_attention_4()
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if installed and is_hopper and activate_flash_attention_4():
         logger.info("attention runs FlashAttention 4")
 
 
