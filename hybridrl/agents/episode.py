@@ -11,6 +11,8 @@ from hybridrl.agents.record import EpisodeRecord
 from hybridrl.config.choices import OtherSampling
 from hybridrl.data.live import Progress
 
+# Answers that are remembered for each token sequence, where not all sequences are.
+ANSWERS = 32
 # Ends of a completion.
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
 
@@ -66,6 +68,13 @@ class Episode:
         """Forget what an earlier attempt of the program has sampled."""
         self.record = EpisodeRecord(self.record.encode, self.record.most)
         self.raw, self.answers, self.asked, self.attempt = {}, {}, Counter(), attempt
+
+    def forget_old(self) -> None:
+        """Forget the oldest answers and requests, unless all token sequences are remembered."""
+        if (most := self.record.most) is not None:
+            for known in (self.raw, self.answers, self.asked):
+                for key in [*known][: -ANSWERS * most]:
+                    del known[key]
 
     def transcript(self) -> list[list[Mapping[str, Any]]]:
         """Return the messages of each token sequence: of its last request, and the answer."""

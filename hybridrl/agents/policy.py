@@ -205,6 +205,7 @@ class Policy:
                     trained=trained,
                     truncated=reason == LENGTH,
                 )
+                episode.forget_old()
 
         queue = episode.open[request.request_id] = self._engines.submit(request)
         try:

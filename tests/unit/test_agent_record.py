@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.agents.episode import ANSWERS, Episode, Settings
 from hybridrl.agents.record import EpisodeRecord
+from hybridrl.config.choices import OtherSampling
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of, check_turns
 
 PROMPT = "<u>2 + 3?<a>"
@@ -113,3 +115,15 @@ def test_an_episode_without_a_token_has_an_untrained_one_and_its_reward():
     assert batch.prompts.values.tolist() == [7, 8] and batch.responses.values.tolist() == [4]
     assert not batch.response_mask.values.any()
     assert torch.equal(batch.environment_rewards, torch.tensor([-1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("most", "kept"), [(2, 2 * ANSWERS), (None, 100)])
+def test_where_few_sequences_are_remembered_so_are_the_last_answers_alone(most, kept):
+    settings = Settings(1.0, 1.0, 1.0, 1.0, 64, OtherSampling.refuse)
+    episode = Episode("key", (1,), 0, settings, EpisodeRecord(encode, most))
+    for number in range(100):
+        episode.raw[str(number)], episode.answers[str(number)] = "five<e>", {}
+        episode.asked[bytes([number])] += 1
+        episode.forget_old()
+    assert [*episode.raw] == [*episode.answers] == [str(k) for k in range(100)][-kept:]
+    assert len(episode.asked) == kept
