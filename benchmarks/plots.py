@@ -82,7 +82,7 @@ def grpo_step(line: Line) -> Groups:
     system = line.get("system", "hybridrl")
     shape = "" if settings["shape"] == "1.5b" else f"{settings['shape']}, "
     recipe = "" if settings["recipe"] == "gsm8k_grpo" else f"{settings['recipe']}, "
-    place = f"{settings['preset']}, {recipe}{shape}{settings['ranks']} GPUs{remark(line)}"
+    place = f"{settings['preset']}, {recipe}{shape}{gpus(line)}{remark(line)}"
     name = f"{place}\n{system}{versions(line)}"
     return {name: parts}
 
@@ -136,9 +136,14 @@ def shown(number: float) -> str:
 
 def where(line: Line) -> str:
     """GPUs and versions of a line."""
+    return f"{gpus(line)}{versions(line)}"
+
+
+def gpus(line: Line) -> str:
+    """Number and name of a line's GPUs."""
     settings = line["settings"]
     count = settings.get("ranks", settings.get("gpus", settings.get("tp", 1)))
-    return f"{count} {line['device'].removeprefix('NVIDIA ')}{versions(line)}"
+    return f"{count} {line['device'].removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
 
 
 def remark(line: Line) -> str:
