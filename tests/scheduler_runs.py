@@ -45,6 +45,7 @@ def assert_same(ways: list[dict[str, Any]]) -> None:
         one, other = ours[f"schedules {depth}"], vllms[f"schedules {depth}"]
         assert one["steps"] == other["steps"] and one["outputs"] == other["outputs"]
         assert one["repeated"] > 0.1 * STEPS and other["repeated"] == 0
+        assert one["updated"] < 0.7 * other["updated"] or one["vllm"].startswith("0.25.")
         assert any(step["preempted"] for step in one["steps"])
 
 
@@ -86,6 +87,7 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
     With a `depth` of 2, a step is queued behind the one that runs, as on a GPU.
     """
     from vllm import SamplingParams
+    from vllm import __version__ as version
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -94,7 +96,13 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
     engine.reset_prefix_cache()
     scheduler, draw = core.engine_core.scheduler, random.Random(depth)
     pool = scheduler.kv_cache_manager.block_pool
-    seen: dict[str, Any] = {"steps": [], "outputs": [], "repeated": 0}
+    seen: dict[str, Any] = {"steps": [], "outputs": [], "repeated": 0, "updated": 0}
+    seen["vllm"] = version
+
+    def update_request(*args: Any, **options: Any) -> Any:
+        seen["updated"] += 1
+        return type(scheduler)._update_request_with_output(scheduler, *args, **options)
+
     block_size = scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size
     blocks = MORE_BLOCKS + -(-(max(LENGTHS) + MOST_TOKENS) // block_size)
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
@@ -104,6 +112,7 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
         patch.object(scheduler, "_spec_token_placeholders", [], create=True),
         patch.object(scheduler, "pp_size", 1, create=True),
         patch.object(scheduler, "decode_stagger", 1, create=True),
+        patch.object(scheduler, "_update_request_with_output", update_request),
     ):
         for _ in range(STEPS):
             if len(scheduler.requests) < MOST_OPEN and draw.random() < 0.2:
@@ -130,10 +139,10 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
                 output = ModelRunnerOutput(ids, {name: at for at, name in enumerate(ids)}, tokens)
                 for outputs in scheduler.update_from_output(scheduled, output).values():
                     seen["outputs"].append(
-                        [
+                        sorted(
                             (one.request_id, one.new_token_ids, str(one.finish_reason))
                             for one in outputs.outputs
-                        ]
+                        )
                     )
         core.abort_requests([*scheduler.requests])
     pool.free_blocks(taken)

@@ -15,15 +15,18 @@ def relieve_scheduler(core: Any) -> None:
 
     vLLM looks for memory and for blocks to cache with each token of each sequence, and builds each
     step's schedule anew. Here it looks at the ends of blocks, and a step in which no request begins
-    or ends is scheduled like the one before it.
+    or ends is scheduled like the one before it. A sampled token that neither ends its request nor a
+    block is only added to it.
     """
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
     scheduler = core.engine_core.scheduler
     manager = scheduler.kv_cache_manager
     block_sizes = [group.block_size for group in manager.coordinator.single_type_managers]
     if len(block_sizes) > 1:
         return
     allocate, cache, (block_size,) = manager.allocate_slots, manager.cache_blocks, block_sizes
-    schedule, last = scheduler.schedule, None
+    schedule, update, last = scheduler.schedule, scheduler.update_from_output, None
 
     def needs_no_block(num_computed_tokens: int) -> bool:
         # A block's first token needs its memory; the last one may enter it into the prefix cache.
@@ -43,8 +46,21 @@ def relieve_scheduler(core: Any) -> None:
         last = _repeated(scheduler, last, needs_no_block) or schedule(*args, **options)
         return last
 
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        added = _added(scheduler, scheduled, output, block_size)
+        if not added:
+            return update(scheduled, output)
+        left = {name: n for name, n in scheduled.num_scheduled_tokens.items() if name not in added}
+        found = update(replace(scheduled, num_scheduled_tokens=left), output)
+        step = found.setdefault(0, EngineCoreOutputs())
+        step.outputs = step.outputs + [
+            EngineCoreOutput(request_id=name, new_token_ids=tokens)
+            for name, tokens in added.items()
+        ]
+        return found
+
     manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
-    scheduler.schedule = schedule_or_repeat
+    scheduler.schedule, scheduler.update_from_output = schedule_or_repeat, update_from_output
 
 
 @contextmanager
@@ -52,7 +68,8 @@ def vllms_scheduler(core: Any) -> Iterator[None]:
     """Within this context, undo what `relieve_scheduler` replaces, for comparisons."""
     scheduler = core.engine_core.scheduler
     manager = scheduler.kv_cache_manager
-    replaced = ((scheduler, "schedule"), (manager, "allocate_slots"), (manager, "cache_blocks"))
+    replaced = [(scheduler, "schedule"), (scheduler, "update_from_output")]
+    replaced += [(manager, "allocate_slots"), (manager, "cache_blocks")]
     with ExitStack() as stack:
         for owner, name in replaced:
             own = getattr(type(owner), name).__get__(owner)
@@ -107,3 +124,37 @@ def _repeated(scheduler: Any, last: Any, needs_no_block: Callable[[int], bool]) 
     )
     scheduler._update_after_schedule(found)
     return found
+
+
+def _added(scheduler: Any, scheduled: Any, output: Any, block_size: int) -> dict[str, list[int]]:
+    """Add sampled tokens to their requests where nothing else follows; return them by request."""
+    from vllm.v1.request import RequestStatus
+
+    tokens, rows, running = output.sampled_token_ids, output.req_id_to_index, RequestStatus.RUNNING
+    if not tokens or output.logprobs or scheduled.scheduled_spec_decode_tokens:
+        return {}
+    added = {}
+    for name, num_scheduled in scheduled.num_scheduled_tokens.items():
+        request, sampled = scheduler.requests.get(name), tokens[rows[name]]
+        if request is None or len(sampled) != 1:
+            continue
+        (token,), params = sampled, request.sampling_params
+        so_far, length = len(request._output_token_ids), len(request._all_token_ids) + 1
+        if (
+            num_scheduled == 1
+            and length % block_size > 1  # else vLLM hashes or caches a block
+            and 0 < so_far < request.max_tokens - 1
+            and length < scheduler.max_model_len
+            and token != params.eos_token_id
+            and token not in (params.stop_token_ids or ())
+            and request.status is running
+            and getattr(request, "num_stale_output_tokens", None) == 0  # vLLM 0.25 has none
+            and request.structured_output_request is None
+            and params.repetition_detection is None
+        ):
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= request.num_output_placeholders > 0
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+            added[name] = sampled
+    return added
