@@ -16,7 +16,8 @@ from tests.agents_serving import Served, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "clients.txt"
-# Turns of each token sequence. mini-swe-agent leaves answers without a command out of its history.
+# Turns of each token sequence. mini-swe-agent leaves answers without a command out of its history,
+# smolagents writes an end of the code behind them.
 TURNS = {
     "anthropic_sdk": [2],
     "langgraph_agent": [2],
@@ -25,7 +26,7 @@ TURNS = {
     "openai_agents_sdk": [2, 2],
     "openai_sdk": [2, 1],
     "pydantic_ai_agent": [2],
-    "smolagents_agent": [2],
+    "smolagents_agent": [1, 1, 1],
 }
 
 
