@@ -45,7 +45,8 @@ _WORKERS = {
 MODULES = {device: ("vllm.entrypoints.llm", module) for device, (module, _) in _WORKERS.items()}
 
 # (module, attribute) of classes and functions in use. Attributes of instances cannot be listed:
-# llm.llm_engine.engine_core.engine_core.scheduler, worker.model_runner, layer.quant_method.
+# llm.llm_engine.engine_core.engine_core.scheduler, worker.model_runner, layer.quant_method, and of
+# a scheduler's requests.
 NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.engine", "EngineCoreRequest"),
     ("vllm.v1.engine", "FinishReason.STOP"),
@@ -67,7 +68,9 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.cache_blocks"),
+    ("vllm.v1.request", "RequestStatus.RUNNING"),
     ("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index"),
+    ("vllm.v1.outputs", "ModelRunnerOutput.sampled_token_ids"),
     ("vllm.v1.outputs", "ModelRunnerOutput.logprobs"),
     ("vllm.v1.outputs", "LogprobsLists.logprobs"),
     ("vllm.exceptions", "VLLMValidationError"),
