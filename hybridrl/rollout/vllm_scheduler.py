@@ -135,8 +135,8 @@ def _added(scheduler: Any, scheduled: Any, output: Any, block_size: int) -> dict
         return {}
     added = {}
     for name, num_scheduled in scheduled.num_scheduled_tokens.items():
-        request, sampled = scheduler.requests.get(name), tokens[rows[name]]
-        if request is None or len(sampled) != 1:
+        request = scheduler.requests.get(name)
+        if request is None or len(sampled := tokens[rows[name]]) != 1:
             continue
         (token,), params = sampled, request.sampling_params
         so_far, length = len(request._output_token_ids), len(request._all_token_ids) + 1
