@@ -55,11 +55,12 @@ def judged(measured: dict[str, Any], path: str = "") -> Iterator[tuple[str, floa
 
 
 def comparable(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the last stored line with the same device, versions and settings."""
-    found = None
+    """Return the last stored line with the same device, versions and settings, and a number."""
+    found, names = None, {name for name, _ in judged(line["measured"])}
     for text in (STORED / f"{line['bench']}.jsonl").read_text().splitlines():
         stored = json.loads(text)
-        if "system" not in stored and identity(stored) == identity(line):
+        has_name = any(name in names for name, _ in judged(stored["measured"]))
+        if "system" not in stored and has_name and identity(stored) == identity(line):
             found = stored
     return found
 

@@ -198,7 +198,9 @@ def message_of(
             }
             for k, (name, arguments) in enumerate(parsed.calls)
         ]
-    episode.raw[message_key(message)] = one.raw
+    key = message_key(message)
+    episode.raw.pop(key, None)  # the newest comes last
+    episode.raw[key] = one.raw
     episode.answers[one.name] = message
     return message, reason
 

@@ -11,7 +11,7 @@ from hybridrl.agents.record import EpisodeRecord
 from hybridrl.config.choices import OtherSampling
 from hybridrl.data.live import Progress
 
-# Answers that are remembered for each token sequence, where not all sequences are.
+# Answers that are remembered, times the token sequences that are, where not all sequences are.
 ANSWERS = 32
 # Ends of a completion.
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
@@ -72,9 +72,11 @@ class Episode:
     def forget_old(self) -> None:
         """Forget the oldest answers and requests, unless all token sequences are remembered."""
         if (most := self.record.most) is not None:
+            last = {sequence.turns[-1].name for sequence in self.record.sequences}
             for known in (self.raw, self.answers, self.asked):
                 for key in [*known][: -ANSWERS * most]:
-                    del known[key]
+                    if key not in last:
+                        del known[key]
 
     def transcript(self) -> list[list[Mapping[str, Any]]]:
         """Return the messages of each token sequence: of its last request, and the answer."""

@@ -261,8 +261,8 @@ class Policy:
         content += np.asarray(start.prompt, np.int32).tobytes()
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if ask.seed is None:
-            episode.asked[digest] += 1
-            index = episode.asked[digest]
+            index = episode.asked.pop(digest, 0) + 1
+            episode.asked[digest] = index  # the newest comes last
         self._count += 1
         room = episode.settings.context - len(start.prompt)
         sampling = dict(ask.sampling)

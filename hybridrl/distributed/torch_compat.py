@@ -103,7 +103,7 @@ def group_named(name: str) -> ProcessGroup:
 
 
 def activate_flash_attention_4() -> bool:
-    """Replace torch's FlashAttention 2 in this process; torch before 2.14 keeps it: False."""
+    """Replace torch's FlashAttention 2; return whether it was: not with torch before 2.14."""
     if TorchVersion(torch.__version__) < (2, 14):
         return False
     # Of its compiler, about an argument that is constant here.

@@ -6,6 +6,7 @@ What is scheduled, allocated and cached is what vLLM does by itself.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ def relieve_scheduler(core: Any) -> None:
     vLLM looks for memory and for blocks to cache with each token of each sequence, and builds each
     step's schedule anew. Here it looks at the ends of blocks, and a step in which no request begins
     or ends is scheduled like the one before it. A sampled token that neither ends its request nor a
-    block is only added to it.
+    block is only added to it, but with vLLM 0.25.
     """
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
@@ -60,7 +61,9 @@ def relieve_scheduler(core: Any) -> None:
         return found
 
     manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
-    scheduler.schedule, scheduler.update_from_output = schedule_or_repeat, update_from_output
+    scheduler.schedule = schedule_or_repeat
+    if "is_stale" in signature(scheduler._update_request_with_output).parameters:  # not in 0.25
+        scheduler.update_from_output = update_from_output
 
 
 @contextmanager
@@ -148,7 +151,7 @@ def _added(scheduler: Any, scheduled: Any, output: Any, block_size: int) -> dict
             and token != params.eos_token_id
             and token not in (params.stop_token_ids or ())
             and request.status is running
-            and getattr(request, "num_stale_output_tokens", None) == 0  # vLLM 0.25 has none
+            and request.num_stale_output_tokens == 0
             and request.structured_output_request is None
             and params.repetition_detection is None
         ):

@@ -17,7 +17,7 @@ from tests.agents_serving import Served, serving
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "clients.txt"
 # Turns of each token sequence. mini-swe-agent leaves answers without a command out of its history,
-# smolagents writes an end of the code behind them.
+# smolagents appends a closing tag to them: each turn begins a new sequence.
 TURNS = {
     "anthropic_sdk": [2],
     "langgraph_agent": [2],

@@ -33,7 +33,7 @@ def check(rows):
 
 def test_steps_train_tokens_sampled_over_the_cache_of_earlier_weights(tmp_path):
     """Those are no mismatch of vLLM and actor; the other tokens have the actor's log-probs."""
-    rows = run(tmp_path, "seed=2")  # of 1, a step trains no token of its own cache
+    rows = run(tmp_path, "seed=2")  # with 1, one trains none of its own cache
     check(rows)
     for row in rows:
         assert row["rollout/log_prob_diff_mean"] < 1e-5

@@ -82,7 +82,7 @@ SPLIT = ["rollout.schedule=split", "cluster.gpus_per_node=2", "placement.rollout
     ],
 )
 def test_three_seeds_end_alike_on_average(tmp_path, recipe, others):
-    """Responses that take several steps, and programs in the place of an environment."""
+    """partial, split and agents end within 0.03 of the recipe that they vary."""
     found = {}
     for command in ([f"+recipe={recipe}"], *others):
         accuracies = []

@@ -85,6 +85,13 @@ def test_lines_of_other_settings_are_not_compared(tmp_path, monkeypatch, capsys)
     assert "training.jsonl has no line of this device" in capsys.readouterr().out
 
 
+def test_a_line_without_a_stored_number_is_not_compared(tmp_path, monkeypatch):
+    line = json.loads((compare.STORED / "training.jsonl").read_text().splitlines()[1])
+    line["settings"]["variants"] = "eager"
+    line["measured"] = {"eager": line["measured"]["compiled"]}
+    assert compared(line, tmp_path, monkeypatch) == 2
+
+
 def compared(line, folder, monkeypatch):
     """Return the exit code of compare.py."""
     (folder / "now.json").write_text(f"progress\n{json.dumps(line)}\n")

@@ -30,8 +30,8 @@ from hybridrl.config.schema import RunConfig
 
 # vLLM's KV cache and buffers.
 LEAST_CACHE = GIB
-# Share of a GPU that chosen settings fill, if some do: torch's allocator keeps 1.15 times what
-# tensors take at their peak (benchmarks/RESULTS.md).
+# Share of a GPU that chosen settings fill, if some do: torch's allocator keeps 1.14 to 1.18
+# times what tensors take at their peak (benchmarks/RESULTS.md).
 ROOM = 0.86
 # The same with weights that stay gathered after forward: memory that torch keeps over what tensors
 # take at the peak of an update.

@@ -52,7 +52,7 @@ def verdict(
         there, worst = gib(case.gpu.memory_bytes), case.worst()
         yield f"It fits: at most {gib(worst.total)} ({worst.name}) of a GPU's {there}."
         if worst.total > ROOM * case.gpu.memory_bytes:
-            yield "It is tight: torch's allocator keeps up to 1.15 times what tensors take."
+            yield "It is tight: torch's allocator keeps 1.14 to 1.18 times what tensors take."
         if chosen:
             yield (
                 f"Chosen for this, as the fastest that fit: {' '.join(map(str, chosen))}. Values "

@@ -67,6 +67,7 @@ class Endpoint:
         self.policy = Policy(ModelText(tokenizer, ends), self.engines, parse)
         with without_collections():  # later ones would take a quarter of the server's time
             self.server = EndpointServer(self.policy, host, port)
+        self._threshold = gc.get_threshold()
         gc.set_threshold(ALLOCATIONS)
 
     def __enter__(self) -> Self:
@@ -75,6 +76,7 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self.server.call(self.policy.close_all)
         self.server.close()
+        gc.set_threshold(*self._threshold)
 
     def episode(
         self,

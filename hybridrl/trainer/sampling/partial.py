@@ -169,7 +169,7 @@ class PartialSampling(Sampling):
         """Return the tokens that `missing` more prompts need in the mean.
 
         They are at least the share `least` of a mean length for each unfinished response. The mean
-        is that of all responses so far, and at least `length`.
+        is that of the responses that training has sampled so far, and at least `length`.
         """
         mean = self._state.lengths.mean or self._config.rollout.max_response_tokens / 2
         responses = max(missing * self._each, least * len(open_places(groups)))
