@@ -48,7 +48,7 @@ def relieve_scheduler(core: Any) -> None:
         return last
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
-        added = _added(scheduler, scheduled, output, block_size)
+        added = _added(scheduler, scheduled, output, needs_no_block)
         if not added:
             return update(scheduled, output)
         left = {name: n for name, n in scheduled.num_scheduled_tokens.items() if name not in added}
@@ -129,7 +129,9 @@ def _repeated(scheduler: Any, last: Any, needs_no_block: Callable[[int], bool]) 
     return found
 
 
-def _added(scheduler: Any, scheduled: Any, output: Any, block_size: int) -> dict[str, list[int]]:
+def _added(
+    scheduler: Any, scheduled: Any, output: Any, needs_no_block: Callable[[int], bool]
+) -> dict[str, list[int]]:
     """Add sampled tokens to their requests where nothing else follows; return them by request."""
     from vllm.v1.request import RequestStatus
 
@@ -145,7 +147,7 @@ def _added(scheduler: Any, scheduled: Any, output: Any, block_size: int) -> dict
         so_far, length = len(request._output_token_ids), len(request._all_token_ids) + 1
         if (
             num_scheduled == 1
-            and length % block_size > 1  # else vLLM hashes or caches a block
+            and needs_no_block(length - 1)  # else vLLM hashes or caches a block
             and 0 < so_far < request.max_tokens - 1
             and length < scheduler.max_model_len
             and token != params.eos_token_id
