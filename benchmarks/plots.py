@@ -98,7 +98,8 @@ def long_tail(line: Line) -> Groups:
     settings = line["settings"]
     own = [key for key in settings["overrides"] if key.startswith("rollout.")]
     changed = f" ({', '.join(own)})" if own else ""
-    name = f"{settings['schedule']}{changed}\n{where(line)}"
+    shape = "" if settings["shape"] == "1.5b" else f", {settings['shape']}"
+    name = f"{settings['schedule']}{shape}{changed}\n{where(line)}"
     return {name: {"trained": line["measured"]["trained_tokens_per_s"] / 1e3}}
 
 
@@ -179,7 +180,12 @@ def draw(plot: Plot, folder: Path) -> Path:
     """Draw a plot into `folder`; return the file."""
     groups: Groups = {}
     for text in (RESULTS / f"{plot.bench}.jsonl").read_text().splitlines():
-        groups |= plot.groups(json.loads(text))
+        for name, group in plot.groups(json.loads(text)).items():
+            label, runs = name, 1
+            while label in groups:
+                runs += 1
+                label = f"{name}, run {runs}"
+            groups[label] = group
     bars = list(dict.fromkeys(name for group in groups.values() for name in group))
     rows = len(groups) * (1 if plot.stacked else len(bars)) + len(groups)
     figure = Figure(figsize=(8.4, 1.2 + 0.24 * rows), layout="constrained")
