@@ -89,7 +89,7 @@ def grpo_step(line: Line) -> Groups:
 
 def agents(line: Line) -> Groups:
     """Thousands of sampled tokens per second."""
-    ways, name = ("batch", "agents"), f"{where(line)}{remark(line)}"
+    ways, name = ("batch", "agents"), where(line)
     return {name: {way: line["measured"][way]["tokens_per_s"] / 1e3 for way in ways}}
 
 
@@ -127,7 +127,7 @@ def checkpoint(line: Line) -> Groups:
     found = line["measured"]
     waits = {"training waits": found["blocked_s_first"], "on the disk after": found["write_s"][0]}
     plain = {"torch.save of the same, training waits": found["plain_torch_save_s"]}
-    return {f"{where(line)}, {found.get('gb', line['settings'].get('gb')):.0f} GB": waits | plain}
+    return {f"{where(line)}, {found['gb']:.0f} GB": waits | plain}
 
 
 def shown(number: float) -> str:
@@ -136,8 +136,8 @@ def shown(number: float) -> str:
 
 
 def where(line: Line) -> str:
-    """GPUs and versions of a line."""
-    return f"{gpus(line)}{versions(line)}"
+    """GPUs, remark and versions of a line."""
+    return f"{gpus(line)}{remark(line)}{versions(line)}"
 
 
 def gpus(line: Line) -> str:

