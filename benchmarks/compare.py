@@ -109,10 +109,9 @@ def main() -> None:
     for line in lines:
         stored = comparable(line)
         if stored is None:
+            common = {key: line[key] for key in ("device", "versions", "settings")}
             print(f"benchmarks/results/{line['bench']}.jsonl has no line of this device, of these")
-            print(
-                f"versions and settings: {[line[key] for key in ('device', 'versions', 'settings')]}"
-            )
+            print(f"versions and settings: {common}")
         else:
             results.append(compare(line, stored, args.tolerance))
     raise SystemExit(int(any(results)) if results else 2)
