@@ -1,9 +1,12 @@
 """Process of a command: setup, signals, exit codes."""
 
+import fcntl
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
@@ -25,11 +28,24 @@ def set_up_process() -> None:
     """Set up kernel caches, memory and imports."""
     for variable, folder in KERNEL_FOLDERS.items():
         os.environ.setdefault(variable, str(cache_folder() / folder))
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    # Without locks FlashAttention would wait for one and fail.
+    if _has_locks(Path(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])):
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     # Large CPU tensors in 2 MiB pages: with 4 KiB pages, allocating a batch takes longer than
     # computing it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import_from_here()
+
+
+def _has_locks(folder: Path) -> bool:
+    """Return whether files can be made and locked here; some network file systems have no locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def import_from_here() -> None:

@@ -63,9 +63,35 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     ("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.has_requests"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.pause_state"),
+    *(
+        ("vllm.v1.core.sched.output", f"CachedRequestData.{part}")
+        for part in (
+            "all_token_ids",
+            "new_block_ids",
+            "num_computed_tokens",
+            "num_output_tokens",
+            "resumed_req_ids",
+        )
+    ),
+    *(
+        ("vllm.v1.core.sched.output", f"SchedulerOutput.{part}")
+        for part in (
+            "finished_req_ids",
+            "has_structured_output_requests",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "scheduled_cached_reqs",
+            "scheduled_new_reqs",
+            "scheduled_spec_decode_tokens",
+            "total_num_scheduled_tokens",
+        )
+    ),
     ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.cache_blocks"),
     ("vllm.v1.request", "RequestStatus.RUNNING"),
@@ -74,7 +100,12 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.outputs", "ModelRunnerOutput.logprobs"),
     ("vllm.v1.outputs", "LogprobsLists.logprobs"),
     ("vllm.exceptions", "VLLMValidationError"),
-    ("vllm.sampling_params", "StructuredOutputsParams"),
+    ("vllm.sampling_params", "SamplingParams.eos_token_id"),
+    ("vllm.sampling_params", "SamplingParams.repetition_detection"),
+    ("vllm.sampling_params", "StructuredOutputsParams._backend"),
+    ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
+    ("vllm.tool_parsers", "ToolParserManager.get_tool_parser"),
+    ("vllm.tool_parsers", "ToolParserManager.list_registered"),
     ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init"),
     ("vllm.v1.structured_output.backend_xgrammar", "validate_xgrammar_grammar"),
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),

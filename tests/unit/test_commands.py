@@ -1,5 +1,7 @@
 """How the commands beside training end, and what becomes of a folder that goes meanwhile."""
 
+import errno
+import fcntl
 import os
 import re
 import shutil
@@ -8,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,3 +142,13 @@ def test_compiled_kernels_are_kept_in_the_cache_but_where_the_user_says(
     del os.environ["TRITON_CACHE_DIR"]
     set_up_process()
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+
+
+def test_flash_attentions_cache_is_off_where_files_cannot_be_locked(
+    own_process, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(os, "environ", {"HYBRIDRL_CACHE": str(tmp_path)})
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
+    set_up_process()
+    assert "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" not in os.environ

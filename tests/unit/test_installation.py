@@ -41,6 +41,14 @@ def test_another_generation_is_refused(installed, version):
         check_installation(Accelerator.cpu)
 
 
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0+cu130"])
+def test_another_torch_is_refused(installed, version):
+    installed("torch", version)
+    expected = rf"torch {re.escape(version)}, expected (.|\n)*pinned in requirements/"
+    with pytest.raises(ConfigError, match=expected):
+        check_installation(Accelerator.cpu)
+
+
 @pytest.mark.parametrize(
     ("version", "sleep", "refused"),
     [("0.32.0", "kv_cache", True), ("0.33.0", "kv_cache", False), ("0.32.0", "all", False)],

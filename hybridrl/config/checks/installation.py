@@ -13,8 +13,10 @@ logger = logging.getLogger(__name__)
 TESTED_ON_GPU = ("0.25.1", "0.33.0")
 TESTED_ON_CPU = ("0.30.0", "0.31.0", "0.32.0")
 OLDEST, TOO_NEW = (0, 25), (0, 34)
-# The first with `LLM.release_kv_cache_memory`, for rollout.sleep=kv_cache on GPUs.
+# The first that ran with rollout.sleep=kv_cache on GPUs; `LLM.release_kv_cache_memory` is older.
 OLDEST_FOR_KV_CACHE_SLEEP = (0, 33)
+# As in setup.cfg, which pip does not read where it installs a pinned set.
+OLDEST_TORCH, TOO_NEW_TORCH = (2, 11), (2, 15)
 # As in setup.cfg; a checkout on PYTHONPATH has no metadata.
 OLDEST_RAY = (2, 60)
 # Remedy for a `ray_problem`.
@@ -33,6 +35,11 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
     """
     problems = _problems_of_ray()
     torch_version = _version("torch") or ""
+    if torch_version and not OLDEST_TORCH <= _generation(torch_version) < TOO_NEW_TORCH:
+        problems.append(
+            f"torch {torch_version}, expected a version from {_dotted(OLDEST_TORCH)} to below "
+            f"{_dotted(TOO_NEW_TORCH)}.\nInstall the version pinned in requirements/"
+        )
     if torch_version.endswith("+cpu"):
         problems += [
             f"{name} {version} beside torch {torch_version}: it is a CUDA build, with which "
@@ -54,7 +61,7 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
     elif accelerator is Accelerator.gpu and sleep == SleepMode.kv_cache and not frees_cache_alone():
         problems.append(
             f"rollout.sleep=kv_cache needs vllm {_dotted(OLDEST_FOR_KV_CACHE_SLEEP)}, found "
-            f"{version}: older ones free weights and KV cache together.\n"
+            f"{version}: it was not tested with older ones.\n"
             "Set rollout.sleep=all or none, or install the version pinned in requirements/"
         )
     if problems or version is None:
