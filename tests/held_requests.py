@@ -23,6 +23,8 @@ def in_parts(engine: VLLMEngine) -> dict[str, Any]:
         asked = naming(request, rows, places)
         # A request that is held keeps its seed.
         other_seeds = replace(asked, seeds=asked.seeds + 10 * len(parts))
+        if parts:  # a call that samples nothing keeps them
+            engine.generate(replace(other_seeds, token_budget=0.0))
         part = engine.generate(replace(other_seeds, token_budget=2.5))
         parts.append((places, part))
         for place, row in zip(places, part.responses.rows(), strict=True):

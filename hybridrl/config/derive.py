@@ -135,8 +135,9 @@ def _shards(config: RunConfig, machine: Machine) -> int:
 
 
 def _in_flight(config: RunConfig, machine: Machine) -> int:
-    """Return the prompts of a step, or of two if sampling goes on over steps."""
-    steps = {Schedule.sync: 1, Schedule.partial: 2, Schedule.split: config.rollout.max_versions}
+    """Return the prompts of a step, or of two if rollout.max_versions allows that."""
+    versions = config.rollout.max_versions
+    steps = {Schedule.sync: 1, Schedule.partial: versions + 1, Schedule.split: versions}
     return config.data.prompts_per_step * max(1, min(2, steps[config.rollout.schedule]))
 
 

@@ -11,16 +11,24 @@ from torch import Tensor
 from hybridrl.data.batch import PromptBatch
 
 
+# Weight in a recent mean of what is a step older.
+DECAY = 0.9
+
+
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Running mean of integers, exact in any order."""
+    """Running mean; of integers exact in any order, unless older ones count less."""
 
-    count: int = 0
-    total: int = 0
+    count: float = 0
+    total: float = 0
 
     def plus(self, value: int) -> "Mean":
         """Return the mean after one more number."""
         return Mean(self.count + 1, self.total + value)
+
+    def faded(self) -> "Mean":
+        """Return the same mean, which later numbers change more."""
+        return Mean(DECAY * self.count, DECAY * self.total)
 
     @property
     def value(self) -> float:
@@ -59,7 +67,8 @@ class ResponseLengths:
     Attributes:
         seen: prompt id -> lengths of its responses, up to the last commit.
         overall: lengths of all responses, up to the last commit.
-        in_parts: of these, responses for training that are sampled in parts (partial, split).
+        in_parts: of responses for training that are sampled in parts (partial, split), recent ones
+            above all: lengths change during training.
     """
 
     seen: dict[int, Mean] = field(default_factory=dict)
@@ -75,6 +84,8 @@ class ResponseLengths:
         """Merge the lengths of a finished step into the attributes."""
         self.seen.update(self._known.maps[0])
         self._known.maps[0].clear()
+        if self._in_parts != self.in_parts:
+            self._in_parts = self._in_parts.faded()
         self.overall, self.in_parts = self._overall, self._in_parts
 
     def state(self) -> dict[str, Any]:
@@ -102,7 +113,7 @@ class ResponseLengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of responses sampled in parts, before them of all; 0 if there are none."""
+        """Recent mean length in parts, before there is one that of all; 0 if there are none."""
         return (self._in_parts if self._in_parts.count else self._overall).value
 
     def learn(

@@ -95,10 +95,11 @@ class _Responses:
 
 
 class Request(NamedTuple):
-    """An open request: its id, and the salt of its cached prefix."""
+    """An open request: its id, the salt of its cached prefix, and the call that added it."""
 
     request_id: str
     salt: int
+    call: int
 
 
 class Requests:
@@ -200,7 +201,7 @@ class Requests:
             row = index // prompts.responses_per_prompt
             request = self.held.pop((names[row], len(rows[row])), None)
             if request is None:
-                request = Request(f"{self._calls}-{index}", self.salt)
+                request = Request(f"{self._calls}-{index}", self.salt, self._calls)
                 params = copy(shared)
                 params.max_tokens = max_tokens[row]
                 params.seed = seed
@@ -220,11 +221,15 @@ class Requests:
     ) -> None:
         """Hold open requests that a later call may continue, and abort the others.
 
-        Requests without a token in this call wait for a place; the next call orders them anew.
+        New requests without a token wait for a place; the next call orders them anew.
         """
         kept: set[int] = set()
         if prompts.response_id is not None:
-            kept = {index for index in still_open if sampled[index]}
+            kept = {
+                index
+                for index in still_open
+                if sampled[index] or requests[index].call < self._calls
+            }
             lengths = (prompts.prompts.lengths + sampled).tolist()
             ids = prompts.response_id.tolist()
             self.held = {(ids[index], lengths[index]): requests[index] for index in kept}

@@ -46,6 +46,7 @@ def test_two_steps_of_every_recipe_can_be_had(recipe, ranks, tmp_path):
         ["algorithm.max_sampling_rounds=4"],
         ["algorithm=grpo", "trainer.total_steps=5"],
         ["rollout.schedule=partial", "rollout.max_in_flight=100"],
+        ["rollout.schedule=partial", "rollout.max_in_flight=64", "rollout.max_versions=0"],
         [
             "rollout.schedule=split",
             "rollout.max_in_flight=100",

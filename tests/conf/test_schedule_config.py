@@ -26,6 +26,10 @@ SPLIT = ["rollout.schedule=split", "placement.rollout_gpus=1", "cluster.gpus_per
         ([PARTIAL, "rollout.max_in_flight=63"], ["rollout.max_in_flight = 63", "64"]),
         (["rollout.keep_kv=true"], ["rollout.keep_kv", "no effect", "rollout.schedule"]),
         (
+            [PARTIAL, "rollout.keep_kv=true", "rollout.max_versions=0"],
+            ["rollout.keep_kv", "no effect", "rollout.max_versions = 0"],
+        ),
+        (
             [PARTIAL, "rollout.keep_kv=true", "environment=calculator_agent"],
             ["rollout.keep_kv = true", "environment=agent", "rollout.keep_kv=false"],
         ),
@@ -90,6 +94,7 @@ def test_one_mistake_gets_one_problem(overrides, words):
         ([PARTIAL], 128),
         ([PARTIAL, "environment=calculator", "algorithm.max_sampling_rounds=2"], 128),
         ([PARTIAL, "rollout.max_in_flight=70"], 70),
+        ([PARTIAL, "rollout.max_versions=0"], 64),
         (SPLIT, 128),
         ([*SPLIT, "rollout.max_versions=1"], 64),
         ([*SPLIT, "rollout.max_versions=0"], 64),

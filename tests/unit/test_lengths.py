@@ -1,5 +1,6 @@
 """Expected tokens of prompts: hand-worked estimates, and prompts dealt by what was learned."""
 
+import pytest
 import torch
 
 from hybridrl.data.batch import PromptBatch
@@ -25,6 +26,19 @@ def test_lengths_are_learned_by_prompt():
     lengths.commit()
     assert lengths.seen == {0: Mean(2, 12), 1: Mean(2, 2), 2: Mean(1, 7)}
     assert lengths.overall == Mean(5, 21)
+
+
+def test_the_mean_of_responses_in_parts_follows_a_change():
+    lengths = ResponseLengths()
+    for length in [400] * 40 + [100] * 40:
+        lengths.learn(range(16), [length] * 16, in_parts=True)
+        lengths.commit()
+    # Steps 1 to 40 weigh 0.9^40 times as much as steps 41 to 80.
+    assert lengths.mean == pytest.approx(100 + 300 * 0.9**40 / (1 + 0.9**40))
+    assert lengths.state()["overall"] == [1280, 320_000]
+    before = lengths.state()
+    lengths.commit()
+    assert lengths.state() == before
 
 
 def test_budgets_count_evaluations_only_until_something_was_sampled_in_parts():

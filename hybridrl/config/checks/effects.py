@@ -109,6 +109,7 @@ RULES = (
         "sync",
         remedy="set rollout.schedule=partial or split",
     ),
+    Idle("rollout.keep_kv", "rollout.max_versions", 0, ", which leaves no response unfinished"),
     Idle("rollout.sleep", "rollout.schedule", "split", ", whose engines never sleep"),
     Idle(
         "ref.log_prob_chunk_tokens",

@@ -244,10 +244,16 @@ def _rollout_changes(config: RunConfig) -> Iterator[list[Change]]:
 def _more_gpus(config: RunConfig) -> Iterator[list[Change]]:
     """Yield the settings of 2, 4, 8... times as many GPUs, nodes filled first."""
     nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
+    sampling = config.placement.rollout_gpus
     assert gpus is not None
     while 2 * nodes * gpus <= MOST_GPUS:
         nodes, gpus = (nodes, 2 * gpus) if 2 * gpus <= NODE_GPUS else (2 * nodes, gpus)
-        sizes = (Change("cluster.nodes", nodes), Change("cluster.gpus_per_node", gpus))
+        sampling = sampling and 2 * sampling
+        sizes = [
+            Change("cluster.nodes", nodes),
+            Change("cluster.gpus_per_node", gpus),
+            Change("placement.rollout_gpus", sampling),
+        ]
         yield _different(config, [*sizes, Change("placement.slots_on_nodes", None)])
 
 

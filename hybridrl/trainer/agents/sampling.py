@@ -110,4 +110,5 @@ class PartialAgents(PartialSampling):
         if draft.failure is not None:
             failure = self._agents.failures.number(draft.failure, draft.reason)
         prompt = group.prompt.token_ids
-        return EpisodeResult(number, group.engine, prompt, record, draft.reward, failure, turns)
+        engine = self._engine_of(group)
+        return EpisodeResult(number, engine, prompt, record, draft.reward, failure, turns)

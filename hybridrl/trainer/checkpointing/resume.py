@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridrl.checkpoint import verification
@@ -14,6 +14,7 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.checks.checkpoint import AUTO, NONE
+from hybridrl.config.choices import Schedule
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_CHANGES_SHOWN = 6
 NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
+FREE = "changed, without effect on the results"
+FREE_IN_PARTS = "changed (engines and their limits decide which responses a step trains)"
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,12 @@ def find_resume(
     notes = [
         *_notes(config, found, state, rows),
         *_listed("changed, as allowed", mattering),
-        *_listed("changed, without effect on the results", free),
+        *_listed(FREE if config.rollout.schedule is Schedule.sync else FREE_IN_PARTS, free),
         *_listed("other versions", _other_versions(before.versions, versions())),
     ]
+    if config.rollout.schedule is Schedule.sync and state.in_flight:
+        notes.append(f"{len(state.in_flight)} prompts in flight are not trained: sync drops them")
+        state = replace(state, in_flight=[])
     return Resume(found, state, rows, notes)
 
 
