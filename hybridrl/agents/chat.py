@@ -124,14 +124,18 @@ class Chat(Format):
     def _logprobs(
         self, policy: Policy, request: ChatRequest, one: Completion
     ) -> dict[str, Any] | None:
-        if not request.logprobs:
-            return None
-        texts = [policy.text.decode([token], special=True) for token in one.tokens]
-        content = [
-            {"token": text, "logprob": value, "bytes": [*text.encode()], "top_logprobs": []}
-            for text, value in zip(texts, one.log_probs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        return (
+            {"content": token_log_probs(policy, one), "refusal": None} if request.logprobs else None
+        )
+
+
+def token_log_probs(policy: Policy, one: Completion) -> list[dict[str, Any]]:
+    """Return the log-prob of each sampled token, in nats."""
+    texts = [policy.text.decode([token], special=True) for token in one.tokens]
+    return [
+        {"token": text, "logprob": value, "bytes": [*text.encode()], "top_logprobs": []}
+        for text, value in zip(texts, one.log_probs, strict=True)
+    ]
 
 
 def rendered(
@@ -151,7 +155,14 @@ def rendered(
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates expect it: text, and arguments of calls as mappings."""
     found = dict(message)
-    if isinstance(content := found.get("content"), list):
+    content, calls = found.get("content"), found.get("tool_calls") or []
+    if not isinstance(content, str | list | None):
+        raise RequestError(f"This content is no text: {content!r}.", param="messages")
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise RequestError(f"These tool_calls are no calls: {calls!r}.", param="messages")
+    if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if None in texts:
             wrong = content[texts.index(None)]
@@ -173,8 +184,14 @@ def tools_of(policy: Policy, tools: list[dict[str, Any]] | None) -> list[dict[st
         return None
     for tool in tools:
         function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"This tool is no function with a name: {tool}.", param="tools")
+        if not (
+            isinstance(function, dict)
+            and isinstance(function.get("name"), str)
+            and isinstance(function.get("description"), str | None)
+            and isinstance(function.get("parameters"), dict | None)
+        ):
+            why = "This tool is no function with a name, a description and a schema of parameters"
+            raise RequestError(f"{why}: {tool}.", param="tools")
     if policy.parse_tools is None:
         raise refused_parameter("tools", "...", TOOL_PARSER)
     return tools

@@ -154,7 +154,14 @@ def _delta(index: int, delta: dict[str, Any]) -> str:
 
 
 def _chat_tools(request: MessagesRequest) -> list[dict[str, Any]] | None:
-    """Return the tools in the form of chat completions."""
+    """Return the tools in the form of chat completions.
+
+    Raises:
+        RequestError: one is a tool of Anthropic's servers.
+    """
+    for tool in request.tools or ():
+        if tool.get("type") not in (None, "custom"):
+            raise refused_parameter("tools", tool["type"], "The policy calls your own tools only.")
     return [
         {
             "type": "function",
@@ -176,10 +183,12 @@ def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     """
     role, content = message.get("role"), message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise RequestError(f"This content is neither a text nor blocks: {content!r}.")
     texts, calls, results = [], [], []
     for block in blocks:
         match block.get("type"):
-            case "text":
+            case "text" if isinstance(block.get("text"), str):
                 texts.append(block)
             case "tool_use":
                 arguments = json.dumps(block.get("input"))

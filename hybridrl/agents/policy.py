@@ -27,7 +27,7 @@ from hybridrl.agents.episode import (
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.record import Start
 from hybridrl.agents.text import ModelText, TextStream
-from hybridrl.data.live import LiveRequest, Progress
+from hybridrl.data.live import FAILED, LiveRequest, Progress
 from hybridrl.data.seeds import derive_seed
 from hybridrl.rollout.tool_calls import ParseTools
 
@@ -118,29 +118,39 @@ class Policy:
         Raises:
             RequestError: the prompt leaves no room for a token.
         """
-        start = episode.record.start(ask.prompt.text)
-        context = episode.settings.context
+        context, text = episode.settings.context, ask.prompt.text
+        # Other episodes would wait until a long text is tokenised.
+        if len(text) > context * self.text.longest:
+            raise _too_long(context, f"more: {len(text)} characters")
+        start = episode.record.start(text)
         if not 0 < len(start.prompt) < context:
-            raise RequestError(
-                f"This model's maximum context length is {context} tokens (rollout."
-                f"max_prompt_tokens + max_response_tokens); the prompt has {len(start.prompt)}.",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise _too_long(context, str(len(start.prompt)))
         if any(not 0 <= token < self.text.size for token in ask.sampling.get("logit_bias", ())):
             why = f"The model's tokens are 0 to {self.text.size - 1}."
             raise refused_parameter("logit_bias", ask.sampling["logit_bias"], why)
         # A stop string is found while the completion is sampled.
         in_pieces = in_pieces or bool(ask.stop)
-        requests = [self._request(episode, start, ask, in_pieces, k) for k in range(count)]
-        return [
-            Begun(self._completion(k, request, ask), start, request, ask)
-            for k, request in enumerate(requests)
-        ]
+        return [self._begun(episode, start, ask, in_pieces, index) for index in range(count)]
 
-    def _completion(self, index: int, request: LiveRequest, ask: Ask) -> Completion:
-        name, num_tokens = f"{request.seed:x}", len(request.prompt)
-        return Completion(index, name, num_tokens, is_call=ask.is_call)
+    def _begun(
+        self, episode: Episode, start: Start, ask: Ask, in_pieces: bool, index: int
+    ) -> Begun:
+        """Return a completion that is about to be sampled.
+
+        Equal requests of an episode have different seeds, unless they name one.
+        """
+        content = json.dumps([ask.max_tokens, ask.stop, ask.seed, ask.sampling]).encode()
+        content += np.asarray(start.prompt, np.int32).tobytes()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        count = episode.asked.pop(digest, 0) + 1
+        episode.asked[digest] = count  # the newest comes last
+        is_again = ask.seed is not None and count > 1
+        number = count if ask.seed is None else index
+        seed = derive_seed(*episode.seed_parts, digest.hex(), number)
+        request = self._request(episode, start.prompt, seed, ask, in_pieces)
+        name = f"{seed:x}n{count}" if is_again else f"{seed:x}"
+        completion = Completion(index, name, len(start.prompt), is_call=ask.is_call)
+        return Begun(completion, start, request, ask)
 
     async def complete(self, episode: Episode, begun: Sequence[Begun]) -> list[Completion]:
         """Sample completions to their end, in parallel."""
@@ -215,6 +225,8 @@ class Policy:
                 completion.tokens += progress.tokens
                 completion.log_probs += progress.log_probs
                 completion.versions += [progress.version] * len(progress.tokens)
+                if progress.reason == FAILED:
+                    raise RequestError(f"vLLM cannot sample by these parameters: {ask.sampling}.")
                 if reason := STOP if stream.stop is not None else progress.reason.lower():
                     piece += stream.rest()
                     end(reason)
@@ -251,26 +263,17 @@ class Policy:
         return message | {"tool_calls": parsed}
 
     def _request(
-        self, episode: Episode, start: Start, ask: Ask, in_pieces: bool, index: int
+        self, episode: Episode, prompt: list[int], seed: int, ask: Ask, in_pieces: bool
     ) -> LiveRequest:
-        """Build the engine's request.
-
-        Equal requests of an episode have different seeds, unless they name one.
-        """
-        content = json.dumps([ask.max_tokens, ask.stop, ask.seed, ask.sampling]).encode()
-        content += np.asarray(start.prompt, np.int32).tobytes()
-        digest = hashlib.blake2b(content, digest_size=16).digest()
-        if ask.seed is None:
-            index = episode.asked.pop(digest, 0) + 1
-            episode.asked[digest] = index  # the newest comes last
+        """Build the engine's request."""
         self._count += 1
-        room = episode.settings.context - len(start.prompt)
+        room = episode.settings.context - len(prompt)
         sampling = dict(ask.sampling)
         return LiveRequest(
             request_id=f"live-{self._count}",
             engine=episode.engine,
-            prompt=start.prompt,
-            seed=derive_seed(*episode.seed_parts, digest.hex(), index),
+            prompt=prompt,
+            seed=seed,
             max_tokens=min(ask.max_tokens or room, room),
             temperature=sampling.pop("temperature", episode.settings.temperature),
             top_p=sampling.pop("top_p", episode.settings.top_p),
@@ -279,3 +282,12 @@ class Policy:
             in_pieces=in_pieces,
             sampling=sampling,
         )
+
+
+def _too_long(context: int, has: str) -> RequestError:
+    return RequestError(
+        f"This model's maximum context length is {context} tokens (rollout.max_prompt_tokens + "
+        f"max_response_tokens); the prompt has {has}.",
+        param="messages",
+        code="context_length_exceeded",
+    )

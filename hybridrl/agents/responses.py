@@ -1,12 +1,12 @@
 """OpenAI's responses: POST /v1/responses, without state on the server."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from pydantic import Field
 
-from hybridrl.agents.chat import message_of, rendered, tools_of
+from hybridrl.agents.chat import message_of, rendered, token_log_probs, tools_of
 from hybridrl.agents.constraints import Constraint, constraint_of
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.errors import RequestError, refused_parameter
@@ -24,6 +24,12 @@ class ResponsesRequest(ToolsRequest):
     reasoning: dict[str, Any] | None = None
     truncation: str | None = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
+
+    @property
+    def has_log_probs(self) -> bool:
+        """True if the answer has the log-probs of its tokens."""
+        return "message.output_text.logprobs" in (self.include or ())
 
     def constraint(self) -> Constraint | None:
         """Return the constraint of the text, if any."""
@@ -38,14 +44,15 @@ class Responses(Format):
 
     def ask(self, policy: Policy, episode: Episode, request: ResponsesRequest) -> Ask:
         """Render the input items as chat messages."""
+        if request.top_logprobs:
+            raise refused_parameter("top_logprobs", request.top_logprobs, "Use include alone.")
         if request.truncation not in (None, "disabled"):
             raise refused_parameter("truncation", request.truncation, "Nothing is left out.")
         tools = tools_of(policy, _chat_tools(request))
         messages = [{"role": "system", "content": request.instructions}]
         messages = [*(messages if request.instructions else []), *_messages(request.input)]
-        return request.ask(
-            episode, rendered(policy, episode, messages, tools), request.max_output_tokens
-        )
+        prompt = rendered(policy, episode, messages, tools)
+        return request.ask(episode, prompt, request.max_output_tokens or request.max_tokens)
 
     def answer(
         self,
@@ -66,41 +73,61 @@ class Responses(Format):
         pieces: AsyncIterator[tuple[Completion, str]],
     ) -> AsyncIterator[str]:
         """Yield response.* events; with tools, the text comes at its end."""
-        number, text = 0, ""
-        is_begun = False
+        number, is_begun = 0, False
 
         def line(kind: str, **fields: Any) -> str:
             nonlocal number
             number += 1
+            kind = f"response.{kind}"
             return event({"type": kind, "sequence_number": number - 1} | fields, kind)
 
+        def opened(item: dict[str, Any], place: dict[str, Any]) -> Iterator[str]:
+            yield line("output_item.added", item=item, **place)
+            if item["type"] == "message":
+                yield line("content_part.added", part=_text_part(""), **_in(item, place))
+
+        def closed(item: dict[str, Any], place: dict[str, Any]) -> Iterator[str]:
+            if item["type"] == "message":
+                (part,), within = item["content"], _in(item, place)
+                values = {name: part[name] for name in ("text", "logprobs")}
+                yield line("output_text.done", **values, **within)
+                yield line("content_part.done", part=part, **within)
+            yield line("output_item.done", item=item, **place)
+
+        def at_once(item: dict[str, Any], place: dict[str, Any]) -> Iterator[str]:
+            within = {"item_id": item["id"]} | place
+            if item["type"] == "message":
+                yield from opened(item | {"status": "in_progress", "content": []}, place)
+                text = item["content"][0]["text"]
+                yield line("output_text.delta", delta=text, logprobs=[], **_in(item, place))
+            else:
+                yield from opened(item | {"status": "in_progress", "arguments": ""}, place)
+                values, kind = {"arguments": item["arguments"]}, "function_call_arguments"
+                yield line(f"{kind}.delta", delta=item["arguments"], **within)
+                yield line(f"{kind}.done", name=item["name"], **values, **within)
+            yield from closed(item, place)
+
+        first = {"output_index": 0}
         async for one, piece in pieces:
+            message = self._message(one, "", "in_progress")
             if not is_begun:
                 is_begun = True
                 head = self._response(request, one, [])
-                yield line("response.created", response=head)
-                yield line("response.in_progress", response=head)
-                item = self._message(one, "", "in_progress")
-                place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-                if not request.tools:
-                    yield line("response.output_item.added", output_index=0, item=item)
-                    part = _text_part("")
-                    yield line("response.content_part.added", part=part, **place)
-            text += piece
+                yield line("created", response=head)
+                yield line("in_progress", response=head)
+                for text in opened(message, first) if not request.tools else ():
+                    yield text
             if not request.tools and piece:
-                yield line("response.output_text.delta", delta=piece, logprobs=[], **place)
+                yield line("output_text.delta", delta=piece, logprobs=[], **_in(message, first))
             if not one.has_ended:
                 continue
             items = self._items(policy, episode, request, one)
-            if not request.tools:
-                yield line("response.output_text.done", text=text, logprobs=[], **place)
-                yield line("response.content_part.done", part=_text_part(text), **place)
-                yield line("response.output_item.done", output_index=0, item=items[0])
-            for index, item in enumerate(items if request.tools else ()):
-                yield line("response.output_item.added", output_index=index, item=item)
-                yield line("response.output_item.done", output_index=index, item=item)
+            for index, item in enumerate(items):
+                lines = at_once if request.tools else closed
+                for text in lines(item, {"output_index": index}):
+                    yield text
             done = self._response(request, one, items)
-            yield line(f"response.{done['status']}", response=done)
+            yield line(done["status"], response=done)
 
     def _items(
         self, policy: Policy, episode: Episode, request: ResponsesRequest, one: Completion
@@ -120,7 +147,10 @@ class Responses(Format):
         ]
         if calls and not message["content"]:
             return calls
-        return [self._message(one, message["content"], "completed"), *calls]
+        said = self._message(one, message["content"], "completed")
+        if request.has_log_probs:
+            said["content"][0]["logprobs"] = token_log_probs(policy, one)
+        return [said, *calls]
 
     def _message(self, one: Completion, text: str, status: str) -> dict[str, Any]:
         item = {"type": "message", "id": f"msg_{one.name}", "role": "assistant", "status": status}
@@ -159,6 +189,11 @@ class Responses(Format):
             "top_p": request.top_p,
             "usage": usage if one.has_ended else None,
         }
+
+
+def _in(item: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
+    """Return the place of the text of a message."""
+    return {"item_id": item["id"], "content_index": 0} | place
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """HTTP server of the endpoint: FastAPI and uvicorn in a thread with an event loop of its own."""
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from hybridrl.agents.chat import Chat
 from hybridrl.agents.errors import RequestError
@@ -18,6 +20,10 @@ from hybridrl.agents.messages import Messages
 from hybridrl.agents.policy import Policy
 from hybridrl.agents.responses import Responses
 from hybridrl.agents.text_completions import TextCompletions
+
+log = logging.getLogger(__name__)
+# Failures of the endpoint that were logged.
+_logged: set[str] = set()
 
 # Largest body of a request.
 MAX_BODY_BYTES = 16 * 2**20
@@ -37,7 +43,7 @@ FORMATS: Mapping[str, type[Format]] = {
 
 def app_of(policy: Policy) -> FastAPI:
     """Return the web application of the endpoint."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(openapi_url=None, exception_handlers={404: _no_route, 405: _no_route})
     for path, form in FORMATS.items():
         app.add_route(path, _with_errors(form(), _handler(policy, form())), methods=["POST"])
 
@@ -77,15 +83,34 @@ def _handler(policy: Policy, form: Format) -> Handler:
 
 
 def _with_errors(form: Format, handle: Handler) -> Handler:
-    """Answer a RequestError in this format."""
+    """Answer an error in this format; one that is not a RequestError is logged once."""
 
     async def answer(request: Request) -> Response:
         try:
             return await handle(request)
         except RequestError as error:
-            return JSONResponse(form.error(error), error.status)
+            found = error
+        except Exception as error:
+            # uvicorn would close the connection, at which a client's next request fails.
+            text = f"{type(error).__name__}: {error}"
+            if text not in _logged:
+                _logged.add(text)
+                log.exception("the endpoint failed at a request to %s", request.url.path)
+            found = RequestError(f"The endpoint failed: {text}", 500)
+        return JSONResponse(form.error(found), found.status)
 
     return answer
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Answer a request to a path or with a method that the endpoint does not have."""
+    assert isinstance(error, HTTPException)
+    url = f"{request.url.scheme}://{request.url.netloc}"
+    why = (
+        f"{request.method} {request.url.path}: {error.detail}. OpenAI's clients take the base URL "
+    )
+    found = RequestError(f"{why}{url}/v1, Anthropic's {url}.", error.status_code, code="not_found")
+    return JSONResponse({"type": "error"} | Chat().error(found), found.status)
 
 
 async def _until_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -127,8 +152,8 @@ async def _body(request: Request) -> bytes:
 
 def _key(request: Request) -> str:
     """Return the key of a request: OpenAI's header or Anthropic's."""
-    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    return request.headers.get("x-api-key", bearer)
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
 
 
 class EndpointServer:

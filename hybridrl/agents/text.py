@@ -26,11 +26,13 @@ class ModelText:
 
     Attributes:
         size: number of tokens.
+        longest: most characters of a token.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self.size = len(tokenizer)
+        self.longest = max(map(len, tokenizer.get_vocab()))
         self._end_token_ids = tuple(end_token_ids)
         self.stop_token_ids = lru_cache(STOP_SETS)(self._stop_token_ids)
         # All episodes of a prompt begin with the same text, at the same time.

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt
+from hybridrl.agents.errors import RequestError
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
 from hybridrl.agents.policy import Policy
 
@@ -14,7 +15,7 @@ from hybridrl.agents.policy import Policy
 class TextRequest(CompletionRequest):
     """Body of a request."""
 
-    prompt: str = Field(min_length=1)
+    prompt: str | list[str] = Field(min_length=1)
     logprobs: int | None = Field(None, ge=0, le=1)
 
 
@@ -25,7 +26,10 @@ class TextCompletions(Format):
 
     def ask(self, policy: Policy, episode: Episode, request: TextRequest) -> Ask:
         """Return the prompt; special tokens in it are read as such."""
-        prompt = Prompt(request.prompt, [{"role": "user", "content": request.prompt}])
+        texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        if len(texts) > 1 or not texts[0]:
+            raise RequestError("The endpoint takes one text at a time.", param="prompt")
+        prompt = Prompt(texts[0], [{"role": "user", "content": texts[0]}])
         return request.ask(episode, prompt, request.max_tokens)
 
     def answer(

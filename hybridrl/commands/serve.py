@@ -10,10 +10,16 @@ from pathlib import Path
 from hybridrl.app.compose import find_machine
 from hybridrl.commands.evaluation.config import OF_SAMPLING, evaluation_config
 from hybridrl.commands.evaluation.options import find_subject
-from hybridrl.commands.running import argument_parser, run_command, warn_about_changed_model
+from hybridrl.commands.running import (
+    UsageError,
+    argument_parser,
+    run_command,
+    warn_about_changed_model,
+)
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.errors import raised_problems
 from hybridrl.models.resolve import absolute_path, model_folder
 
 DESCRIPTION = """\
@@ -58,7 +64,10 @@ def _serve(argv: Sequence[str]) -> None:
     from hybridrl.commands.evaluation.session import rollout_engines
     from hybridrl.controller.ray.runtime import ray_runtime
     from hybridrl.trainer.agents.endpoint import Endpoint
+    from hybridrl.trainer.factory import check_address
 
+    if wrong := raised_problems(check_address, args.host, args.port, "--host {} --port {}"):
+        raise UsageError(*wrong)
     model_folder(config.model)  # downloads once, not in every worker
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)

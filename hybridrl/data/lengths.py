@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hybridrl.data.batch import PromptBatch
 
-
 # Weight in a recent mean of what is a step older.
 DECAY = 0.9
 

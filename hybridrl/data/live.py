@@ -50,13 +50,15 @@ class LiveRequest:
 Message = LiveRequest | str | None
 # Id of no request.
 TICK = ""
+# Reason of a request whose parameters vLLM cannot sample by.
+FAILED = "FAILED"
 
 
 class Progress(NamedTuple):
     """Further tokens of one request, with their log-probs in nats.
 
-    `reason` at its end is STOP (by the last token, an end or stop token) or LENGTH (max_tokens);
-    before that it is empty. `version` is the number of the weights that sampled them.
+    `reason` at its end is STOP (by the last token, an end or stop token), LENGTH (max_tokens) or
+    `FAILED`; before that it is empty. `version` is the number of the weights that sampled them.
     """
 
     request_id: str

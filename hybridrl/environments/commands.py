@@ -8,6 +8,7 @@ Each is a process of its own below a supervisor, which ends all that it has star
 import asyncio
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ _SUPERVISED = (
     "from hybridrl.config.user_code.supervisor import supervise; "
     "supervise(int(sys.argv[2]), os.open(os.devnull, os.O_RDONLY)); "
     "signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "os.execvp(sys.argv[3], sys.argv[3:])"
+    "\ntry: os.execvp(sys.argv[3], sys.argv[3:])"
+    "\nexcept OSError as error: sys.exit(f'{sys.argv[3]}: {error.strerror}')"
 )
 _JUDGE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -54,13 +56,26 @@ class ProgramFailed(RuntimeError):
 def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the arguments of `command`."""
     found, path = args["command"], args["reward"]["function"]
-    if not found or not all(isinstance(part, str) for part in found):
+    is_list = isinstance(found, list) and all(isinstance(part, str) for part in found)
+    if not found or not is_list:
         yield (
             f"{key}.args.command = {found}, expected the texts of a program and its arguments.\n"
             f"Set '{key}.args.command=[python,/path/agent.py]'."
         )
+    elif not _is_program(found[0]):
+        yield (
+            f"{key}.args.command = {found}, but {found[0]} is neither a program on PATH nor the "
+            "absolute path of an executable file. Commands run in a folder of their own.\n"
+            f"Set '{key}.args.command=[python,/path/agent.py]'."
+        )
     if path is not None:
         yield from raised_problems(_check_judge, f"{key}.args.reward", path)
+
+
+def _is_program(name: str) -> bool:
+    """Return whether a command can run this, from any folder."""
+    is_relative = "/" in name and not os.path.isabs(name)
+    return not is_relative and shutil.which(name) is not None
 
 
 def _check_judge(key: str, path: str) -> None:
@@ -147,7 +162,9 @@ def _reward(ended: _Ended, what: str) -> Reward:
     except ValueError:
         pass
     end = " | ".join(ended.both.rstrip()[-LINE_CHARS:].splitlines())
-    raise ProgramFailed(f"no reward, exit code {ended.code}, {end}")
+    expected = 'expected as last line of stdout: a number or {"reward": number}'
+    more = "" if ended.code else f"; {expected}"
+    raise ProgramFailed(f"no reward, exit code {ended.code}, {end}{more}")
 
 
 async def _run(

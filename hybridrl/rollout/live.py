@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.batch import EngineStats
 from hybridrl.data.live import (
+    FAILED,
     DriverAddress,
     LiveRequest,
     Message,
@@ -208,7 +209,10 @@ class LiveRequests:
             if output.finish_reason is not None:
                 reason = output.finish_reason.name
                 if reason not in ("STOP", "LENGTH"):
-                    raise RuntimeError(f"vLLM ended request {name} with {reason}")
+                    if not self._open[name].sampling:
+                        raise RuntimeError(f"vLLM ended request {name} with {reason}")
+                    # As with a grammar that accepts nothing.
+                    reason, so_far = FAILED, self._nothing(name)
                 self._sampled[name] = so_far._replace(reason=reason)
                 del self._open[name]
 

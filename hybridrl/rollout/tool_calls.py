@@ -1,5 +1,6 @@
 """Tool calls in sampled text, found by vLLM's parsers."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,23 @@ def load_parser(name: str, tokenizer: Any) -> ParseTools:
         request = ChatCompletionRequest(messages=[], tools=list(tools))
         found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        if not all(_is_object(arguments) for _, arguments in calls):  # as if it were no call
+            return Parsed(text, [])
         return Parsed(found.content or "", calls)
 
+    try:
+        parse("", [{"type": "function", "function": {"name": "any"}}])
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"agent.tool_parser = {name} does not read whole texts, only streams of tokens: take "
+            "another parser."
+        ) from error
     return parse
+
+
+def _is_object(text: str) -> bool:
+    """Return whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False

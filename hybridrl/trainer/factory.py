@@ -1,8 +1,10 @@
 """Factories of generation and rewards: with an environment, without one, and for evaluations."""
 
+import socket
 from contextlib import ExitStack
 from functools import partial
 
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import Generate
@@ -18,8 +20,13 @@ from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 
 
 def open_environment(config: RunConfig, stack: ExitStack) -> RunEnvironment | None:
-    """Start the processes of the environment or agent, which `stack` ends; None without both."""
+    """Start the processes of the environment or agent, which `stack` ends; None without both.
+
+    Raises:
+        ConfigError: the agent's endpoint cannot listen on agent.host and agent.port.
+    """
     if config.agent is not None:
+        check_address(config.agent.host, config.agent.port)
         return RunEnvironment(stack.enter_context(ProgramPool(config.agent)))
     if config.environment is None:
         return None
@@ -30,6 +37,21 @@ def open_environment(config: RunConfig, stack: ExitStack) -> RunEnvironment | No
         num_processes=config.reward.num_processes,
     )
     return RunEnvironment(stack.enter_context(pool))
+
+
+def check_address(host: str, port: int, keys: str = "agent.host = {}, agent.port = {}") -> None:
+    """Check that an endpoint can listen on an address, before engines start.
+
+    Raises:
+        ConfigError: it cannot. `keys` formats host and port.
+    """
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{keys.format(host, port)}, but the endpoint cannot listen there: {error}.\n"
+            "Set port 0 for a free one, and an IPv4 address of this machine as host."
+        ) from error
 
 
 def open_rewards(

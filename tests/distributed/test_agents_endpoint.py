@@ -19,6 +19,8 @@ from hybridrl.agents.chat import message_of, rendered
 from hybridrl.agents.episode import Ask, Completion, Prompt
 from hybridrl.agents.server import MAX_BODY_BYTES
 from hybridrl.config.choices import OtherSampling
+from hybridrl.config.errors import ConfigError
+from hybridrl.rollout.tool_calls import load_parser
 from tests.agents_serving import CONTEXT, Served, serving
 
 TOOLS = [
@@ -193,11 +195,30 @@ def test_responses_streamed_or_not(served):
         kinds = [event.type for event in events]
         final = events.get_final_response()
     assert final.output_text == whole.output_text and kinds[-1] == "response.completed"
+    with_log_probs = client_of(served, served.episode(9).key).responses.create(
+        **asked, include=["message.output_text.logprobs"]
+    )
+    (part,) = with_log_probs.output[0].content
+    assert part.text == whole.output_text
+    assert len(part.logprobs) == whole.usage.output_tokens and part.logprobs[0].logprob < 0
     items = [*whole.output, {"role": "user", "content": "And then?"}]
     history = [{"role": "user", "content": QUESTION["content"]}, *items]
     client.responses.create(**(asked | {"input": history}))
     assert served.batch(one).turns.tolist() == [2]
     assert served.batch(other).turns.tolist() == [1]
+
+
+def test_a_streamed_response_with_tools_has_its_text_or_call_in_pieces(served):
+    tool = {"type": "function"} | TOOLS[0]["function"]
+    asked = {"model": "policy", "input": QUESTION["content"], "max_output_tokens": 40}
+    for choice, kind in (("auto", "response.output_text"), ("required", "function_call_arguments")):
+        client = client_of(served, served.episode(other_sampling=OtherSampling.mask).key)
+        seen = [*client.responses.create(**asked, tools=[tool], tool_choice=choice, stream=True)]
+        (item,) = seen[-1].response.output
+        text = item.arguments if choice == "required" else item.content[0].text
+        (delta,) = [one.delta for one in seen if one.type.endswith(f"{kind}.delta")]
+        (done,) = [one for one in seen if one.type.endswith(f"{kind}.done")]
+        assert delta == text == (done.arguments if choice == "required" else done.text)
 
 
 def test_messages_of_anthropic_streamed_or_not(served):
@@ -216,6 +237,16 @@ def test_messages_of_anthropic_streamed_or_not(served):
     more = [QUESTION, {"role": "assistant", "content": whole.content}, QUESTION]
     clients[0].messages.create(**(asked | {"messages": more}))
     assert served.batch(one).turns.tolist() == [2]
+    for wrong in (
+        {"messages": [QUESTION | {"content": 5}]},
+        {"messages": [QUESTION | {"content": ["a"]}]},
+        {"messages": [QUESTION | {"content": [{"type": "text"}]}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"name": "add", "input_schema": "s"}]},
+    ):
+        with pytest.raises(anthropic.BadRequestError):
+            clients[1].messages.create(**(asked | wrong))
+    served.batch(other)
     with pytest.raises(anthropic.AuthenticationError):
         clients[0].messages.create(**asked)
 
@@ -279,11 +310,21 @@ def test_sampling_that_vllm_refuses_is_an_error_of_the_request(served, options):
     assert chat(client, QUESTION).choices
 
 
+def test_what_vllm_cannot_sample_by_fails_alone(served):
+    """A grammar that accepts nothing is known to vLLM only when it samples."""
+    client = client_of(served, served.episode(other_sampling=OtherSampling.mask).key)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    with pytest.raises(openai.BadRequestError, match="cannot sample by these parameters"):
+        chat(client, QUESTION, response_format=form)
+    assert chat(client, QUESTION).choices
+
+
 def test_a_seed_repeats_a_completion(served):
     client = client_of(served, served.episode().key)
     first, again, other = (chat(client, QUESTION, seed=seed, n=2) for seed in (5, 5, 6))
     texts = [[choice.message.content for choice in one.choices] for one in (first, again, other)]
     assert texts[0] == texts[1] != texts[2] and len({*texts[0]}) == 2
+    assert len({first.id, again.id, other.id}) == 3  # rewards of turns name them
 
 
 def test_other_sampling_may_be_ignored(served):
@@ -371,22 +412,50 @@ def test_errors_are_those_that_the_sdk_expects(served):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, long)
     assert refused.value.code == "context_length_exceeded"
+    text = served.endpoint.policy.text
+    with (
+        patch.object(text, "encode", side_effect=AssertionError("others would wait")),
+        pytest.raises(openai.BadRequestError, match="characters"),
+    ):
+        chat(client, QUESTION | {"content": "x" * (text.longest * CONTEXT)})
     with pytest.raises(openai.APIStatusError) as refused:
         chat(client, QUESTION | {"content": "x" * MAX_BODY_BYTES})
     assert refused.value.status_code == 413
     parts = [[{"type": "image_url"}], ["text"], [{"type": "text", "text": None}]]
     nameless = {"type": "function", "function": {"parameters": {}}}
+    formless = {"type": "function", "function": {"name": "add", "parameters": "x"}}
     for content, options in (
         *((content, {}) for content in parts),
         ("?", {"tools": [nameless]}),
+        ("?", {"tools": [formless]}),
         ("?", {"extra_body": {"chat_template_kwargs": {"tokenize": True}}}),
     ):
         with pytest.raises(openai.BadRequestError):
             chat(client, {"role": "user", "content": content}, **options)
+    for calls in (["a"], {"a": 1}, [{"function": "x"}]):
+        with pytest.raises(openai.BadRequestError, match="tool_calls"):
+            chat(client, QUESTION, {"role": "assistant", "tool_calls": calls})
     assert [model.id for model in client.models.list()] == ["policy"]
     assert len(served.batch(episode)) == 1  # the end token of an episode that sampled nothing
     with pytest.raises(openai.AuthenticationError):
         chat(client, QUESTION)
+
+
+def test_an_error_of_the_endpoint_is_told_and_the_connection_kept(served):
+    connection = http.client.HTTPConnection(served.url.split("/")[2])
+    headers = {"authorization": f"bearer {served.episode().key}"}
+    text = served.endpoint.policy.text
+    with patch.object(text, "render", side_effect=KeyError("roles")):
+        connection.request("POST", "/v1/chat/completions", '{"messages": [{}]}', headers)
+        connected, answer = connection.sock, connection.getresponse()
+        assert answer.status == 500 and b"KeyError: 'roles'" in answer.read()
+    for path in ("/v1/models", "/chat/completions"):
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        found = answer.read().decode()
+        assert connection.sock is connected
+    assert answer.status == 404 and f"base URL {served.url}," in found
+    connection.close()
 
 
 @pytest.mark.slow
@@ -659,3 +728,16 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     assert f"<|assistant|>{raw}<|end|><|tool|>7<|assistant|>" in text
     changed = message | {"content": "Well!"}
     assert raw not in rendered(policy, episode, [QUESTION, changed], tools).text
+
+
+def test_a_parser_that_cannot_read_a_text_is_refused(served):
+    tokenizer = served.endpoint.policy.text._tokenizer
+    with pytest.raises(ConfigError, match="= openai does not read"):
+        load_parser("openai", tokenizer)
+
+
+def test_arguments_that_are_no_object_are_text(served):
+    policy = served.endpoint.policy
+    for arguments in ("[1, 2]", '"3"', "{"):
+        raw = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+        assert policy.parse_tools(raw, TOOLS).calls == []

@@ -123,7 +123,7 @@ def found(*rows, overrides=()):
 def test_a_step_is_ill_by_one_check_with_evidence_and_remedy(change, check, evidence):
     ((warning,),), (row,) = examined(GOOD | change)
     assert warning.startswith(f"step 1, health.{check}: ") and evidence in warning
-    assert warning.endswith(CHECKS[check].remedy)
+    assert warning.endswith(CHECKS[check].remedy.replace("{scorer}", "reward function"))
     assert [name for name in row if name.startswith("health/")] == [f"health/{check}"]
     assert row[f"health/{check}"] == 1.0
 
@@ -209,6 +209,16 @@ def test_thresholds_come_from_the_config_and_null_turns_a_check_off():
     assert found(cut) == [[]]
     assert found(cut, overrides=["health.truncated=0.4"]) == [["truncated"]]
     assert found(CONSTANT, overrides=["health.constant_reward=null"]) == [["unmixed_groups"]]
+
+
+@pytest.mark.parametrize(
+    ("environment", "scorer"),
+    [("calculator_agent", "program"), ("calculator", "environment"), ("none", "reward function")],
+)
+def test_failed_rewards_name_what_gives_them(environment, scorer):
+    failed = GOOD | {"reward/failed": 3.0, "eval/failed": 3.0}
+    (warnings,), _ = examined(failed, overrides=(f"environment={environment}",))
+    assert [f"Correct the {scorer} for" in warning for warning in warnings] == [True, True]
 
 
 def test_more_evidence_is_asked_for_only_when_a_check_warns():

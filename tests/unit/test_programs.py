@@ -15,6 +15,7 @@ import pytest
 
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import AgentConfig
+from hybridrl.environments.commands import command_problems
 from hybridrl.environments.programs import Job, Reward, Task
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.processes.process import RewardProcessError
@@ -260,8 +261,46 @@ def test_a_function_judges_transcript_folder_and_output(tmp_path, transcripts):
 def test_a_command_that_fails_is_shown_with_its_output(commands):
     found = run(commands, "print('step 1'); raise SystemExit(4)")
     assert isinstance(found, Failure) and "code 4, step 1" in found.reason
-    found = run(commands, "print('no number')")
-    assert isinstance(found, Failure) and "no number" in found.reason
+    assert "expected" not in found.reason
+    found = run(commands, "print(json.dumps({'score': 1}))")
+    assert isinstance(found, Failure) and '{"score": 1}; expected' in found.reason
+    assert found.reason.endswith('a number or {"reward": number}')
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ([sys.executable], None),
+        (["ls", "-l"], None),
+        ("ls", "args.command = ls, expected the texts"),
+        (3, "args.command = 3, expected the texts"),
+        (["no-such-program", "x"], "no-such-program is neither a program on PATH"),
+        (["./run.sh"], "./run.sh is neither"),
+        (["{folder}/agent.sh"], "agent.sh is neither"),
+        (["{folder}/run.sh"], None),
+    ],
+)
+def test_a_command_is_a_list_with_a_program(tmp_path, monkeypatch, command, problem):
+    """One that can run in another folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("agent.sh").write_text("#!/bin/sh\n")
+    Path("run.sh").touch(0o755)
+    if isinstance(command, list):
+        command = [part.format(folder=tmp_path) for part in command]
+    args = {"command": command, "reward": {"function": None}}
+    found = [*command_problems("agent", args)]
+    assert len(found) == (problem is not None) and (problem or "") in "".join(found)
+
+
+def test_a_program_that_cannot_run_is_named(tmp_path):
+    """It may go, or change, after the check."""
+    (tmp_path / "agent.sh").write_text("echo 1")
+    settings, own = command_settings(None), {}
+    for path in (tmp_path / "agent.sh", tmp_path / "gone"):
+        with ProgramPool(config(**settings | {"command": [str(path)]})) as pool:
+            own[path.name] = run(pool, "").reason
+    assert own["agent.sh"].endswith(f"code 1, {tmp_path}/agent.sh: Permission denied")
+    assert own["gone"].endswith(f"code 1, {tmp_path}/gone: No such file or directory")
 
 
 def test_a_command_may_write_to_stderr_after_its_reward(commands):

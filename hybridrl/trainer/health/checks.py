@@ -32,7 +32,7 @@ class Check(NamedTuple):
 
     Attributes:
         judge: returns the evidence if the run is ill.
-        remedy: what to try.
+        remedy: what to try; {scorer} is what gives the run's rewards.
         always: true warns at each such step.
     """
 
@@ -96,7 +96,7 @@ CHECKS = {
     ),
     "failed_rewards": Check(
         above("{value:.0f} rewards failed and got reward.failed_score", "reward/failed"),
-        "Correct the reward function for these problems.",
+        "Correct the {scorer} for these problems.",
         always=True,
     ),
     "failed_eval_rewards": Check(
@@ -104,7 +104,7 @@ CHECKS = {
             "{value:.0f} rewards of held-out responses failed: the accuracies count them as wrong",
             "eval/failed",
         ),
-        "Correct the reward function for these problems.",
+        "Correct the {scorer} for these problems.",
         always=True,
     ),
     "slow_reward": Check(

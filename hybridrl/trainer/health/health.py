@@ -40,6 +40,8 @@ class Health:
         self._tokens = tokens
         self._config, self._rows = config, rows
         self._limits: dict[str, float | None] = vars(config.health)
+        scorer = "environment" if config.environment else "reward function"
+        self._scorer = "program" if config.agent else scorer
         self._in_a_row: dict[str, int] = {
             check: 0 for check in CHECKS if any(METRIC.format(check) in row for row in rows)
         }
@@ -77,5 +79,6 @@ class Health:
             when = "" if step is None else f"step {step}, "
             since = f" for {times} steps now" if times in REPEATS else ""
             more = f": {details[check]()}" if check in details else ""
+            remedy = remedy.replace("{scorer}", self._scorer)
             warnings.append(f"{when}health.{check}{since}: {evidence}{more}.\n{remedy}")
         return warnings
