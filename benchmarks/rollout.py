@@ -9,8 +9,10 @@ Measures   Sampled tokens/s, from the call to the whole result, with an empty pr
              plain   LLM.generate with n responses per request: no seeds, no log-probs; the
                      scheduler is vLLM's own
              equal   LLM.generate with what the worker gives: seeds, log-probs of sampled tokens
-           Repeats alternate, after three rounds that do not count; medians with
-           spread. Aim: worker at least 0.97 of plain.
+             alone   as plain, by a vLLM as it comes: its engine in a process of its own, its
+                     scheduler and its graphs; before the others start
+           Repeats of the others alternate, after three rounds that do not count; medians with
+           spread. Aim: worker at least 0.97 of plain and alone.
 Run        python benchmarks/rollout.py --model smollm2_135m                      (one GPU)
            python benchmarks/rollout.py --shape qwen2.5-1.5b                      (one GPU)
            torchrun --nproc-per-node 2 benchmarks/rollout.py --shape qwen2.5-1.5b --tp 2
@@ -24,6 +26,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -74,20 +78,55 @@ class EndlessWorker(RolloutWorker):
 def main() -> None:
     """Measure and print one JSON line."""
     args = _arguments()
+    if args.alone:
+        args.alone.write_text(json.dumps(_measure_alone(args)))
+        return
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VLLM_RPC_BASE_PATH"] = folder  # its sockets would stay among temporary files
         _join_group(device_type, Path(folder))
         if args.tp != dist.get_world_size():
             raise SystemExit(f"--tp {args.tp} needs torchrun --nproc-per-node {args.tp}")
+        alone = [_seconds_alone(Path(folder)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(alone, src=0)
         worker = _worker(args, device_type, _model(args, Path(folder)))
         ways = _ways(args, worker)
-        seconds = _alternate(ways, worker, args.repeats)
+        llm = worker.engine._llm  # type: ignore[attr-defined]
+        seconds = _alternate(ways, llm, args.repeats) | {"alone": alone[0]}
         line = _result(args, ways, seconds)
         if dist.get_rank() == 0:
             print(json.dumps(line), flush=True)
         dist.barrier()
     os._exit(0)  # vLLM and the process group end in either order only with warnings
+
+
+def _seconds_alone(folder: Path) -> list[float]:
+    """Run this script with --alone; return the seconds of each round."""
+    torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(torchruns)}
+    env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    command = [sys.executable, __file__, *sys.argv[1:], "--alone", str(folder / "alone.json")]
+    subprocess.run(command, env=env, stdout=sys.stderr, check=True)
+    found: list[float] = json.loads((folder / "alone.json").read_text())
+    return found
+
+
+def _measure_alone(args: argparse.Namespace) -> list[float]:
+    from vllm import LLM
+
+    turn_off_multicast()
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            str(_model(args, Path(folder))),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            tensor_parallel_size=args.tp,
+            gpu_memory_utilization=0.5,
+            max_model_len=args.prompt_tokens + args.response_tokens,
+            max_num_seqs=args.prompts * args.responses,
+            enforce_eager=args.eager,
+        )
+        return _alternate({"alone": lambda: _plain(args, llm)}, llm, args.repeats)["alone"]
 
 
 def _arguments() -> argparse.Namespace:
@@ -103,6 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--alone", type=Path, help="write the seconds of vLLM alone to a file")
     args = parser.parse_args()
     if args.small:
         args.shape, args.eager, args.repeats = "small", True, 3
@@ -181,9 +221,7 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
     """The three ways to the same number of tokens."""
     from vllm import SamplingParams, TokensPrompt
 
-    tokens = torch.randint(
-        3, 400, (args.prompts, args.prompt_tokens), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = _prompts(args)
     batch = PromptBatch(
         prompts=Ragged.from_rows(list(tokens), torch.int64),
         prompt_id=torch.arange(args.prompts),
@@ -193,16 +231,11 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
         top_p=1.0,
     )
     rows, llm = tokens.tolist(), worker.engine._llm  # type: ignore[attr-defined]
-    common = {"max_tokens": args.response_tokens, "ignore_eos": True, "detokenize": False}
-
-    def plain() -> Any:
-        prompts = [TokensPrompt(prompt_token_ids=row) for row in rows]
-        return llm.generate(prompts, SamplingParams(n=args.responses, **common), use_tqdm=False)
 
     def equal() -> Any:
         prompts = [TokensPrompt(prompt_token_ids=r) for r in rows for _ in range(args.responses)]
         params = [
-            SamplingParams(seed=seed, logprobs=0, flat_logprobs=True, **common)
+            SamplingParams(seed=seed, logprobs=0, flat_logprobs=True, **_common(args))
             for seed in sample_seeds(worker.config.seed, batch)
         ]
         return llm.generate(prompts, params, use_tqdm=False)
@@ -213,20 +246,39 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
 
     return {
         "worker": lambda: worker.generate(batch),
-        "plain": lambda: as_it_is(plain),
+        "plain": lambda: as_it_is(lambda: _plain(args, llm)),
         "equal": lambda: as_it_is(equal),
     }
 
 
+def _prompts(args: argparse.Namespace) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, 400, (args.prompts, args.prompt_tokens), generator=generator)
+
+
+def _common(args: argparse.Namespace) -> dict[str, Any]:
+    return {"max_tokens": args.response_tokens, "ignore_eos": True, "detokenize": False}
+
+
+def _plain(args: argparse.Namespace, llm: Any) -> Any:
+    """Sample by vLLM as it comes."""
+    from vllm import SamplingParams, TokensPrompt
+
+    prompts = [TokensPrompt(prompt_token_ids=row) for row in _prompts(args).tolist()]
+    params = SamplingParams(n=args.responses, **_common(args))
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
 def _alternate(
-    ways: dict[str, Callable[[], Any]], worker: EndlessWorker, repeats: int
+    ways: dict[str, Callable[[], Any]], llm: Any, repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of each way, one after the other in every round, without the first rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(SETTLING_ROUNDS + repeats):
         for name, way in ways.items():
-            worker.engine._llm.reset_prefix_cache()  # type: ignore[attr-defined]
-            dist.barrier()
+            llm.reset_prefix_cache()
+            if dist.is_initialized():
+                dist.barrier()
             start = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - start)
@@ -251,6 +303,7 @@ def _result(
         "seconds_min_median_max": {n: min_median_max(taken) for n, taken in seconds.items()},
         "worker_to_plain": round(medians["worker"] / medians["plain"], 3),
         "worker_to_equal": round(medians["worker"] / medians["equal"], 3),
+        "worker_to_alone": round(medians["worker"] / medians["alone"], 3),
         "first_token_s": round(batch.engines[0].first_token_s, 4),
         "same_responses": sum(row.tolist() == list(other) for row, other in pairs),
     }
