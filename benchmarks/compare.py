@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.05, help="share; default: 0.05")
     args = parser.parse_args()
     texts = args.lines.read_text().splitlines() if args.lines.is_file() else []
-    lines = [json.loads(text) for text in texts if text.startswith("{")]
+    lines = [json.loads(text) for text in texts if text.startswith('{"bench":')]
     if not lines:
         parser.error(f"{args.lines} has no line of a benchmark")
     results = []

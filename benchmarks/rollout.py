@@ -120,6 +120,7 @@ def _measure_alone(args: argparse.Namespace) -> list[float]:
             str(_model(args, Path(folder))),
             skip_tokenizer_init=True,
             load_format="dummy",
+            dtype="bfloat16" if torch.cuda.is_available() else "float32",
             tensor_parallel_size=args.tp,
             gpu_memory_utilization=0.5,
             max_model_len=args.prompt_tokens + args.response_tokens,

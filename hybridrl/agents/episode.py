@@ -46,7 +46,7 @@ class Episode:
         engine: index of the engine that samples all its requests.
         raw: sampled text by the assistant message that was returned for it.
         answers: messages that were returned, by the completion's name.
-        asked: how often each request was made.
+        asked: how often each request was made, and `seeded` each with a seed of its own.
         open: progress of the requests that are being sampled.
         is_open: accepts requests.
         attempt: of the program, which may be repeated; the last one counts.
@@ -60,6 +60,7 @@ class Episode:
     raw: dict[str, str] = field(default_factory=dict)
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked: Counter[bytes] = field(default_factory=Counter)
+    seeded: Counter[bytes] = field(default_factory=Counter)
     open: "dict[str, asyncio.Queue[Progress]]" = field(default_factory=dict)
     is_open: bool = True
     attempt: str = ""
@@ -67,13 +68,14 @@ class Episode:
     def begin_anew(self, attempt: str) -> None:
         """Forget what an earlier attempt of the program has sampled."""
         self.record = EpisodeRecord(self.record.encode, self.record.most)
-        self.raw, self.answers, self.asked, self.attempt = {}, {}, Counter(), attempt
+        self.raw, self.answers, self.attempt = {}, {}, attempt
+        self.asked, self.seeded = Counter(), Counter()
 
     def forget_old(self) -> None:
         """Forget the oldest answers and requests, unless all token sequences are remembered."""
         if (most := self.record.most) is not None:
             last = {sequence.turns[-1].name for sequence in self.record.sequences}
-            for known in (self.raw, self.answers, self.asked):
+            for known in (self.raw, self.answers, self.asked, self.seeded):
                 for key in [*known][: -ANSWERS * most]:
                     if key not in last:
                         del known[key]

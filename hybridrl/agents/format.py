@@ -174,6 +174,7 @@ class Format(ABC):
     def error(self, error: RequestError) -> dict[str, Any]:
         """Return the body of an error, in OpenAI's form."""
         kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+        kind = "server_error" if error.status >= 500 else kind
         found = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
         return {"error": found}
 

@@ -103,6 +103,7 @@ class Messages(Format):
         """Return the body of an error in Anthropic's form."""
         kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
         kind = kinds.get(error.status, "invalid_request_error")
+        kind = "api_error" if error.status >= 500 else kind
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
     def _blocks(
@@ -188,7 +189,9 @@ def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     texts, calls, results = [], [], []
     for block in blocks:
         match block.get("type"):
-            case "text" if isinstance(block.get("text"), str):
+            case "text":
+                if not isinstance(block.get("text"), str):
+                    raise RequestError(f"This block of a text has none: {block}.")
                 texts.append(block)
             case "tool_use":
                 arguments = json.dumps(block.get("input"))

@@ -142,8 +142,9 @@ class Policy:
         content = json.dumps([ask.max_tokens, ask.stop, ask.seed, ask.sampling]).encode()
         content += np.asarray(start.prompt, np.int32).tobytes()
         digest = hashlib.blake2b(content, digest_size=16).digest()
-        count = episode.asked.pop(digest, 0) + 1
-        episode.asked[digest] = count  # the newest comes last
+        asked = episode.asked if ask.seed is None else episode.seeded
+        count = asked.pop(digest, 0) + 1
+        asked[digest] = count  # the newest comes last
         is_again = ask.seed is not None and count > 1
         number = count if ask.seed is None else index
         seed = derive_seed(*episode.seed_parts, digest.hex(), number)
@@ -159,7 +160,12 @@ class Policy:
             async for _ in self._sample(episode, one, in_pieces=False):
                 pass
 
-        await asyncio.gather(*map(to_the_end, begun))
+        tasks = [asyncio.create_task(to_the_end(one)) for one in begun]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         return self._ended([one.completion for one in begun])
 
     async def pieces(
@@ -170,9 +176,11 @@ class Policy:
         held: dict[int, str] = {}
 
         async def forward(one: Begun) -> None:
-            async for piece in self._sample(episode, one, in_pieces=True):
-                await queue.put((one.completion, piece, one.completion.has_ended))
-            await queue.put(None)
+            try:
+                async for piece in self._sample(episode, one, in_pieces=True):
+                    queue.put_nowait((one.completion, piece, one.completion.has_ended))
+            finally:
+                queue.put_nowait(None)
 
         tasks = [asyncio.create_task(forward(one)) for one in begun]
         try:
@@ -184,6 +192,9 @@ class Policy:
                         held[completion.index] = text
                     else:
                         yield completion, text
+                for task in tasks:
+                    if task.done():  # raise its error
+                        task.result()
             self._ended([one.completion for one in begun])
         finally:
             for task in tasks:

@@ -148,7 +148,7 @@ class Responses(Format):
         if calls and not message["content"]:
             return calls
         said = self._message(one, message["content"], "completed")
-        if request.has_log_probs:
+        if request.has_log_probs and not calls:
             said["content"][0]["logprobs"] = token_log_probs(policy, one)
         return [said, *calls]
 

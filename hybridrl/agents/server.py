@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import threading
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -12,18 +13,20 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from hybridrl.agents.chat import Chat
 from hybridrl.agents.errors import RequestError
-from hybridrl.agents.format import MODEL, Format
+from hybridrl.agents.format import MODEL, Format, event
 from hybridrl.agents.messages import Messages
 from hybridrl.agents.policy import Policy
 from hybridrl.agents.responses import Responses
 from hybridrl.agents.text_completions import TextCompletions
 
 log = logging.getLogger(__name__)
-# Failures of the endpoint that were logged.
-_logged: set[str] = set()
+# Places where the endpoint has failed, which were logged.
+_logged: set[tuple[str, int | None]] = set()
+GONE = "The client has closed the connection."
 
 # Largest body of a request.
 MAX_BODY_BYTES = 16 * 2**20
@@ -74,8 +77,8 @@ def _handler(policy: Policy, form: Format) -> Handler:
         begun = policy.begin(episode, ask, asked.count, in_pieces=bool(asked.stream))
         if asked.stream:
             pieces = policy.pieces(episode, begun)
-            events = form.events(policy, episode, asked, pieces)
-            return StreamingResponse(_until_the_end(events), media_type="text/event-stream")
+            events = _until_the_end(form, form.events(policy, episode, asked, pieces))
+            return StreamingResponse(events, media_type="text/event-stream")
         found = await _unless_gone(request, policy.complete(episode, begun))
         return JSONResponse(form.answer(policy, episode, asked, found))
 
@@ -88,18 +91,23 @@ def _with_errors(form: Format, handle: Handler) -> Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handle(request)
-        except RequestError as error:
-            found = error
         except Exception as error:
             # uvicorn would close the connection, at which a client's next request fails.
-            text = f"{type(error).__name__}: {error}"
-            if text not in _logged:
-                _logged.add(text)
-                log.exception("the endpoint failed at a request to %s", request.url.path)
-            found = RequestError(f"The endpoint failed: {text}", 500)
+            found = _request_error(error)
         return JSONResponse(form.error(found), found.status)
 
     return answer
+
+
+def _request_error(error: Exception) -> RequestError:
+    """Return what to answer; an error of the endpoint itself is logged, once for each place."""
+    if isinstance(error, RequestError):
+        return error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if (place := (frame.filename, frame.lineno)) not in _logged:
+        _logged.add(place)
+        log.error("the endpoint failed at a request", exc_info=error)
+    return RequestError(f"The endpoint failed: {type(error).__name__}: {error}", 500)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -113,13 +121,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return JSONResponse({"type": "error"} | Chat().error(found), found.status)
 
 
-async def _until_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield events; the stream breaks off if the episode ends meanwhile."""
+async def _until_the_end(form: Format, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield events, and an error as the last; the stream breaks off if the episode ends."""
     try:
         async for one in events:
             yield one
-    except RequestError:
-        return
+    except Exception as error:
+        if (found := _request_error(error)).status != 401:
+            yield event(form.error(found), "error")
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
@@ -129,7 +138,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RequestError("The client has closed the connection.", 499)
+            raise RequestError(GONE, 499)
         return task.result()
     finally:
         gone.cancel()
@@ -140,13 +149,16 @@ async def _body(request: Request) -> bytes:
     """Return the body.
 
     Raises:
-        RequestError: it is too large.
+        RequestError: it is too large, or the client has gone.
     """
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(f"The body has more than {MAX_BODY_BYTES} bytes.", 413)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise RequestError(f"The body has more than {MAX_BODY_BYTES} bytes.", 413)
+    except ClientDisconnect as error:
+        raise RequestError(GONE, 499) from error
     return bytes(body)
 
 

@@ -197,16 +197,18 @@ class LiveRequests:
 
     def _add(self, outputs: Sequence[Any]) -> None:
         """Add the outputs of one step, a token each."""
-        if not outputs:
-            return
-        rows = self._log_probs.of([output.request_id for output in outputs]).tolist()
-        self._num_tokens += len(outputs)
-        for output, log_prob in zip(outputs, rows, strict=True):
-            name = output.request_id
-            so_far = self._sampled[name]
+        # One that fails may have no token.
+        sampled = [output for output in outputs if output.new_token_ids]
+        rows = self._log_probs.of([output.request_id for output in sampled]) if sampled else ()
+        self._num_tokens += len(sampled)
+        for output, log_prob in zip(sampled, map(float, rows), strict=True):
+            so_far = self._sampled[output.request_id]
             so_far.tokens.extend(output.new_token_ids)
             so_far.log_probs.append(log_prob)
+        for output in outputs:
             if output.finish_reason is not None:
+                name = output.request_id
+                so_far = self._sampled[name]
                 reason = output.finish_reason.name
                 if reason not in ("STOP", "LENGTH"):
                     if not self._open[name].sampling:

@@ -47,7 +47,7 @@ def check_address(host: str, port: int, keys: str = "agent.host = {}, agent.port
     """
     try:
         socket.create_server((host, port)).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:
         raise ConfigError(
             f"{keys.format(host, port)}, but the endpoint cannot listen there: {error}.\n"
             "Set port 0 for a free one, and an IPv4 address of this machine as host."

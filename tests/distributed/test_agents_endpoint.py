@@ -314,8 +314,11 @@ def test_what_vllm_cannot_sample_by_fails_alone(served):
     """A grammar that accepts nothing is known to vLLM only when it samples."""
     client = client_of(served, served.episode(other_sampling=OtherSampling.mask).key)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
-    with pytest.raises(openai.BadRequestError, match="cannot sample by these parameters"):
-        chat(client, QUESTION, response_format=form)
+    for count in (1, 2):
+        with pytest.raises(openai.BadRequestError, match="cannot sample by these parameters"):
+            chat(client, QUESTION, response_format=form, n=count)
+        with pytest.raises(openai.APIError, match="cannot sample by these parameters"):
+            [*chat(client, QUESTION, response_format=form, n=count, stream=True)]
     assert chat(client, QUESTION).choices
 
 

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_CHANGES_SHOWN = 6
 NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
-FREE = "changed, without effect on the results"
-FREE_IN_PARTS = "changed (engines and their limits decide which responses a step trains)"
+OF_ENGINES = ("rollout.", "cluster.", "placement.")
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,21 @@ def find_resume(
             f"The results would differ from those of the steps so far.\n"
             f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
-    free = [str(c) for c in changed if not c.matters and c.key not in NOT_TOLD]
+    free = [c for c in changed if not c.matters and c.key not in NOT_TOLD]
+    # Engines and their limits decide which responses a step trains.
+    in_parts = config.rollout.schedule is not Schedule.sync
+    of_engines = [str(c) for c in free if in_parts and c.key.startswith(OF_ENGINES)]
     notes = [
         *_notes(config, found, state, rows),
         *_listed("changed, as allowed", mattering),
-        *_listed(FREE if config.rollout.schedule is Schedule.sync else FREE_IN_PARTS, free),
+        *_listed("changed, with other responses cut", of_engines),
+        *_listed(
+            "changed, without effect on the results",
+            [text for text in map(str, free) if text not in of_engines],
+        ),
         *_listed("other versions", _other_versions(before.versions, versions())),
     ]
-    if config.rollout.schedule is Schedule.sync and state.in_flight:
+    if not in_parts and state.in_flight:  # a later run with partial would train them, however old
         notes.append(f"{len(state.in_flight)} prompts in flight are not trained: sync drops them")
         state = replace(state, in_flight=[])
     return Resume(found, state, rows, notes)
