@@ -7,7 +7,15 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.constraints import Constraint, constraint_of, parsed_call
-from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt, message_key
+from hybridrl.agents.episode import (
+    LENGTH,
+    Ask,
+    Completion,
+    Episode,
+    Prompt,
+    as_mapping,
+    message_key,
+)
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsRequest, event, usage
 from hybridrl.agents.policy import Policy
@@ -124,9 +132,9 @@ class Chat(Format):
     def _logprobs(
         self, policy: Policy, request: ChatRequest, one: Completion
     ) -> dict[str, Any] | None:
-        return (
-            {"content": token_log_probs(policy, one), "refusal": None} if request.logprobs else None
-        )
+        if not request.logprobs:
+            return None
+        return {"content": token_log_probs(policy, one), "refusal": None}
 
 
 def token_log_probs(policy: Policy, one: Completion) -> list[dict[str, Any]]:
@@ -229,6 +237,8 @@ def _parsed(policy: Policy, one: Completion, tools: list[dict[str, Any]] | None)
         raw = one.raw
         if one.stop is not None and one.stop in raw:
             raw = raw[: raw.rindex(one.stop)]
-        if (parsed := policy.parse_tools(raw, tools)).calls:
+        parsed = policy.parse_tools(raw, tools)
+        # A call whose arguments are no JSON object is text.
+        if parsed.calls and all(isinstance(as_mapping(text), dict) for _, text in parsed.calls):
             return parsed
     return Parsed(one.text, [])

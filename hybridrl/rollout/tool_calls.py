@@ -1,6 +1,5 @@
 """Tool calls in sampled text, found by vLLM's parsers."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,8 +42,6 @@ def load_parser(name: str, tokenizer: Any) -> ParseTools:
         request = ChatCompletionRequest(messages=[], tools=list(tools))
         found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
-        if not all(_is_object(arguments) for _, arguments in calls):  # as if it were no call
-            return Parsed(text, [])
         return Parsed(found.content or "", calls)
 
     try:
@@ -55,11 +52,3 @@ def load_parser(name: str, tokenizer: Any) -> ParseTools:
             "another parser."
         ) from error
     return parse
-
-
-def _is_object(text: str) -> bool:
-    """Return whether a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False

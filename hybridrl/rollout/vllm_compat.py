@@ -67,29 +67,19 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.has_requests"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.pause_state"),
-    *(
-        ("vllm.v1.core.sched.output", f"CachedRequestData.{part}")
-        for part in (
-            "all_token_ids",
-            "new_block_ids",
-            "num_computed_tokens",
-            "num_output_tokens",
-            "resumed_req_ids",
-        )
-    ),
-    *(
-        ("vllm.v1.core.sched.output", f"SchedulerOutput.{part}")
-        for part in (
-            "finished_req_ids",
-            "has_structured_output_requests",
-            "num_scheduled_tokens",
-            "preempted_req_ids",
-            "scheduled_cached_reqs",
-            "scheduled_new_reqs",
-            "scheduled_spec_decode_tokens",
-            "total_num_scheduled_tokens",
-        )
-    ),
+    ("vllm.v1.core.sched.output", "CachedRequestData.all_token_ids"),
+    ("vllm.v1.core.sched.output", "CachedRequestData.new_block_ids"),
+    ("vllm.v1.core.sched.output", "CachedRequestData.num_computed_tokens"),
+    ("vllm.v1.core.sched.output", "CachedRequestData.num_output_tokens"),
+    ("vllm.v1.core.sched.output", "CachedRequestData.resumed_req_ids"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.finished_req_ids"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.has_structured_output_requests"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.num_scheduled_tokens"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.preempted_req_ids"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_cached_reqs"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_new_reqs"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_spec_decode_tokens"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput.total_num_scheduled_tokens"),
     ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),

@@ -740,7 +740,11 @@ def test_a_parser_that_cannot_read_a_text_is_refused(served):
 
 
 def test_arguments_that_are_no_object_are_text(served):
-    policy = served.endpoint.policy
+    policy, episode = served.endpoint.policy, served.episode()
     for arguments in ("[1, 2]", '"3"', "{"):
         raw = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
-        assert policy.parse_tools(raw, TOOLS).calls == []
+        one = Completion(0, "1", 5, raw, raw, "stop", None, [5], [-1.0])
+        assert message_of(policy, episode, one, TOOLS) == (
+            {"role": "assistant", "content": raw},
+            "stop",
+        )
