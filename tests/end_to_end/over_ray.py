@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
@@ -64,8 +65,9 @@ def lose(host: Host, wanted: int) -> tuple[list[dict[str, ProbeResult]], float, 
     with RayProbes() as agents:
         before = call_all(agents, os.getpid)
         for pid in map(int, ip("netns", "pids", host.namespace).split()):
-            if psutil.Process(pid).name() == "raylet":
-                os.kill(pid, signal.SIGTERM)  # it tells the head, which else takes 20 s to notice
+            with suppress(psutil.NoSuchProcess):  # others end with the raylet
+                if psutil.Process(pid).name() == "raylet":
+                    os.kill(pid, signal.SIGTERM)  # it tells the head, or that takes 20 s to notice
         _wait_until_alone()
         host.kill_all()
         start = time.monotonic()
