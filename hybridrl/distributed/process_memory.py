@@ -2,10 +2,14 @@
 
 import ctypes
 import gc
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from hybridrl.distributed import torch_compat
 
 # Share of a GPU that is free before an update, or torch's cache is given back.
 LEAST_FREE = 0.1
@@ -18,6 +22,17 @@ def trim_heap() -> None:
     holes. Without trimming, a process grows for about a hundred steps.
     """
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def use_expandable_segments(device: torch.device) -> None:
+    """Let torch's cache of a GPU's memory grow in place: batches of other lengths leave no holes.
+
+    Call it once vLLM has started: graphs with its all-reduce need memory that is not expandable.
+    Settings of the user, such as PYTORCH_ALLOC_CONF, are kept.
+    """
+    own = any(re.fullmatch(r"PYTORCH_(CUDA_|HIP_)?ALLOC_CONF", name) for name in os.environ)
+    if device.type == "cuda" and not own:
+        torch_compat.set_allocator("expandable_segments:True")
 
 
 def give_back_scarce_memory(device: torch.device) -> None:

@@ -44,6 +44,7 @@ __all__ = [
 # (module, attribute); the dumps of flight recorders are not in every build and thus not listed.
 NAMES: tuple[tuple[str, str], ...] = (
     ("torch", "UntypedStorage._cdata"),
+    ("torch", "_C._accelerator_setAllocatorSettings"),
     ("torch", "ops.aten.fill_.Scalar._schema"),
     ("torch._dynamo", "maybe_mark_dynamic"),
     ("torch._dynamo.config", "disable"),
@@ -84,6 +85,11 @@ def operator_schema(operator: Any) -> Any:
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Make torch.compile treat the size of a dim as a symbol, if nothing forces a constant."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def set_allocator(settings: str) -> None:
+    """Change the settings of the GPU allocator, as PYTORCH_ALLOC_CONF, for later allocations."""
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def disable_dynamo() -> None:

@@ -24,7 +24,7 @@ from hybridrl.distributed.fsdp import (
 )
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable, offloadable_weights
-from hybridrl.distributed.process_memory import give_back_scarce_memory
+from hybridrl.distributed.process_memory import give_back_scarce_memory, use_expandable_segments
 from hybridrl.distributed.regions import NamedShard, free_gathered_weights, named_shards
 from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.workers.base import Worker
@@ -43,6 +43,7 @@ class ModelWorker(Worker):
     def __init__(self, config: Any, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
         self.device = device_of(mesh)
+        use_expandable_segments(self.device)
         self.sequence_group = sequence_group(config.fsdp.ulysses_size)
 
     def own(self, model: nn.Module) -> None:

@@ -1,6 +1,8 @@
 """Offload on a GPU: the same bits, memory that is really free, and not before it was copied."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -142,6 +144,25 @@ def test_an_emptied_cache_returns_the_memory_to_the_driver():
     torch.cuda.empty_cache()
     after, _ = torch.cuda.mem_get_info()
     assert after - before > 0.95 * size, f"{(after - before) / GIB:.2f} of {size / GIB:.2f} GiB"
+
+
+HOLES = """
+import torch
+from hybridrl.distributed.process_memory import use_expandable_segments
+device = torch.device("cuda", 0)
+use_expandable_segments(device)
+for mib in range(500, 1000, 50):
+    torch.empty(mib << 20, dtype=torch.uint8, device=device)
+print(torch.cuda.memory_reserved() >> 20)
+"""
+
+
+@pytest.mark.parametrize("setting", [None, "expandable_segments:False"])
+def test_batches_of_rising_size_leave_no_holes(setting):
+    """In a process of its own, as the allocator's settings stay."""
+    environment = os.environ | ({"PYTORCH_ALLOC_CONF": setting} if setting else {})
+    held = subprocess.check_output([sys.executable, "-c", HOLES], env=environment, text=True)
+    assert (int(held) < 1100) is (setting is None)
 
 
 def test_torchs_cache_is_given_back_where_memory_is_scarce_alone():
