@@ -105,6 +105,8 @@ def _seconds_alone(folder: Path) -> list[float]:
     torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(torchruns)}
     env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # A forked engine could not use CUDA, which this process has asked for its devices.
+    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     command = [sys.executable, __file__, *sys.argv[1:], "--alone", str(folder / "alone.json")]
     subprocess.run(command, env=env, stdout=sys.stderr, check=True)
     found: list[float] = json.loads((folder / "alone.json").read_text())
