@@ -74,6 +74,10 @@ def test_header_says_what_runs_where_on_what_and_how_much():
     assert lines["batch"] == batch
     assert lines["steps"] == "30 (0.23 passes over the data); evaluated at 0, 10, 20, 30"
     assert lines["note"] == "be warned"
+    assert "schedule" not in lines
+    partial = dict(header("rollout.schedule=partial", "rollout.max_versions=3"))
+    age = "no token is older than 3 updates when it is trained"
+    assert partial["schedule"] == f"partial: up to 128 prompts in flight; {age}"
 
 
 @pytest.mark.parametrize(

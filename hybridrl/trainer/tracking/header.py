@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hybridrl.config.choices import Init, RewardSignature
+from hybridrl.config.choices import Init, RewardSignature, Schedule
 from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import (
@@ -44,6 +44,7 @@ def header_lines(
         ("workers", _workers(config)),
         ("batch", _batch(config)),
         ("steps", _steps(config, prompts.data_sets)),
+        ("schedule", _schedule(config)),
         ("limits", _limits(config)),
         ("turns", _turns(config)),
     ]
@@ -169,6 +170,14 @@ def _steps(config: RunConfig, data_sets: list[DataSetSummary]) -> str:
     listed = ", ".join(map(str, steps))
     when = f"at {listed}" if len(steps) <= MAX_STEPS_SHOWN else f"{len(steps)} times"
     return f"{total} ({passes}); evaluated {when}"
+
+
+def _schedule(config: RunConfig) -> str:
+    rollout = config.rollout
+    if rollout.schedule is Schedule.sync:
+        return ""
+    age = f"no token is older than {rollout.max_versions} updates when it is trained"
+    return f"{rollout.schedule.value}: up to {rollout.max_in_flight} prompts in flight; {age}"
 
 
 def _limits(config: RunConfig) -> str:
