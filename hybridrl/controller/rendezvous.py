@@ -137,7 +137,7 @@ def listen(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _listen_on(address: str, port: int) -> socket.socket:
-    if address == "localhost" or _is_ip(address):  # may name one interface of this node
+    if address == "localhost" or is_ip(address):  # may name one interface of this node
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
             return socket.create_server(place, family=family)  # type: ignore[arg-type]
@@ -149,7 +149,8 @@ def _listen_on(address: str, port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _is_ip(address: str) -> bool:
+def is_ip(address: str) -> bool:
+    """Return True for an IPv4 or IPv6 address, without brackets; false for names."""
     try:
         ipaddress.ip_address(address)
     except ValueError:

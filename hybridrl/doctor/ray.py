@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from hybridrl.config.checks.installation import RAY_ADVICE, ray_problem, ray_ver
 from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, joined_view, query_head
 from hybridrl.controller.ray.head import Connection, connect, head_place, ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.controller.rendezvous import is_ip
 from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, skipped, warns_if
 from hybridrl.doctor.network.nodes import is_loopback
@@ -195,8 +195,8 @@ def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: boo
 def _judge_loopback(host: str, port: str, facts: Mapping[str, RayFacts]) -> Finding:
     listeners = {node: fact.listeners for node, fact in facts.items() if fact.listeners}
     advice = LOOPBACK_ADVICE.format(port=port)
-    is_address = re.fullmatch(r"[\d.]+|\[?[\da-fA-F:]+\]?", host) is not None
-    if host == "localhost" or (is_address and is_loopback(host)):
+    own = host.strip("[]")
+    if own == "localhost" or (is_ip(own) and is_loopback(own)):
         evidence = f"RAY_ADDRESS={host}:{port} leads every node to itself, and there are several"
         return fail("ray.loopback", "all", evidence, advice)
     for node, addresses in listeners.items():

@@ -108,6 +108,16 @@ def test_a_head_on_all_addresses_is_no_loopback():
     assert judged(found, "ray.loopback") == [(Verdict.ok, "port 6379 listens on a: ::")]
 
 
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [("a100", False), ("cafe", False), ("[::1]", True), ("localhost", True)],
+)
+def test_names_of_hexadecimal_digits_are_no_addresses(host, is_loopback):
+    found = judge_reachable({"a": facts(listeners=["::"])}, f"{host}:6379", several=True)
+    verdict = Verdict.fail if is_loopback else Verdict.ok
+    assert [one for one, _ in judged(found, "ray.loopback")] == [verdict]
+
+
 def test_enough_nodes_are_enough():
     found = judge_view(view(("a", "10.0.1.2", True), ("b", "10.0.1.3", True)), ADDRESS, 2)
     assert {one.verdict for one in found} == {Verdict.ok}
