@@ -25,7 +25,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
-from benchmarks.timing import result, wait_for_all
+from benchmarks.timing import result, seconds_of, wait_for_all
 from benchmarks.training_workload import SMALL, Size, actor_config, draw_lengths, random_batch
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.planner.multicast import turn_off_multicast
@@ -101,7 +100,7 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     saver.connect({"actor": actor})
     batch = _batch(actor, shape, size, arguments.ranks)
     metrics: dict[str, float] = {}
-    update = lambda: _seconds(lambda: metrics.update(actor.update(batch, 1, 0.0)))  # noqa: E731
+    update = lambda: seconds_of(lambda: metrics.update(actor.update(batch, 1, 0.0)))  # noqa: E731
     update()
     alone = [update() for _ in range(3)]
     plain = _plain_save(actor, folder)
@@ -109,7 +108,7 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     target = folder / "save"
     for _ in range(arguments.saves):
         _remove(target)
-        blocked.append(_seconds(lambda: saver.begin_save(str(target))))
+        blocked.append(seconds_of(lambda: saver.begin_save(str(target))))
         during.append(update())
         saved = saver.finish_save()
         assert saved.error is None, saved.error
@@ -117,7 +116,7 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         num_bytes = _total(saved.num_bytes)
         _tell(f"save: training waited {blocked[-1]:.2f} s, written in {written[-1]:.1f} s")
     undisturbed = dict(metrics)
-    load = _seconds(lambda: saver.load(str(target)))
+    load = seconds_of(lambda: saver.load(str(target)))
     update()
     return {
         "gb": round(num_bytes / 1e9, 3),
@@ -149,7 +148,7 @@ def _batch(actor: ActorWorker, shape: ModelShape, size: Size, ranks: int) -> Ran
 def _plain_save(actor: ActorWorker, folder: Path) -> float:
     """Seconds of one torch.save by every rank, on the disk at its end."""
     path = folder / f"plain_{dist.get_rank()}.pt"
-    seconds = _seconds(lambda: _save(actor, path))
+    seconds = seconds_of(lambda: _save(actor, path))
     path.unlink()
     _tell(f"plain torch.save: {seconds:.1f} s")
     return seconds
@@ -176,15 +175,6 @@ def _remove(folder: Path) -> None:
 def _tell(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
-
-
-def _seconds(call: Any) -> float:
-    """Wall seconds of a collective call, device work included."""
-    wait_for_all()
-    start = time.perf_counter()
-    call()
-    wait_for_all()
-    return time.perf_counter() - start
 
 
 def _total(count: int) -> int:

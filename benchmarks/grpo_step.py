@@ -68,6 +68,14 @@ ON_GPU = [
     "data.too_long_prompts=drop",
     "data.num_eval_problems=8",
 ]
+TWO_GPUS = [
+    *ON_GPU,
+    "cluster.gpus_per_node=2",
+    "rollout.tensor_parallel_size=2",
+    "data.prompts_per_step=128",
+    "actor.mini_batch_size=512",
+    "rollout.max_response_tokens=256",
+]
 PRESETS = {
     "one_gpu": [
         *ON_GPU,
@@ -76,14 +84,7 @@ PRESETS = {
         "actor.mini_batch_size=256",
         "rollout.max_response_tokens=256",
     ],
-    "field": [
-        *ON_GPU,
-        "cluster.gpus_per_node=2",
-        "rollout.tensor_parallel_size=2",
-        "data.prompts_per_step=128",
-        "actor.mini_batch_size=512",
-        "rollout.max_response_tokens=256",
-    ],
+    "field": TWO_GPUS,
     "whole_step": [
         *ON_GPU,
         "cluster.gpus_per_node=4",
@@ -92,14 +93,7 @@ PRESETS = {
         "actor.mini_batch_size=1024",
         "rollout.max_response_tokens=512",
     ],
-    "experts": [
-        *ON_GPU,
-        "cluster.gpus_per_node=2",
-        "rollout.tensor_parallel_size=2",
-        "data.prompts_per_step=128",
-        "actor.mini_batch_size=512",
-        "rollout.max_response_tokens=256",
-    ],
+    "experts": TWO_GPUS,
     "small": [
         "hardware=cpu",
         "cluster.gpus_per_node=1",

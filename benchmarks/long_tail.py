@@ -42,6 +42,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import grpo_step
 from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import QWEN2_5, VOCABULARY, make_model
 from benchmarks.timing import min_median_max, result
@@ -64,37 +65,25 @@ SCHEDULES = {
     "split": ["rollout.schedule=split", *LAGGING],
 }
 COMMON = [
+    *grpo_step.COMMON,
     "+recipe=gsm8k_grpo",
     f"rollout.worker={Path(__file__).resolve()}:DrawnLengths",
     "data=embedded",
     "algorithm.kl.coef=0",
-    "actor.optim.lr=1e-6",
     "trainer.max_log_prob_diff=10",
-    "eval.every_steps=0",
-    "eval.greedy=false",
     "eval.samples=1",
-    "trainer.samples_every_steps=0",
-    "trainer.save_final_model=false",
-    "checkpoint.every_steps=0",
-    "tracking.tensorboard=false",
     "tracking.report=false",
 ]
 ON_GPU = [
-    "hardware=gpu",
-    "cluster.nvlink_multicast=off",
-    "model.init=random",
-    "rollout.max_prompt_tokens=256",
+    *grpo_step.ON_GPU,
     "rollout.max_response_tokens=4096",
     "data.prompts_per_step=128",
-    "rollout.responses_per_prompt=4",
     "actor.mini_batch_size=512",
-    "data.num_eval_problems=8",
 ]
 SMALL = [
     "hardware=cpu",
     "rollout.max_response_tokens=160",
     "data.prompts_per_step=16",
-    "rollout.responses_per_prompt=4",
     "actor.mini_batch_size=64",
     "data.num_eval_problems=8",
 ]

@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
-from benchmarks.timing import min_median_max, result, seconds_per_call, wait_for_all
+from benchmarks.timing import min_median_max, result, seconds_of, seconds_per_call
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.distributed.offload import Offloadable
 
@@ -61,18 +60,18 @@ def measure(shards: list[Tensor], device: torch.device, repeats: int) -> dict[st
     """Speeds of both directions, the baselines', and what of a move hides behind products."""
     moved = Offloadable(lambda: shards, device, moves=True)
     size = size_of(shards)
-    first = timed(moved.offload)
-    timed(moved.wait)
+    first = seconds_of(moved.offload)
+    seconds_of(moved.wait)
     offload, onload = [], []
     for _ in range(repeats):
-        offload.append(timed(moved.offload))
-        onload.append(timed(moved.wait))
+        offload.append(seconds_of(moved.offload))
+        onload.append(seconds_of(moved.wait))
     products = products_lasting(statistics.median(offload), device)
     alone = statistics.median(seconds_per_call(products, warmup=1, repeats=repeats))
     both_offload, both_onload = [], []
     for _ in range(repeats):
-        both_offload.append(timed(lambda: (moved.offload(), products())))
-        both_onload.append(timed(lambda: (moved.onload(), products(), moved.wait())))
+        both_offload.append(seconds_of(lambda: (moved.offload(), products())))
+        both_onload.append(seconds_of(lambda: (moved.onload(), products(), moved.wait())))
     speed = lambda seconds: min_median_max([size / s / 1e9 for s in seconds], digits=2)  # noqa: E731
     to_host, to_device = plain_copies(size, device, repeats)
     return {
@@ -89,15 +88,6 @@ def measure(shards: list[Tensor], device: torch.device, repeats: int) -> dict[st
 def size_of(tensors: list[Tensor]) -> int:
     """Bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Wall seconds of one call, device work included."""
-    wait_for_all()
-    start = time.perf_counter()
-    function()
-    wait_for_all()
-    return time.perf_counter() - start
 
 
 def hidden_share(both: list[float], compute: float, move: list[float]) -> float:

@@ -38,17 +38,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.configs import composed
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import min_median_max, result
-from hybridrl.config.choices import DType, Init, RouterReplay, Schedule, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
-from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.distributed.mesh import build_mesh
 from hybridrl.models.resolve import resolve_model
 from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_compat import engine_core
@@ -184,38 +183,22 @@ def _model(args: argparse.Namespace, folder: Path) -> Path:
 
 
 def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> EndlessWorker:
-    on_gpu = device_type == "cuda"
-    model = ModelConfig(path=str(folder), init=Init.random, seed=1, trust_remote_code=False)
-    config = RolloutConfig(
-        worker="",
-        model=model,
-        lora=None,
-        seed=1,
-        tensor_parallel_size=args.tp,
-        expert_parallel=False,
-        responses_per_prompt=args.responses,
-        schedule=Schedule.sync,
-        router_replay=RouterReplay.none,
-        max_in_flight=args.prompts,
-        max_versions=0,
-        keep_kv=False,
-        temperature=1.0,
-        top_p=1.0,
-        max_prompt_tokens=args.prompt_tokens,
-        max_response_tokens=args.response_tokens,
-        dtype=DType.bfloat16 if on_gpu else DType.float32,
-        gpu_memory_utilization=0.5,
-        kv_cache_mb=None if on_gpu else 64,
-        max_num_seqs=args.prompts * args.responses,
-        enforce_eager=args.eager,
-        sleep=SleepMode.none,
-        reshard_bucket_mb=64,
-        verify_reshard=False,
+    config = composed(
+        {
+            "hardware": "gpu" if device_type == "cuda" else "cpu",
+            "cluster.gpus_per_node": args.tp,
+            "model.path": folder,
+            "model.init": "random",
+            "rollout.tensor_parallel_size": args.tp,
+            "rollout.responses_per_prompt": args.responses,
+            "rollout.max_prompt_tokens": args.prompt_tokens,
+            "rollout.max_response_tokens": args.response_tokens,
+            "rollout.max_num_seqs": args.prompts * args.responses,
+            "rollout.enforce_eager": args.eager,
+            "rollout.sleep": "none",
+        }
     )
-    mesh = init_device_mesh(
-        device_type, (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
-    worker = EndlessWorker(config, mesh)
+    worker = EndlessWorker(config.rollout, build_mesh(config.fsdp, device_type))
     worker.take_random_weights()
     return worker
 

@@ -23,14 +23,16 @@ def seconds_per_call(
     """
     for _ in range(warmup):
         function()
-    seconds = []
-    for _ in range(repeats):
-        wait_for_all()
-        start = time.perf_counter()
-        function()
-        wait_for_all()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    return [seconds_of(function) for _ in range(repeats)]
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Wall seconds of one call, device work included; with a process group of the slowest rank."""
+    wait_for_all()
+    start = time.perf_counter()
+    function()
+    wait_for_all()
+    return time.perf_counter() - start
 
 
 def seconds_of_slowest(function: Callable[[], object], *, warmup: int, repeats: int) -> list[float]:

@@ -28,12 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
+from configs import composed
 from timing import min_median_max, result
 
-from hybridrl.config.command.provenance import Provenance
-from hybridrl.config.load import examine
-from hybridrl.config.planner.machine import local_machine
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.controller.ray.runtime import ray_runtime
@@ -43,8 +40,6 @@ from hybridrl.data.partition import partition_by_micro_batch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, schedule
 from hybridrl.data.shardable import Piece, Shardable
-from hybridrl.main import conf_dir
-from hybridrl.models.resolve import read_model_config
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 
 PROMPT_TOKENS, RESPONSES_PER_PROMPT, MINI_BATCH_SHARE = 100, 4, 4
@@ -139,12 +134,7 @@ class Parts:
 
 def pool_config(ranks: int, folder: Path) -> PoolConfig:
     """A pool of CPU workers as the program's own config makes it."""
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("config", ["hardware=cpu", f"cluster.gpus_per_node={ranks}"])
-    examined = examine(
-        cfg, machine=local_machine(), read_model=read_model_config, provenance=Provenance()
-    )
-    config = examined.config
+    config = composed({"hardware": "cpu", "cluster.gpus_per_node": ranks})
     return PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),

@@ -15,7 +15,6 @@ import json
 import mmap
 import pickle
 import re
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.tracker import Row
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
+from tests.peak_memory import peak_in, private_bytes
 from tests.run_configs import run_config
 
 RANKS, EACH, PROMPT_TOKENS, MEAN, CAP = 8, 8, 256, 4096, 32768
@@ -214,29 +214,6 @@ class Ranks:
         )
 
 
-class OwnMemory:
-    """The largest RssAnon of this process while the block runs, over that at its begin."""
-
-    def __enter__(self) -> "OwnMemory":
-        self._done = threading.Event()
-        self._before, self.peak = self._now(), 0
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self.peak = max(self.peak, self._now() - self._before)
-
-    def _now(self) -> int:
-        (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return 1024 * int(found)
-
-
 class Driver:
     """What the trainer needs beside ranks: prompts, rewards, a reporter, and no checkpoints."""
 
@@ -343,9 +320,10 @@ def train(
     generator = partial(groups["rollout"].call, "generate")
     trainer = trainer_class(config, workers, driver, generator, *[driver] * 5)
     trainer.driver = driver
-    with OwnMemory() as memory:
+    before, found = private_bytes("RssAnon"), {}
+    with peak_in(found, "peak", "RssAnon"):
         trainer.fit()
-    return driver, memory.peak
+    return driver, found["peak"] - before
 
 
 def main() -> None:

@@ -11,25 +11,28 @@ STATUS = Path("/proc/self/status")
 LOOK_S = 0.002
 
 
-def private_bytes() -> int:
-    """Memory of this process that no file backs.
+PRIVATE = ("RssAnon", "RssShmem")
+
+
+def private_bytes(*kinds: str) -> int:
+    """Memory of this process of these kinds, by default all that no file backs.
 
     Not VmHWM or ru_maxrss: these count the pages of mapped checkpoints, which the kernel takes
     back whenever somebody needs memory.
     """
     lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    return sum(1024 * int(lines[key].split()[0]) for key in ("RssAnon", "RssShmem"))
+    return sum(1024 * int(lines[key].split()[0]) for key in kinds or PRIVATE)
 
 
 @contextmanager
-def peak_in(found: dict[str, Any], name: str) -> Iterator[None]:
+def peak_in(found: dict[str, Any], name: str, *kinds: str) -> Iterator[None]:
     """Note under `name` the largest `private_bytes` while the block runs."""
-    done, peak = threading.Event(), private_bytes()
+    done, peak = threading.Event(), private_bytes(*kinds)
 
     def look() -> None:
         nonlocal peak
         while not done.wait(LOOK_S):
-            peak = max(peak, private_bytes())
+            peak = max(peak, private_bytes(*kinds))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -38,4 +41,4 @@ def peak_in(found: dict[str, Any], name: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        found[name] = max(peak, private_bytes())
+        found[name] = max(peak, private_bytes(*kinds))

@@ -4,6 +4,7 @@ A case names a model, a dtype and a mesh. Two sets of weights, A and B, are resh
 the other, and each time compared with what vLLM loads from a checkpoint of the same weights.
 """
 
+import copy
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,23 +15,13 @@ import torch
 import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
     LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoeConfig,
-    Phi3Config,
+    PreTrainedConfig,
     Qwen2Config,
-    Qwen2MoeConfig,
     Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
 )
 
-from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, Schedule, SleepMode
+from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
@@ -45,8 +36,9 @@ from hybridrl.rollout.sampling import check_ranks_agree
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
+from tests import role_configs
 from tests.role_configs import fsdp_config, model_config
-from tests.tiny_hf import EXPERTS, FULL_AND_WINDOW, GEMMA3, GRANITE, LONG_ROPE, YARN, spread
+from tests.tiny_hf import ALL, LONG_ROPE, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -59,107 +51,48 @@ SIZES = {
     "max_position_embeddings": 256,
     "eos_token_id": 1,
 }
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False),
-    "llama_tied": LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
-    "qwen2_untied": Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=False),
-    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False),
-    "qwen3_tied": Qwen3Config(
-        **SIZES, num_key_value_heads=1, head_dim=64, tie_word_embeddings=True
-    ),
-    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=16),
-    "mistral_tied": MistralConfig(
-        **SIZES,
-        num_key_value_heads=1,
-        head_dim=32,
-        sliding_window=None,
-        tie_word_embeddings=True,
-    ),
-    "phi3": Phi3Config(**SIZES, num_key_value_heads=2, sliding_window=16, pad_token_id=0),
-    "phi3_tied": Phi3Config(
-        **SIZES,
-        num_key_value_heads=1,
-        rope_parameters=LONG_ROPE
+HEAD, WINDOW, ONE_HEAD = {"head_dim": 64}, {"sliding_window": 16}, {"num_key_value_heads": 1}
+EXPERT = {"moe_intermediate_size": 96}
+# Sizes of families that SIZES lacks.
+OWN: dict[str, dict[str, Any]] = {
+    "llama": HEAD,
+    "qwen2": {},
+    "qwen3": HEAD,
+    "mistral": HEAD | WINDOW,
+    "mistral_tied": ONE_HEAD | {"head_dim": 32},
+    "phi3": WINDOW,
+    "phi3_tied": ONE_HEAD
+    | {
+        "rope_parameters": LONG_ROPE
         | {"short_factor": [1.0, 1.3] * 8, "long_factor": [1.5, 4.0] * 8}
-        | {"original_max_position_embeddings": MAX_PROMPT + MAX_RESPONSE},
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    ),
-    "olmo2": Olmo2Config(**SIZES, num_key_value_heads=2),
-    "olmo3": Olmo3Config(
-        **SIZES,
-        num_key_value_heads=2,
-        sliding_window=16,
-        layer_types=FULL_AND_WINDOW,
-        rope_parameters=YARN,
-    ),
-    "granite": GraniteConfig(**SIZES, **GRANITE, num_key_value_heads=2),
-    "granite_tied": GraniteConfig(
-        **SIZES, **GRANITE, mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True
-    ),
-    "smollm3": SmolLM3Config(
-        **SIZES,
-        num_key_value_heads=2,
-        no_rope_layers=[1, 0],
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    ),
-    "smollm3_untied": SmolLM3Config(
-        **SIZES,
-        num_key_value_heads=1,
-        no_rope_layers=[0, 1],
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    ),
-    "gemma3": Gemma3TextConfig(
-        **SIZES,
-        **GEMMA3,
-        head_dim=64,
-        num_key_value_heads=2,
-        sliding_window=16,
-        layer_types=FULL_AND_WINDOW,
-    ),
-    "gemma3_untied": Gemma3TextConfig(
-        **SIZES,
-        **GEMMA3,
-        head_dim=64,
-        num_key_value_heads=1,
-        sliding_window=16,
-        layer_types=FULL_AND_WINDOW,
-        tie_word_embeddings=False,
-    ),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SIZES,
-        **EXPERTS,
-        num_key_value_heads=2,
-        head_dim=64,
-        moe_intermediate_size=96,
-        norm_topk_prob=True,
-    ),
-    "qwen3_moe_tied": Qwen3MoeConfig(
-        **SIZES,
-        **EXPERTS,
-        num_key_value_heads=1,
-        moe_intermediate_size=96,
-        tie_word_embeddings=True,
-    ),
-    "qwen2_moe": Qwen2MoeConfig(
-        **SIZES,
-        **EXPERTS,
-        num_key_value_heads=2,
-        moe_intermediate_size=96,
-        shared_expert_intermediate_size=160,
-    ),
-    "olmoe": OlmoeConfig(
-        **SIZES | {"intermediate_size": 96}, **EXPERTS, num_key_value_heads=2, pad_token_id=0
-    ),
-    "mixtral": MixtralConfig(
-        **SIZES | {"intermediate_size": 96},
-        num_local_experts=6,
-        num_experts_per_tok=2,
-        num_key_value_heads=2,
-    ),
+    },
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "granite": {},
+    "granite_tied": ONE_HEAD,
+    "smollm3": {},
+    "smollm3_untied": ONE_HEAD,
+    "gemma3": HEAD | WINDOW,
+    "gemma3_untied": HEAD | WINDOW | ONE_HEAD,
+    "qwen3_moe": HEAD | EXPERT,
+    "qwen3_moe_tied": ONE_HEAD | EXPERT,
+    "qwen2_moe": EXPERT | {"shared_expert_intermediate_size": 160},
+    "olmoe": {"intermediate_size": 96, "pad_token_id": 0},
+    "mixtral": {"intermediate_size": 96},
+}
+
+
+def wider(name: str) -> PreTrainedConfig:
+    """A model of tests/tiny_hf.py with the sizes of this file."""
+    config = copy.deepcopy(ALL[name])
+    config.update(SIZES | OWN[name])
+    return config
+
+
+CONFIGS = {name: wider(name) for name in OWN} | {
+    "llama_tied": LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=True),
+    "qwen2_untied": Qwen2Config(**SIZES, **ONE_HEAD, tie_word_embeddings=False),
+    "qwen3_tied": Qwen3Config(**SIZES, **ONE_HEAD, **HEAD, tie_word_embeddings=True),
 }
 # Names of weights that are cut by columns: without experts, and with.
 ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -235,32 +168,14 @@ def write_folders(root: Path, models: list[str]) -> None:
 
 def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
-        "worker": "hybridrl.workers.rollout.RolloutWorker",
-        "model": model_config(folder),
-        "lora": None,
-        "seed": 5,
         "tensor_parallel_size": case.tp,
         "expert_parallel": case.expert_parallel,
-        "responses_per_prompt": 2,
-        "schedule": Schedule.sync,
-        "router_replay": RouterReplay.none,
-        "max_in_flight": 3,
-        "max_versions": 0,
-        "keep_kv": False,
-        "temperature": 1.0,
-        "top_p": 1.0,
         "max_prompt_tokens": MAX_PROMPT,
         "max_response_tokens": MAX_RESPONSE,
         "dtype": case.dtype,
-        "gpu_memory_utilization": 0.1,
-        "kv_cache_mb": 16,
-        "max_num_seqs": 16,
         "enforce_eager": case.enforce_eager,
-        "sleep": SleepMode.all,
-        "reshard_bucket_mb": 1,
-        "verify_reshard": True,
     }
-    return RolloutConfig(**(values | changes))
+    return role_configs.rollout_config(folder, **(values | changes))
 
 
 def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:

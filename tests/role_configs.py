@@ -16,6 +16,8 @@ from hybridrl.config.choices import (
     LRSchedule,
     Offload,
     RouterReplay,
+    Schedule,
+    SleepMode,
 )
 from hybridrl.config.schema import (
     ActorConfig,
@@ -27,6 +29,7 @@ from hybridrl.config.schema import (
     OptimConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RolloutConfig,
     SaverConfig,
 )
 from hybridrl.config.sections.algorithm import (
@@ -147,6 +150,36 @@ def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfi
         "optim": optim_config(),
     }
     return CriticConfig(**(values | changes))
+
+
+def rollout_config(folder: Path, **changes: Any) -> RolloutConfig:
+    values: dict[str, Any] = {
+        "worker": "hybridrl.workers.rollout.RolloutWorker",
+        "model": model_config(folder),
+        "lora": None,
+        "seed": 5,
+        "tensor_parallel_size": 1,
+        "expert_parallel": False,
+        "responses_per_prompt": 2,
+        "schedule": Schedule.sync,
+        "router_replay": RouterReplay.none,
+        "max_in_flight": 3,
+        "max_versions": 0,
+        "keep_kv": False,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_prompt_tokens": 100,
+        "max_response_tokens": 28,
+        "dtype": DType.bfloat16,
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_mb": 16,
+        "max_num_seqs": 16,
+        "enforce_eager": False,
+        "sleep": SleepMode.all,
+        "reshard_bucket_mb": 1,
+        "verify_reshard": True,
+    }
+    return RolloutConfig(**(values | changes))
 
 
 def saver_config() -> SaverConfig:

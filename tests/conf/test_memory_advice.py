@@ -7,21 +7,13 @@ from composing import FASTEST_SET, examined
 
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 from hybridrl.config.planner.memory import rank_phases
+from hybridrl.models.known_shapes import QWEN2_5
 from tests.model_shapes import QWEN, QWEN_7B
 
 H100 = GPU("NVIDIA H100", 80 * GIB)
 SHAPES = {
     "7B": QWEN_7B,
-    "32B": QWEN
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_attention_heads": 40,
-        "num_hidden_layers": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
+    "32B": QWEN2_5["32B"],
     "70B": QWEN
     | {
         "architectures": ["LlamaForCausalLM"],

@@ -2,43 +2,18 @@
 
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from hybridrl.config.choices import DType, Init, RouterReplay, Schedule, SleepMode
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.choices import SleepMode
 from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes, prompt_graph_sizes
-from tests.role_configs import model_config
+from tests.role_configs import rollout_config
 
 
 def config(**changes):
-    values = {
-        "worker": "",
-        "model": model_config("", Init.random),
-        "lora": None,
-        "seed": 1,
-        "tensor_parallel_size": 1,
-        "expert_parallel": False,
-        "responses_per_prompt": 2,
-        "schedule": Schedule.sync,
-        "router_replay": RouterReplay.none,
-        "max_in_flight": 3,
-        "max_versions": 0,
-        "keep_kv": False,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "max_prompt_tokens": 100,
-        "max_response_tokens": 28,
-        "dtype": DType.bfloat16,
-        "gpu_memory_utilization": 0.5,
-        "kv_cache_mb": None,
-        "max_num_seqs": 24,
-        "enforce_eager": False,
-        "sleep": SleepMode.all,
-        "reshard_bucket_mb": 1,
-        "verify_reshard": True,
-    }
-    return RolloutConfig(**(values | changes))
+    values = {"gpu_memory_utilization": 0.5, "kv_cache_mb": None, "max_num_seqs": 24}
+    return rollout_config(Path("model"), **(values | changes))
 
 
 @pytest.mark.parametrize(
