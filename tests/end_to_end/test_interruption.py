@@ -15,6 +15,7 @@ from tests.terminals import terminal
 
 LONG = [*SMALL, "trainer.total_steps=500", "trainer.save_final_model=false"]
 STOP = signal.SIGSTOP
+SYNC, PARTIAL = "rollout.schedule=sync", "rollout.schedule=partial"
 
 
 def test_ctrl_c_ends_the_run_within_15_seconds(tmp_path):
@@ -95,9 +96,10 @@ def test_an_error_that_comes_each_time_uses_up_the_restarts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_preempted_run_goes_on_with_the_same_command(tmp_path):
+@pytest.mark.parametrize("schedule", [SYNC, PARTIAL])
+def test_a_preempted_run_goes_on_with_the_same_command(tmp_path, schedule):
     """Exit code 75 means that; the metrics are then those of a run of one piece."""
-    command = ["trainer.total_steps=6", "trainer.samples_every_steps=3", "resume=auto"]
+    command = ["trainer.total_steps=6", "trainer.samples_every_steps=3", "resume=auto", schedule]
     report = tmp_path / "run" / "report.html"
     with faulty(tmp_path / "run", *command, "tracking.report=true") as run:
         run.hit(Fault(Victim.driver, signal.SIGTERM, Phase.score), set())
@@ -116,6 +118,12 @@ def test_a_preempted_run_goes_on_with_the_same_command(tmp_path):
     with faulty(tmp_path / "whole", *command) as run:
         run.reader.join(120.0)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
+    if schedule == PARTIAL:
+        last = f"resume={newest_good(tmp_path / 'run').folder}"
+        with faulty(tmp_path / "sync", "trainer.total_steps=7", last, SYNC) as run:
+            run.reader.join(60.0)
+            assert run.run.process.wait() == 0, run.text
+            assert "prompts in flight are not trained: sync drops them" in run.text
 
 
 @pytest.mark.slow
