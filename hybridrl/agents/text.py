@@ -5,10 +5,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.tokenizer import TEMPLATE_ERRORS, plain_text, stop_tokens, token_ids
+from hybridrl.data.sources.tokenizer import plain_text, rendered, stop_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,13 +44,7 @@ class ModelText:
         """Return the text of a prompt; `options` are those of apply_chat_template."""
         if not self._tokenizer.chat_template:
             return plain_text(list(messages))
-        try:
-            options = {"add_generation_prompt": True} | options
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except (TemplateError, *TEMPLATE_ERRORS) as error:
-            raise TemplateError(f"{type(error).__name__}: {error}") from error
-        assert isinstance(text, str)
-        return text
+        return rendered(self._tokenizer, messages, **{"add_generation_prompt": True} | options)
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Return the token ids of a text, at the beginning of a sequence or later."""

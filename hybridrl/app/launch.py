@@ -25,11 +25,11 @@ from hybridrl.config.estimators import is_supervised
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.background import without_collections
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.distributed.background import without_collections
 from hybridrl.environments.base import trial_problems as environment_trial
 from hybridrl.rewards.calls import trial_problems as reward_trial
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress

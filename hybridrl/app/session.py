@@ -20,11 +20,13 @@ from hybridrl.app.folders import link_latest
 from hybridrl.app.launch import Prepared
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
+from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.estimators import is_supervised
+from hybridrl.config.load import Examined
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
-from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import training_ranks
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
@@ -32,7 +34,6 @@ from hybridrl.controller.worker_group import Pool, Workers, build_workers, role_
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
@@ -55,8 +56,6 @@ from hybridrl.trainer.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
-# conf/reward/none.yaml: the reward model alone decides.
-NO_REWARD = "hybridrl.rewards.none.score"
 # Seconds for trackers to send remaining metrics: after success, and after a failure.
 TRACKERS_S, HURRY_S = 20.0, 3.0
 
@@ -92,6 +91,7 @@ def open_trainer(
     """Yield the trainer of a run with its workers in a new pool, which the caller closes."""
     (result, machine, _, command, _), setup = prepared.checked, prepared.setup
     config, prompts, resume = result.config, inputs.prompts, inputs.resume
+    assert result.shape is not None
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if not os.environ.get("OMP_NUM_THREADS"):  # else torch uses the user's number
@@ -111,7 +111,7 @@ def open_trainer(
             link_latest(run_dir)
         except OSError as error:  # the run does not need them
             log.warning("the manifest or outputs/latest could not be written: %s", error)
-        _show_header(config, run_dir, machine, prompts, resume, console)
+        _show_header(result, run_dir, machine, prompts, resume, console)
         tokenizer = load_tokenizer(config.model)
         decode = decoder(tokenizer)
         environment = open_environment(config, stack)
@@ -130,7 +130,7 @@ def open_trainer(
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
         texts = decode, decoder(tokenizer, special=True)
-        throughput = _throughput(config, machine)
+        throughput = _throughput(config, result.shape, machine)
         reporter = Reporter(config, run_dir, console, tracker, throughput, health, *texts)
         trainer_class = SFTTrainer if is_supervised(config) else PPOTrainer
         trainer = trainer_class(
@@ -174,11 +174,11 @@ def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: Exi
     return tracker
 
 
-def _throughput(config: RunConfig, machine: Machine) -> Throughput:
+def _throughput(config: RunConfig, shape: ModelShape, machine: Machine) -> Throughput:
     """Return the throughput metrics; without MFU if GPUs are of several or unknown kinds."""
     peak = peak_per_rank(machine.gpus, config.fsdp.param_dtype)
     return Throughput(
-        shape=model_shape(read_model_config(config.model.path)),
+        shape=shape,
         epochs=config.actor.epochs,
         peak=None if peak is None else peak * training_ranks(config),
         trains_all=config.lora is None,
@@ -186,20 +186,18 @@ def _throughput(config: RunConfig, machine: Machine) -> Throughput:
 
 
 def _show_header(
-    config: RunConfig,
+    result: Examined,
     run_dir: Path,
     machine: Machine,
     prompts: PromptSets,
     resume: Resume | None,
     console: RunConsole,
 ) -> None:
-    reward_parameters = 0
-    if config.reward_model is not None:
-        reward = model_shape(read_model_config(config.reward_model.model.path))
-        reward_parameters = reward.backbone_parameters + reward.hidden
-    parameters = model_shape(read_model_config(config.model.path)).parameters
+    config, shape, reward = result.config, result.shape, result.reward_shape
+    assert shape is not None
+    of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
     about = machine.describe()
-    lines = header_lines(config, run_dir, about, prompts, parameters, reward_parameters)
+    lines = header_lines(config, run_dir, about, prompts, shape.parameters, of_reward)
     lines += [] if resume is None else resume.lines()
     console.header(config.run.name, lines)
 

@@ -25,7 +25,7 @@ Accelerator = StrEnum("Accelerator", ["cpu", "gpu"])
 DType = StrEnum("DType", ["float32", "bfloat16"])
 # Layout of FSDP shards (config/planner/world.py, distributed/columns.py).
 Layout = StrEnum("Layout", ["aligned", "plain"])
-# Gradients accumulated over micro-batches: full or sharded (distributed/accumulation.py).
+# Gradients accumulated over micro-batches: full or sharded (distributed/fsdp.py).
 Accumulation = StrEnum("Accumulation", ["full", "sharded"])
 # State that is offloaded to pinned host memory while unused.
 Offload = StrEnum("Offload", ["none", "idle_optimizer", "idle_all"])

@@ -37,16 +37,16 @@ class PolicyLoss(NamedTuple):
     Attributes:
         path: dotted.
         tensors: names of its tensors.
-        settings: keyword settings with their ranges; None: any number.
+        settings: keyword settings with their ranges; `ANY`: any number.
         selection: dotted path of the function that selects the step's tokens for it, if any.
         selection_settings: settings of `selection`, likewise.
     """
 
     path: str
     tensors: tuple[str, ...]
-    settings: Mapping[str, Range | None]
+    settings: Mapping[str, Range]
     selection: str | None = None
-    selection_settings: Mapping[str, Range | None] = MappingProxyType({})
+    selection_settings: Mapping[str, Range] = MappingProxyType({})
 
     @property
     def is_against_rollout(self) -> bool:
@@ -54,7 +54,7 @@ class PolicyLoss(NamedTuple):
         return "rollout_log_probs" in self.tensors
 
     @property
-    def all_settings(self) -> dict[str, Range | None]:
+    def all_settings(self) -> dict[str, Range]:
         """Keys of algorithm.loss.args."""
         return {**self.settings, **self.selection_settings}
 
@@ -90,7 +90,7 @@ _FUNCTIONS = (
         (*_BASE, "selected"),
         _CLIP,
         "hybridrl.algorithms.covariance_losses.some_in_band",
-        {"fraction": _SHARE, "cov_low": None, "cov_high": None},
+        {"fraction": _SHARE, "cov_low": ANY, "cov_high": ANY},
     ),
     PolicyLoss(
         "covariance_losses.kl_cov",
@@ -115,7 +115,7 @@ def policy_loss_of(function: str) -> PolicyLoss:
         return BUILT_IN_LOSSES[function]
     key = f"{KEY}.function"
     parameters = signature_of(key, function, BUILT_IN_LOSSES, "algorithm/loss")
-    settings = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    settings = {p.name: ANY for p in parameters if p.kind is p.KEYWORD_ONLY}
     tensors = tuple(p.name for p in parameters if p.name not in settings)
     unknown = [name for name in tensors if name not in TENSORS]
     if unknown:
@@ -148,20 +148,19 @@ def loss_problems(run: RunConfig) -> Iterator[str]:
     yield from _value_problems(config, known)
 
 
-def _value_problems(config: FunctionConfig, known: Mapping[str, Range | None]) -> Iterator[str]:
+def _value_problems(config: FunctionConfig, known: Mapping[str, Range]) -> Iterator[str]:
     """Check the ranges of a built-in loss's settings; a user's function checks its own."""
     if config.function not in BUILT_IN_LOSSES:
         return
     args = {name: value for name, value in config.args.items() if name in known}
-    ranges = {name: allowed or ANY for name, allowed in known.items()}
     wrong = {
         name: value
         for name, value in args.items()
-        if type(value) not in (int, float) or not ranges[name].contains(value)
+        if type(value) not in (int, float) or not known[name].contains(value)
     }
     for name, value in wrong.items():
-        why = f": {ranges[name].why}" if ranges[name].why else ""
-        yield f"{KEY}.args.{name} = {value}, expected a number, {ranges[name]}{why}."
+        why = f": {known[name].why}" if known[name].why else ""
+        yield f"{KEY}.args.{name} = {value}, expected a number, {known[name]}{why}."
     if wrong or known.keys() - args.keys():
         return
     if config.function == "dual_clip" and args["max_ratio"] <= 1 + args["clip_high"]:

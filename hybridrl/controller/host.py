@@ -27,7 +27,6 @@ from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.controller import rendezvous
-from hybridrl.controller.background import import_all, import_in_background
 from hybridrl.controller.calls import RoleCall, Stopwatch, TimedResult
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.output import guard_logging, redirect_output, rotate_log
@@ -36,6 +35,7 @@ from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous
 from hybridrl.controller.watch import flight_recorder
 from hybridrl.distributed import position
+from hybridrl.distributed.background import import_all, import_in_background
 
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore

@@ -10,7 +10,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridrl.controller.background import call_with_timeout
+from hybridrl.distributed.background import call_with_timeout
 
 T = TypeVar("T")
 

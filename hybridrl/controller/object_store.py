@@ -20,9 +20,6 @@ class ObjectStore:
         self._guarded = guarded
         self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
 
-    def __len__(self) -> int:
-        return len(self._stored)
-
     def reference(self, piece: Piece) -> ObjectRef:
         """Return the reference to a piece's content; WorkerError if Ray is lost or has no room."""
         if piece not in self._stored:

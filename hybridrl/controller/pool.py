@@ -22,7 +22,6 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.world import part_mesh
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import processes
-from hybridrl.controller.background import call_with_timeout
 from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.host import WorkerHost, early_log
@@ -44,6 +43,7 @@ from hybridrl.controller.watch.ray_monitor import (
     register_shared_memory,
 )
 from hybridrl.controller.watch.waiting import StallDetector, wait_for_all
+from hybridrl.distributed.background import call_with_timeout
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)

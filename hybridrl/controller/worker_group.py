@@ -12,11 +12,11 @@ from hybridrl.config.planner.world import engine_ranks, slots_on_nodes
 from hybridrl.config.schema import RunConfig, SaverConfig, SenderConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.files import module_of
-from hybridrl.controller.background import import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.placement import Host, warn_of_straddling
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.data.shardable import Shardable
+from hybridrl.distributed.background import import_in_background
 from hybridrl.workers.base import Dispatch, dispatch_of
 
 # vLLM first: it measures free memory on an empty GPU.

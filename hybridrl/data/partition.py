@@ -24,7 +24,7 @@ def partitioner_for(fsdp: FSDPConfig) -> Partitioner:
     """Choose the partitioner for a sharding spec.
 
     Ranks synchronise once per optimizer step if nothing is sharded, or if weights stay gathered
-    after forward and gradients accumulate unsharded (distributed/accumulation.py). Then their total
+    after forward and gradients accumulate unsharded (distributed/fsdp.py). Then their total
     costs are balanced; otherwise the cost of each micro-batch.
     """
     gathered = not fsdp.reshard_after_forward and fsdp.accumulation is Accumulation.full

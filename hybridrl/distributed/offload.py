@@ -51,11 +51,6 @@ class Offloadable:
         self._host = HostBuffer(pinned=device.type == "cuda")
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
-    @property
-    def is_away(self) -> bool:
-        """True while the tensors are on the host and must not be read."""
-        return bool(self._away)
-
     def onload(self) -> None:
         """Start the copies back to the device; before use, call `wait`."""
         if not self._away:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -181,10 +181,6 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
 
 def checkpoint_sources(folder: Path) -> list[CheckpointTensor]:
     """Return every tensor of the causal LM's checkpoint by config.json, tied ones twice."""
-    return sources_of(empty_model(AutoModelForCausalLM, folder))
-
-
-def sources_of(lm: nn.Module) -> list[CheckpointTensor]:
-    """Return the tensors of the checkpoint of a causal LM without adapters, tied ones twice."""
+    lm = empty_model(AutoModelForCausalLM, folder)
     parameters = dict(lm.named_parameters(remove_duplicate=False))
     return list(parts_of(parameters, mixture_of(lm)).values())

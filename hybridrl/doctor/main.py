@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hybridrl.app.compose import composed, examine_config
-from hybridrl.app.process import EXIT_CONFIG, import_from_here, show_problems
+from hybridrl.app.process import exit_codes, import_from_here
 from hybridrl.config.checks.installation import ray_problem, ray_version
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of
@@ -27,7 +27,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
-from hybridrl.controller.signals import Interrupted, signal_guard
+from hybridrl.controller.signals import Interrupted
 from hybridrl.doctor import training
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Stage
@@ -46,17 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         guard_standard_output()
     options, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     import_from_here()
-    try:
-        with signal_guard():
-            if options.join is not None and not listens_here(options.join):
-                serve(options.join, JOIN_S)
-                sys.exit(0)
-            sys.exit(_diagnose(options, rest))
-    except ConfigError as error:
-        show_problems(error)
-        sys.exit(EXIT_CONFIG)
-    except Interrupted as interrupt:
-        sys.exit(128 + interrupt.signum)
+    with exit_codes():
+        if options.join is not None and not listens_here(options.join):
+            serve(options.join, JOIN_S)
+            sys.exit(0)
+        sys.exit(_diagnose(options, rest))
 
 
 def _parser() -> argparse.ArgumentParser:

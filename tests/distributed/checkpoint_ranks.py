@@ -26,6 +26,7 @@ from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.saver import SaverWorker
+from tests.offload_cases import moment_bytes
 from tests.role_configs import (
     actor_config,
     critic_config,
@@ -329,9 +330,7 @@ def offload(folder, model):
             role.rest()
         fresh["saver"].load(str(checkpoint))
         found[schedule] = whole(fresh)
-        found[schedule, "away"] = [
-            fresh[name].optimizer.moments.is_away for name in ("actor", "critic")
-        ]
+        found[schedule, "away"] = [moment_bytes(fresh[name]) == 0 for name in ("actor", "critic")]
         train(fresh, 2, "critic", "actor")
         found[schedule, "next"] = whole(fresh)
     return found

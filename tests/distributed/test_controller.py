@@ -163,14 +163,14 @@ def test_what_was_sent_is_not_sent_again(groups):
 
 
 def test_what_was_sent_is_let_go_with_its_piece(groups):
-    store = groups["single"].pool.store
-    before = len(store)
+    stored = groups["single"].pool.store._stored
+    before = len(stored)
     piece = partial(Counted)
     groups["single"].call("add", Kept(piece, []), 1)
-    assert len(store) == before + 1
+    assert len(stored) == before + 1
     del piece
     gc.collect()
-    assert len(store) == before
+    assert len(stored) == before
 
 
 def test_broadcast_lists_ranks_and_rank_zero_answers_alone(groups):

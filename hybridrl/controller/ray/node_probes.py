@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
-from hybridrl.controller.background import run_in_background
+from hybridrl.distributed.background import run_in_background
 
 # Containers that keep their type on the way.
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {

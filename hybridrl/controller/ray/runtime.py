@@ -22,14 +22,15 @@ from ray.exceptions import AuthenticationError, RayError, RaySystemError
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.memory import MIB
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
-from hybridrl.controller.background import call_with_timeout, join_abandoned_calls
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.signals import shielded, signal_guard
 from hybridrl.controller.watch.janitor import Janitor
 from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
+from hybridrl.distributed.background import call_with_timeout, join_abandoned_calls
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,6 @@ PASSED_ON = (
 DOWNLOAD_TOKEN = "HF_TOKEN"
 # Workers must see all GPUs of their node: vLLM's custom all-reduce indexes them by rank.
 ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-MIB = 2**20
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
-from hybridrl.controller.background import call_with_timeout
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import Host, Slot, by_node
@@ -22,6 +21,7 @@ from hybridrl.controller.watch.process_snapshot import (
     process_snapshots,
     write_traces,
 )
+from hybridrl.distributed.background import call_with_timeout
 from hybridrl.distributed.position import Position
 
 # Number of ranks that a report describes one by one.

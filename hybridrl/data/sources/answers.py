@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.rows import Message
-from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
+from hybridrl.data.sources.tokenizer import load_tokenizer, rendered, token_ids
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 
@@ -43,8 +43,7 @@ class AnswerTokens:
         if not self._tokenizer.chat_template:
             return answer
         turn = {"role": "assistant", "content": answer}
-        text = self._tokenizer.apply_chat_template([*messages, turn], tokenize=False)
-        assert isinstance(text, str)
+        text = rendered(self._tokenizer, [*messages, turn])
         return text.removeprefix(prompt) if text.startswith(prompt) else answer
 
     def encode(self, turns: Sequence[str]) -> list[list[int]]:

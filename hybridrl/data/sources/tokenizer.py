@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 # Exceptions of a template's expressions.
-TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+_TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 # Placeholders of a turn and its answer in the rendered chat template.
 _TURN, _ANSWER = "hybridrlturn", "hybridrlanswer"
@@ -93,6 +93,20 @@ def token_ids(
     return encoded["input_ids"]
 
 
+def rendered(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Any], **options: Any) -> str:
+    """Return the chat template's text of messages; `options` are those of apply_chat_template.
+
+    Raises:
+        jinja2.TemplateError: the template raises for these messages.
+    """
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except _TEMPLATE_ERRORS as error:
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
+    assert isinstance(text, str)
+    return text
+
+
 class Renderer:
     """Renderer of chat messages: to prompt text by the chat template, and to token ids.
 
@@ -120,14 +134,7 @@ class Renderer:
         """
         if not self.has_template:
             return plain_text(messages)
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except TEMPLATE_ERRORS as error:
-            raise TemplateError(f"{type(error).__name__}: {error}") from error
-        assert isinstance(text, str)
-        return text
+        return rendered(self._tokenizer, messages, add_generation_prompt=True)
 
     @property
     def lacks_marker(self) -> bool:
@@ -142,9 +149,9 @@ class Renderer:
             return False
         try:
             with_marker = self.render(user)
-            without = self._tokenizer.apply_chat_template(user, tokenize=False)
-            both = str(self._tokenizer.apply_chat_template(turns, tokenize=False))
-        except (TemplateError, *TEMPLATE_ERRORS):
+            without = rendered(self._tokenizer, user)
+            both = rendered(self._tokenizer, turns)
+        except TemplateError:
             return False
         before = both.partition(_TURN)[0]
         return with_marker == without and with_marker.strip() != before.strip()
@@ -238,13 +245,10 @@ class TurnTokens:
             {"role": self._role, "content": _ANSWER},
         ]
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = rendered(self._tokenizer, messages, add_generation_prompt=True)
         except TemplateError as error:
             raise self._template_error(str(error)) from error
-        assert isinstance(rendered, str)
-        behind = rendered.partition(_TURN)[2]
+        behind = text.partition(_TURN)[2]
         ends = [self._tokenizer.decode([token]) for token in self._end_token_ids]
         end = next((text for text in ends if behind.startswith(text)), None)
         before, found, after = behind.removeprefix(end or "").partition(_ANSWER)

@@ -23,12 +23,11 @@ from hybridrl.config.schema import LoRAConfig
 from hybridrl.distributed.storage.policy_weights import Weights
 from hybridrl.distributed.storage.safetensors_file import header, naming, pieces, write_parts
 from hybridrl.models.export_record import RECORD, files_in, in_between
+from hybridrl.models.resolve import PLAIN_FILES
 from hybridrl.models.weight_files import INDEX
 
 # Folder of adapters inside the folder of the merged model.
 ADAPTER_FOLDER = "adapter"
-# Files beside the weights: tokenizer and its code, chat template, generation config.
-COPIED_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 SHARD_BYTES = 5 * 10**9
 
 
@@ -104,7 +103,7 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     """Copy all files except the weights."""
     for path in sorted(source.iterdir()):
         is_ours = path.name == RECORD or path.name.endswith(".index.json")
-        if path.suffix in COPIED_SUFFIXES and path.is_file() and not is_ours:
+        if any(map(path.match, PLAIN_FILES)) and path.is_file() and not is_ours:
             with naming(path):
                 content = path.read_bytes()
             (folder / path.name).write_bytes(content)

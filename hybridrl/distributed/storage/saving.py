@@ -15,12 +15,11 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 from hybridrl.checkpoint.files import sync_folder
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.distributed import position
+from hybridrl.distributed.background import run_in_background
 from hybridrl.distributed.mesh import NO_LIMIT
 from hybridrl.distributed.offload import HostBuffer, aligned
 from hybridrl.distributed.process_memory import garbage_collection_off
@@ -71,7 +71,7 @@ class Staging:
             with torch.cuda.device(self._device) if self._is_cuda else nullcontext():
                 self._host.grow(num_bytes)
 
-        self._prepared = _in_thread("prepare staging", grow)
+        self._prepared = run_in_background(grow, name="prepare staging")
 
     def clear(self) -> None:
         """Drop all staged shards; the memory stays."""
@@ -144,7 +144,8 @@ class Saver:
     def begin(self, folder: Path, subfolder: str, blocked_s: float) -> Future[SaveResult]:
         """Start to write the staged state to folder/subfolder; nothing may be staged meanwhile."""
         self.written = 0
-        return _in_thread("write checkpoint", lambda: self._save(folder, subfolder, blocked_s))
+        arguments = folder, subfolder, blocked_s
+        return run_in_background(self._save, *arguments, name="write checkpoint")
 
     def _save(self, folder: Path, subfolder: str, blocked_s: float) -> SaveResult:
         start = time.perf_counter()
@@ -206,17 +207,3 @@ class Saver:
         values: list[_T] = [value] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
-def _in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
-    """Run a function in a thread, for which the process does not wait at its end."""
-    result: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # raised by `result`
-            result.set_exception(error)
-
-    Thread(target=run, name=name, daemon=True).start()
-    return result

@@ -155,7 +155,7 @@ def judge_allocator(node: str, environment: Environment, config: RunConfig) -> F
     seen = "expandable_segments:True" in given.get(ALLOCATORS[0], "")
     effect = "vLLM's memory pool fails (MemPool doesn't currently support expandable_segments)"
     if seen:
-        effect = "vLLM turns it off for its memory pool (before 0.25 it refuses): not tested"
+        effect = "vLLM turns it off for its memory pool: not tested"
     evidence = f"{text} with rollout.sleep = {sleep}: {effect}"
     advice = f"unset {' '.join(given)}, or rollout.sleep=none"
     return (warn if seen else fail)(check, node, evidence, advice)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, fails_if, severity, skipped
+from hybridrl.doctor.host.facts import INFINIBAND
 from hybridrl.doctor.network.nodes import matching
 
 CHECK = "network.infiniband"
-ROOT = Path("/sys/class/infiniband")
 # Devices that libibverbs opens: uverbs0, uverbs1, ...
 DEVICES = Path("/dev/infiniband")
 ETHERNET, ROCE_V2 = "Ethernet", "RoCE v2"
@@ -57,7 +57,7 @@ class Fabric(NamedTuple):
     closed: str
 
 
-def check(agents: NodeProbes, root: Path = ROOT, devices: Path = DEVICES) -> list[Finding]:
+def check(agents: NodeProbes, root: Path = INFINIBAND, devices: Path = DEVICES) -> list[Finding]:
     """Examine the ports of every node."""
     fabrics, found = gather(agents, CHECK, look, root, devices)
     return found + (judge(fabrics) if fabrics else [])
@@ -84,7 +84,7 @@ def judge(fabrics: Mapping[str, Fabric]) -> list[Finding]:
 def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
     """Return the rules for a node; `alone`: a run on one node needs no adapters."""
     if not fabric.ports:
-        evidence = f"no adapter in {ROOT}, but other nodes have some: NCCL uses TCP for this node"
+        evidence = f"no adapter in {INFINIBAND}, but other nodes have some: NCCL uses TCP here"
         advice = f"Load the driver (`lsmod | grep ib_core`, `ibstat`), or {GIVE_DEVICES}."
         return [(Verdict.warn, evidence, advice)]
     used, variables = used_ports(fabric), fabric.variables

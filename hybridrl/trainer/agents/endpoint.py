@@ -10,9 +10,9 @@ from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.controller.background import without_collections
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.sources.tokenizer import load_tokenizer
+from hybridrl.distributed.background import without_collections
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rollout.tool_calls import load_parser

@@ -105,7 +105,7 @@ def _pairs(count: int) -> float:
 
 def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) -> str:
     """Name the tokens whose log-probs `one` and `other`, in nats, differ most."""
-    distance = in_chunks(_distance, one.values, other.values, batch.response_mask.values)
+    distance = in_chunks(distances, one.values, other.values, batch.response_mask.values)
     found = distance.topk(min(SHOWN, len(distance))).indices
     rows = batch.responses.row_ids()[found].tolist()
     starts = batch.responses.lengths.cumsum(0) - batch.responses.lengths
@@ -117,7 +117,8 @@ def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) ->
     )
 
 
-def _distance(one: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+def distances(one: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    """Return [N] absolute differences, 0 where the mask is false."""
     return (one - other).abs().where(mask, 0.0)
 
 

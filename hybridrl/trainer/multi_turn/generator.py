@@ -51,9 +51,7 @@ class MultiTurn:
             batch_of(drafts, prompts_of, request.prompt_id[which], talks),
             token_versions=None,
             engine=parts[0].engine,
-            engines=total_stats(
-                [part.engines for part in parts], first_token=lambda times: times[0]
-            ),
+            engines=total_stats([part.engines for part in parts]),
         )
 
     def _first(self, request: PromptBatch, opened: Sequence[Draft]) -> PromptBatch:

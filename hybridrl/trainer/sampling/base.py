@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from statistics import fmean
 
 import torch
@@ -182,7 +183,7 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
 
 
 def total_stats(
-    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float]
+    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float] = itemgetter(0)
 ) -> CallStats:
     """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
     return tuple(

@@ -85,7 +85,7 @@ class PartialSampling(Sampling):
         self._state.in_flight = tuple(g for i, g in enumerate(groups) if i not in {*finished})
         self._calls += calls
         chosen = [groups[index] for index in finished]
-        batch = replace(self._joined(chosen), engines=total_stats(calls, first_token=first))
+        batch = replace(self._joined(chosen), engines=total_stats(calls))
         return Sampled(batch, [chosen[index].prompt for index in batch.group_id.tolist()])
 
     def _until_finished(
@@ -249,8 +249,3 @@ def open_places(groups: Sequence[Group]) -> list[Place]:
         for k, draft in enumerate(group.drafts)
         if not draft.finished
     ]
-
-
-def first(times: Sequence[float]) -> float:
-    """Return the time of the first of several calls."""
-    return times[0]

@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from itertools import chain, repeat
 from typing import Any
 
-from hybridrl.controller.background import MAY_BLOCK, run_in_background
 from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.distributed.background import MAY_BLOCK, run_in_background
 from hybridrl.trainer.sampling.base import CallStats, Sampled, total_stats
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.in_flight import Group, due
-from hybridrl.trainer.sampling.partial import PartialSampling, first
+from hybridrl.trainer.sampling.partial import PartialSampling
 from hybridrl.trainer.timing.engines import engine_metrics
 
 # Finished prompts beyond those of the next step to which calls lead, as a share of a step's: so
@@ -73,7 +73,7 @@ class SplitSampling(PartialSampling):
         self._ahead = None
         metrics = self._engine.swap(sent)
         self._state.in_flight = tuple(groups)
-        stats = total_stats([*self._calls, *calls], first_token=first)
+        stats = total_stats([*self._calls, *calls])
         seconds = max((engine.seconds for engine in stats), default=0.0)
         metrics |= engine_metrics(stats, seconds) if seconds else {}
         if waited := self._turns.take_seconds():

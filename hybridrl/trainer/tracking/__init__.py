@@ -1,7 +1,7 @@
-"""Output of a run: console, metrics, trackers, plot, rollouts, provenance.
+"""Output of a run: console, metrics, trackers, rollouts, provenance.
 
 report.py: `Reporter`, called by the training loop; start reading there.
 tracker.py, sinks.py and tensorboard.py: metrics.jsonl, W&B, MLflow, TensorBoard.
 console.py, header.py, summary.py: texts on the terminal.
-provenance.py (manifest.json), rollout_log.py, plot.py, best_effort_files.py: files of a run.
+provenance.py (manifest.json), rollout_log.py, best_effort_files.py: files of a run.
 """

@@ -15,6 +15,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import in_chunks
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode
+from hybridrl.trainer.health.measures import distances
 from hybridrl.trainer.tracking.best_effort_files import replace_file
 
 if TYPE_CHECKING:
@@ -32,18 +33,14 @@ def pick_rows(batch: RolloutBatch, scores: Sequence[float], count: int) -> list[
     """
     assert batch.old_log_probs is not None
     other = batch.ref_log_probs or batch.rollout_log_probs
-    distance = in_chunks(_distance, batch.old_log_probs.values, other.values)
-    distance = distance.where(batch.response_mask.values, 0.0)
+    log_probs, mask = batch.old_log_probs.values, batch.response_mask.values
+    distance = in_chunks(distances, log_probs, other.values, mask)
     farthest = torch.tensor([row.max() for row in batch.responses.like(distance).views()])
     ranked = torch.tensor(scores)
     size = len(batch)
     spread = [k * size // count for k in range(count)]
     found = [int(ranked.argmax()), int(ranked.argmin()), int(farthest.argmax())]
     return sorted([*dict.fromkeys([*found, *spread, *range(size)])][:count])
-
-
-def _distance(one: Tensor, other: Tensor) -> Tensor:
-    return (one - other).abs()
 
 
 def clipped(batch: RolloutBatch, log_probs: Tensor, loss: FunctionConfig) -> Tensor | None:

@@ -201,7 +201,7 @@ def test_expandable_segments_that_vllm_switches_off_warn(gpu):
         finding,
         "host.allocator",
         Verdict.warn,
-        "before 0.25",
+        "turns it off",
         "unset PYTORCH_CUDA",
     )
 

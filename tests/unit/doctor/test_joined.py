@@ -207,7 +207,7 @@ def test_a_signal_ends_a_node_that_waits_for_its_head_with_its_own_code(signum):
         assert node.stdout.readline() == "socket.connect\n"
         node.send_signal(signum)
         _, errors = node.communicate(timeout=20)
-    assert (node.returncode, errors) == (128 + signum, "")
+    assert (node.returncode, errors) == (128 + signum, f"Stopped by {signum.name}\n")
 
 
 def test_somebody_else_at_the_heads_port_is_named():
