@@ -26,6 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.app.before_start import (
+    DRY,
     before_start,
     compose_line,
     examine,
@@ -58,6 +59,7 @@ from hybridrl.config.command.secrets import (
     without_secrets,
 )
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.load import is_on
 from hybridrl.config.user_code.classes import callback_class
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
@@ -68,6 +70,8 @@ from hybridrl.report.page import write_at_end
 from hybridrl.trainer.errors import RunStopped
 
 log = logging.getLogger(__name__)
+
+REPORT = "tracking.report"
 
 
 def main() -> None:
@@ -100,7 +104,7 @@ def main() -> None:
         if claimed is not None and line.sweeps:
             assert found is not None and found.cfg is not None
             results = read_results(claimed.folder, start)
-            _end_sweep(claimed, results, reports=found.cfg.tracking.report)
+            _end_sweep(claimed, results, reports=is_on(found.cfg, REPORT))
 
 
 def _call_hydra(line: CommandLine, checked: Checked | None) -> None:
@@ -136,7 +140,7 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
     def end(status: str, metric: float | None = None, error: str = "") -> None:
         error = without_secrets(error, secrets)
         _write_result(status, metric, error, seconds=time.time() - start)
-        if cfg.tracking.report:
+        if is_on(cfg, REPORT):
             write_at_end(Path(HydraConfig.get().runtime.output_dir))
 
     try:
@@ -157,7 +161,7 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
         raise
     else:
         known = metric if math.isfinite(metric) else None
-        end("dry" if cfg.run.dry else "ok", known)
+        end("dry" if is_on(cfg, DRY) else "ok", known)
         return known
     if _in_sweep() or code == EXIT_FAILED:  # nothing is left of a refused run
         end("failed", error=error_text)

@@ -24,7 +24,7 @@ from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reaso
 from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
 from hybridrl.config.command.secrets import config_secrets
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import Examined
+from hybridrl.config.load import Examined, is_on
 from hybridrl.config.planner.plan_text import plan
 from hybridrl.controller.output import guard_logging
 from hybridrl.trainer.tracking.provenance import command_of
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Key of a dry run.
+DRY = "run.dry"
 # Hydra's plugin that searches with Optuna, and its key for what is better.
 OPTUNA, DIRECTION = "hydra_optuna_sweeper", "hydra.sweeper.direction"
 
@@ -42,7 +44,8 @@ def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = Fa
     """Check a config; its data if asked for, or if it has problems or is dry. See the report."""
     cfg, hydra = found.cfg, found.hydra
     assert cfg is not None and hydra is not None
-    if not cfg.run.dry:  # first: wrong versions break the imports of other checks
+    is_dry = is_on(cfg, DRY)
+    if not is_dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu, cfg.rollout.sleep)
     machine, runtime = find_machine(), hydra.runtime
@@ -51,7 +54,7 @@ def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = Fa
     provenance = provenance_of(overrides, recipes)
     # In a sweep a key without effect is only a warning: some jobs may use it.
     result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
-    reads_data = reads_data or bool(result.report.problems) or cfg.run.dry
+    reads_data = reads_data or bool(result.report.problems) or is_dry
     prompts = examine_data(result) if reads_data else None
     if in_sweep and not reads_data:
         for text in effect_problems(result.config, provenance):
@@ -109,7 +112,7 @@ def before_start(line: CommandLine, found: Precomposed) -> tuple[Claim, Checked 
     except BaseException:
         claimed.release()
         raise
-    if checked is not None and found.cfg.run.dry:
+    if checked is not None and is_on(found.cfg, DRY):
         claimed.release()
         show_plan(checked.result, checked.prompts)
         return None

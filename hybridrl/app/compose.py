@@ -103,7 +103,7 @@ def hardware_overrides(machine: Machine) -> list[str]:
     if machine.gpu_error:
         raise ConfigError(
             f"hardware is not set and cannot be chosen: {machine.gpu_error}.\n"
-            f"Repair the driver, or set hardware=cpu, which is many times slower.\n"
+            f"Repair this, or set hardware=cpu, which is many times slower.\n"
             f"To plan a run for another machine, set hardware=gpu cluster.gpus_per_node=N "
             f"run.dry=true."
         )

@@ -101,7 +101,10 @@ def _output_folder(options: EvalOptions, subject: Subject) -> Path:
         raise UsageError(
             f"--output {folder}: it exists and is not an empty folder.\nUse a new folder."
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {folder} cannot be made: {error.strerror}.") from error
     return folder
 
 

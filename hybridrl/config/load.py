@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.memory import memory_problems
@@ -108,6 +109,14 @@ def load_resolved(config: Mapping[str, Any]) -> RunConfig:
     if report.problems:
         raise ConfigError(*report.problems)
     return typed
+
+
+def is_on(cfg: DictConfig, key: str) -> bool:
+    """Return a switch of an untyped config as `typed_run` reads it: `off` is false, too."""
+    try:
+        return bool(BooleanNode(OmegaConf.select(cfg, key))._value())
+    except OmegaConfBaseException:  # a problem of the config, reported elsewhere
+        return False
 
 
 def typed_run(cfg: DictConfig, report: Report) -> RunConfig:

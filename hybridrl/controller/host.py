@@ -151,7 +151,7 @@ class WorkerHost:
         )
         interface = rendezvous.interface_of(slot.node_ip)
         if interface is not None:  # else gloo resolves the host name, perhaps to 127.0.1.1
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or interface
         if self._store is None:
             self._store = rendezvous.join_store(where, self._start_timeout_s + TIMEOUT_MARGIN_S)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)

@@ -89,9 +89,12 @@ def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
             reports += [left_out(stage, why) for stage, _ in stages[len(reports) :]]
             name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
             folder = options.output or Path("outputs", "doctor", name)
-            path = write_report(folder, reports, agents.nodes, context.overrides)
             show(console, reports)
-            console.print(f"report     {path}", soft_wrap=True)
+            try:
+                path = write_report(folder, reports, agents.nodes, context.overrides)
+                console.print(f"report     {path}", soft_wrap=True)
+            except OSError as error:
+                console.print(f"no report  {folder} cannot be written: {error.strerror}")
     return exit_code(reports, strict=options.strict)
 
 
@@ -131,7 +134,8 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
     # The stage ray reports missing nodes; here they count as copies of the first.
-    missing = max(0, int(found.cfg.cluster.nodes) - len(nodes))
+    wanted = found.cfg.cluster.nodes
+    missing = max(0, wanted - len(nodes)) if isinstance(wanted, int) else 0
     machine = Machine((*nodes, *nodes[:1] * missing))
     result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
     if result.report.problems:

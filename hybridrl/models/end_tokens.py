@@ -26,4 +26,4 @@ def stop_token_ids(folder: Path) -> list[int]:
 
 def _read(file: Path) -> dict[str, Any]:
     """Return the file's JSON object; {} for an absent file."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json.loads(file.read_text(encoding="utf-8-sig")) if file.is_file() else {}

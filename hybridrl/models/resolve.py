@@ -34,8 +34,8 @@ EMBEDDED_FOLDERS = {EMBEDDED: EMBEDDED_FOLDER, "embedded_moe": Path(__file__).wi
 PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]
 # A hub folder may hold the same weights in further formats.
 _HUB_FILES = ["*.safetensors", *PLAIN_FILES]
-# Errors of a download; HfHubHTTPError is an OSError.
-HUB_ERRORS = (OSError, HFValidationError)
+# Errors of a download; HfHubHTTPError is an OSError, and a SOCKS proxy needs a further package.
+HUB_ERRORS = (OSError, HFValidationError, ImportError)
 _CONFIG = "config.json"
 # Folder of the trained model in a run's directory.
 FINAL = "final"

@@ -26,13 +26,19 @@ def converted_folder() -> Path:
     """Return the folder of the converted model; the first call makes it (about 15 s, 270 MB).
 
     Raises:
-        ConfigError: a required package is not installed.
+        ConfigError: a required package is not installed, or the cache cannot be written.
     """
     gguf = _gguf_file()
     folder = cache_folder() / f"{NAME}-{importlib.metadata.version(_PACKAGE)}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"model.path = {NAME}: its folder {folder} cannot be made: {error.strerror}.\n"
+            "Set HYBRIDRL_CACHE to a folder that can be written."
+        ) from error
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # also ends with the process
         # Another process may have made it while this one waited.

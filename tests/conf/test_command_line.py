@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from composing import REPO, TINY, composed
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -20,6 +21,7 @@ from hybridrl.app.sweep import JobResult, ranked
 from hybridrl.cli import COMMANDS
 from hybridrl.commands import init
 from hybridrl.config.command.command_line import names_hardware, parse_argv, precompose, quoted
+from hybridrl.config.load import is_on
 from hybridrl.main import conf_dir
 
 DRY = ["+recipe=gsm8k_ppo", "run.dry=true"]
@@ -120,6 +122,21 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path, content, words):
     (tmp_path / "recipe" / "mine.yaml").write_bytes(b"# @package _global_\n" + content)
     (found,) = overrides_of("hardware=cpu", "--config-dir", str(tmp_path), "+recipe=mine")
     assert found.startswith("+recipe=mine: ") and words in found
+
+
+@pytest.mark.parametrize("name", ["Données (v1)", "a,b", "it's", "a=b #c &d ~[e]"])
+def test_a_config_dir_may_have_any_name(tmp_path, name):
+    (tmp_path / name / "recipe").mkdir(parents=True)
+    (tmp_path / name / "recipe" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    line = parse_argv(["--config-dir", str(tmp_path / name), "+recipe=mine", "hardware=cpu"])
+    assert precompose(line, conf_dir()).cfg.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("no", False), ("off", False), (True, True), ("on", True), (3.5, False)]
+)
+def test_a_switch_is_read_early_as_in_the_typed_config(value, expected):
+    assert is_on(OmegaConf.create({"run": {"dry": value}}), "run.dry") is expected
 
 
 def test_all_wrong_overrides_are_named_at_once():

@@ -60,7 +60,7 @@ def test_a_failing_nvidia_smi_is_not_taken_for_no_gpu(answers, monkeypatch, line
     (text,) = raised.value.problems
     assert f"nvidia-smi failed: {told}" in text
     assert machine.nodes[0].name in text
-    assert "Repair the driver, or set hardware=cpu" in text
+    assert "Repair this, or set hardware=cpu" in text
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,19 @@ def test_a_folder_on_the_path_that_may_not_be_entered_is_no_failing_nvidia_smi(t
     assert done.stdout == f"{('', nvidia_smi.NOT_THERE)}\n", done.stderr
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
 def test_nvidia_smi_is_not_asked_for_gpus_that_are_hidden(answers, monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     answers("exit 9")
     assert hardware_overrides(local_machine())[0] == "hardware=cpu"
+
+
+@pytest.mark.parametrize("visible", ["MIG-5c0e", "all", "7"])
+def test_a_variable_that_names_no_gpu_is_no_machine_without_gpus(answers, monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    answers("echo 'GPU-1, NVIDIA H200, 143771'")
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={visible} names none of the 1 "):
+        hardware_overrides(local_machine())
 
 
 def test_a_cluster_with_gpus_needs_no_answer_of_all_nodes():

@@ -162,6 +162,22 @@ def test_parquet_texts_that_are_no_unicode_are_named_with_their_row(tmp_path):
         assert f"{tmp_path / 'a.parquet'} row {row}: not UTF-8 text" in faults[0]
 
 
+def test_parquet_times_are_texts_whatever_their_unit(tmp_path):
+    times = {"ns": pa.array([1, 2], pa.timestamp("ns")), "day": pa.array([0, 10**9], pa.date32())}
+    table = pa.table({"question": ["a", "b"], "answer": ["1", "2"], **times})
+    pq.write_table(table, tmp_path / "a.parquet")
+    problems, faults = read_problems("data.train_files", [tmp_path / "a.parquet"], COLUMNS)
+    assert faults == []
+    assert problems[0].example["ns"] == "1970-01-01 00:00:00.000000001"
+    assert problems[0].example["day"] == "1970-01-01"
+
+
+def test_a_path_from_the_home_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    jsonl(tmp_path / "a.jsonl", rows(20))
+    assert len(sets_of(replace(CONFIG, train_files=["~/a.jsonl"])).train) > 0
+
+
 def test_missing_column_names_the_columns_there_are(tmp_path):
     table = pa.Table.from_pylist([{"problem": "q", "meta": {"solution": "1", "id": 3}}])
     pq.write_table(table, tmp_path / "a.parquet")

@@ -68,6 +68,8 @@ def test_keys_are_secret_by_their_last_word():
         "tests_key",
         "answer_key",
         "stop_token_ids",
+        "reward.args.stop_token",
+        "eos-token",
         "secretary",
         "pass_at_k",
         "single_pass",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.choices import Accelerator, Offload
-from hybridrl.config.command.input_errors import is_address, reason_of
+from hybridrl.config.command.input_errors import expanded, is_address, reason_of
 from hybridrl.config.command.report import shown
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
@@ -118,7 +118,7 @@ def _file_problem(path: str) -> str | None:
             " is an address on the network, expected a local file. Download it, and set the "
             "copy's path."
         )
-    file = Path(path)
+    file = expanded(path)
     try:
         mode = file.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

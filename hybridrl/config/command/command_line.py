@@ -193,7 +193,7 @@ def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
     paths = [str(path) for path in given[0]] if given and isinstance(given[0], list) else []
     if line.args.config_dir is not None:
         paths.insert(0, f"file://{Path(line.args.config_dir).resolve()}")
-    return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
+    return [f"hydra.searchpath=[{','.join(map(quoted, paths))}]"] if paths else []
 
 
 @dataclass(frozen=True)

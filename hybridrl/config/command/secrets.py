@@ -20,6 +20,8 @@ HIDDEN = "***"
 # Shorter values would match by chance.
 MIN_LENGTH = 8
 
+# Tokens of text.
+_TEXT_TOKEN = re.compile(r"(stop|start|end|eos|bos|pad|unk|mask|sep|cls)[_-]?token$", re.I)
 _NAME = re.compile(
     r"(^|[._-])(token|password|passwd|pwd|passphrase|secret|credentials?|api[_-]?key"
     r"|(access|private|secret|auth|account|anthropic|encryption|hmac|license|master|openai|service"
@@ -41,7 +43,7 @@ _ASSIGNMENT = re.compile(r"^([+~]*)([\w.\-/@]+)=(.*)$", re.S)
 
 def is_secret_key(name: str) -> bool:
     """Return whether a config key holds a secret, by (the end of) its name."""
-    return _NAME.search(name) is not None
+    return _NAME.search(name) is not None and _TEXT_TOKEN.search(name) is None
 
 
 def is_secret_variable(name: str) -> bool:

@@ -18,7 +18,7 @@ MAX_THREADS_BESIDE_GPU = 8
 UNKNOWN_RAM = 2**60
 
 # As the first entry of CUDA_VISIBLE_DEVICES these hide every GPU.
-NONE_VISIBLE = ("", "-1")
+NONE_VISIBLE = ("", "-1", "none", "NoDevFiles")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Node:
         cores: CPU cores.
         memory_bytes: RAM, or the container's limit if that is lower.
         gpus: in the order of their indices.
-        gpu_error: error of an existing nvidia-smi; else empty.
+        gpu_error: why none is usable although nvidia-smi exists; else empty.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Machine:
         """Return one line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
         nodes = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
-        none = "GPUs unknown, as nvidia-smi failed" if self.gpu_error else "no NVIDIA GPU"
+        none = "GPUs unknown" if self.gpu_error else "no NVIDIA GPU"
         gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else none
         if any(node.memory_bytes == UNKNOWN_RAM for node in self.nodes):
             return f"{nodes}{gpus}, planned"
@@ -156,7 +156,10 @@ def _gpus() -> tuple[list[GPU], str]:
     if text.strip() and not found:
         first = text.strip().splitlines()[0]
         return [], nvidia_smi.failed(f"output {first!r}, expected UUID, name, MiB")
-    return visible_gpus(found, visible), ""
+    chosen = visible_gpus(found, visible)
+    if found and not chosen:
+        return [], f"CUDA_VISIBLE_DEVICES={visible} names none of the {len(found)} GPUs here"
+    return chosen, ""
 
 
 def parse_nvidia_smi(text: str) -> list[tuple[str, GPU]]:

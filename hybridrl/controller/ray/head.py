@@ -51,6 +51,8 @@ def connect(host: str, port: int) -> Connection:
         return Connection("connection refused: no process listens on the port")
     except OSError as error:
         return Connection((error.strerror or str(error)).lower())
+    except UnicodeError:
+        return Connection("no host has this name")
     seconds = time.perf_counter() - start
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         stream.close()  # a TLS server sends nothing in plain text

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,14 @@ def _read_parquet(path: Path) -> tuple[list[Row], list[str]]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         return [], [f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}"]
+    for index, field in enumerate(table.schema):
+        if pyarrow.types.is_temporal(field.type):  # some have no Python value
+            with suppress(pyarrow.ArrowNotImplementedError):
+                table = table.set_column(index, field.name, table[index].cast(pyarrow.string()))
     places = [f"{path} row {index}" for index in range(len(table))]
     try:
         return list(map(Row, places, table.to_pylist())), []
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError, pyarrow.ArrowException):
         slices = ((where, table.slice(index, 1)) for index, where in enumerate(places))
         return _each(slices, lambda row: row.to_pylist()[0])
 
@@ -85,7 +90,7 @@ def _each(
             rows.append(Row(where, read(source)))
         except UnicodeDecodeError as error:
             faults.append(f"{where}: not UTF-8 text: {error.reason} (byte {error.start})")
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             faults.append(f"{where}: {error}")
     return rows, faults
 

@@ -87,7 +87,7 @@ def look(master: str) -> NodeView:
         socket.gethostname(),
         {name: texts for name, texts in interfaces.items() if texts},
         _resolve(master) if master else [],
-        {name: os.environ[name] for name in (NCCL, GLOO) if name in os.environ},
+        {name: os.environ[name] for name in (NCCL, GLOO) if os.environ.get(name)},
     )
 
 

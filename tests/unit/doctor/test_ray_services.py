@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, NodeState
-from hybridrl.controller.ray.head import Connection
+from hybridrl.controller.ray.head import Connection, connect
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.controller.ray.ray_probes import RayProbes
 from hybridrl.doctor.findings import Verdict
@@ -116,6 +116,10 @@ def test_names_of_hexadecimal_digits_are_no_addresses(host, is_loopback):
     found = judge_reachable({"a": facts(listeners=["::"])}, f"{host}:6379", several=True)
     verdict = Verdict.fail if is_loopback else Verdict.ok
     assert [one for one, _ in judged(found, "ray.loopback")] == [verdict]
+
+
+def test_a_name_that_no_host_can_have_is_a_finding():
+    assert connect(".ray.svc", 6379).problem == "no host has this name"
 
 
 def test_enough_nodes_are_enough():
