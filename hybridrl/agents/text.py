@@ -113,7 +113,7 @@ class TextStream:
         self._decode()
         found = [(at, stop) for stop in self._stops if (at := self.text.find(stop)) >= 0]
         if not found:
-            return self._next(len(self.text) - self._held)
+            return self._next(len(self.text.rstrip(INCOMPLETE)) - self._held)
         at, self.stop = min(found)
         while self.used - 1 > first and self.stop in self._model.decode(
             self._tokens[: self.used - 1]

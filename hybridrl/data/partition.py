@@ -1,13 +1,13 @@
 """Partition of items into parts of nearly equal cost: mini-batches over ranks, into micro-batches.
 
 A partitioner gives every rank the same number of micro-batches, none of them empty. Each fits the
-token budget, except that a single longer response is a micro-batch of its own. FSDP2 gathers
+token budget, except that a single longer response is a micro-batch of its own, and that agents'
+sequences, whose number ranks need not divide, may exceed it where a rank has too few. FSDP2 gathers
 weights in every layer, by default again in every micro-batch. Where ranks synchronise decides which
 costs must be balanced.
 """
 
 import heapq
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +43,8 @@ def partition_by_micro_batch(
     Micro-batches are sorted by cost, most expensive first, and assigned to ranks in alternating
     direction.
     """
-    counts = itertools.count(_fewest(mini, tokens, num_ranks, max_tokens))
-    packed = (pack_evenly(mini, cost, tokens, num_ranks * n, max_tokens) for n in counts)
+    sizes = _sizes(mini, tokens, num_ranks, max_tokens)
+    packed = (pack_evenly(mini, cost, tokens, num_ranks * n, budget) for n, budget in sizes)
     micros = next(micros for micros in packed if micros is not None)
     micros.sort(key=lambda micro: -_sum(cost, micro))
     ranks: list[Micros] = [[] for _ in range(num_ranks)]
@@ -66,23 +66,31 @@ def partition_by_total(
     A response of unusual length then delays no rank. Ranks still synchronise in the first forward
     and the last backward: micro-batches of about the median cost are placed there.
     """
-    count = _fewest(mini, tokens, num_ranks, max_tokens)
-    while True:
+    for count, budget in _sizes(mini, tokens, num_ranks, max_tokens):
         parts = balance_totals(mini, cost, num_ranks, at_least=count)
-        packed = [pack_evenly(part, cost, tokens, count, max_tokens) for part in parts]
+        packed = [pack_evenly(part, cost, tokens, count, budget) for part in parts]
         ranks = [micros for micros in packed if micros is not None]
         if len(ranks) == num_ranks:
             median = statistics.median(_sum(cost, micro) for micros in ranks for micro in micros)
             for micros in ranks:
                 micros.sort(key=lambda micro: abs(_sum(cost, micro) - median))
             return [[*micros[1:], micros[0]] for micros in ranks]
-        count += 1
+    raise AssertionError("with a large budget everything fits")
 
 
-def _fewest(mini: list[int], tokens: Sequence[int], num_ranks: int, max_tokens: int) -> int:
-    """Return a lower bound on micro-batches per rank; one response each always fits."""
+def _sizes(
+    mini: list[int], tokens: Sequence[int], num_ranks: int, max_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """Yield counts of micro-batches per rank, from a lower bound, and their token budget.
+
+    After the most that leave none empty, it is that count with growing budgets.
+    """
     least = sum(min(tokens[i], max_tokens) for i in mini) / (num_ranks * max_tokens)
-    return min(math.ceil(least), len(mini) // num_ranks)
+    most = len(mini) // num_ranks
+    yield from ((count, max_tokens) for count in range(min(math.ceil(least), most), most + 1))
+    while True:
+        max_tokens += 1 + max_tokens // 8
+        yield most, max_tokens
 
 
 def _sum(cost: Sequence[float], micro: list[int]) -> float:

@@ -61,7 +61,9 @@ class KLControl:
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         penalised = partial(kl_penalty_rewards, coef=self.coef, estimator=self._config.estimator)
         fields = (batch.scores, batch.old_log_probs, batch.ref_log_probs)
-        return batch.scores.like(in_chunks(penalised, *(field.values for field in fields)))
+        values = in_chunks(penalised, *(field.values for field in fields))
+        # Off the mask are tokens that the policy has not sampled.
+        return batch.scores.like(values.where(batch.response_mask.values, batch.scores.values))
 
     def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
         """Compute actor/kl in nats per token (k3, mean >= 0); update an adaptive coefficient."""
@@ -69,16 +71,16 @@ class KLControl:
         if used is None:
             return {"actor/kl": None, "actor/kl_coef": None}
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
-        mask = batch.response_mask.values
+        mask, num_responses = batch.response_mask.values, len(batch.last_of_episodes)
         k3 = partial(estimate_kl, estimator=KLEstimator.k3)
         per_token = in_chunks(k3, batch.old_log_probs.values, batch.ref_log_probs.values)
         if self._config.target is not None:
             self.coef = adapt_coef(
                 used,
-                current=float(on_mask(per_token, mask).sum()) / len(batch),
+                current=float(on_mask(per_token, mask).sum()) / num_responses,
                 target=self._config.target,
                 horizon=self._config.horizon,
-                num_responses=len(batch),
+                num_responses=num_responses,
             )
         return {"actor/kl": float(masked_mean(per_token, mask)), "actor/kl_coef": used}
 

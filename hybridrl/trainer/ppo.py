@@ -156,7 +156,7 @@ class PPOTrainer(TrainingLoop):
         self.metrics |= outcome_metrics(prompts, outcome, penalty)
         self.metrics |= mixed_fraction(outcome, self.config.rollout.responses_per_prompt)
         self.reporter.log_responses(step, sampled.prompts, sampled.batch, rewarded)
-        rewarded.stop_if_all_failed(step)
+        rewarded.stop_if_all_failed(step, len(last))
         if not bool(sampled.batch.response_mask.values.any()):
             raise RunStopped(
                 f"step {step}: no token is trained. The programs sampled nothing, or only what "

@@ -54,13 +54,13 @@ class Rewarded:
                 joined.parts.setdefault(name, []).extend(values)
         return joined
 
-    def stop_if_all_failed(self, step: int) -> None:
-        """Raise RunStopped if all rewards of a step failed."""
-        if len(self.failures) < len(self.scores):
+    def stop_if_all_failed(self, step: int, num_episodes: int) -> None:
+        """Raise RunStopped if all rewards of a step, one for each episode, failed."""
+        if len(self.failures) < num_episodes:
             return
         first = self.failures[0]
         raise RunStopped(
-            f"step {step}: all {len(self.scores)} rewards failed, so there is nothing to learn "
+            f"step {step}: all {num_episodes} rewards failed, so there is nothing to learn "
             f"from. The first: {first.kind}: {first.reason}\n{first.traceback}"
         )
 

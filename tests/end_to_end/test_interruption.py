@@ -120,10 +120,15 @@ def test_a_preempted_run_goes_on_with_the_same_command(tmp_path, schedule):
     assert_same_end(tmp_path / "run", tmp_path / "whole")
     if schedule == PARTIAL:
         last = f"resume={newest_good(tmp_path / 'run').folder}"
-        with faulty(tmp_path / "sync", "trainer.total_steps=7", last, SYNC) as run:
-            run.reader.join(60.0)
-            assert run.run.process.wait() == 0, run.text
-            assert "prompts in flight are not trained: sync drops them" in run.text
+        changed = ["trainer.total_steps=7", "checkpoint.allow_config_changes=true", last]
+        for other, why in {
+            SYNC: "sync drops them",
+            "data.system_prompt=Answer.": "the data are others",
+        }.items():
+            with faulty(tmp_path / why, *changed, PARTIAL, other) as run:
+                run.reader.join(60.0)
+                assert run.run.process.wait() == 0, run.text
+                assert f"prompts in flight are not trained: {why}" in run.text
 
 
 @pytest.mark.slow

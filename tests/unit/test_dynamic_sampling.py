@@ -10,6 +10,7 @@ from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.rewards.scorer import ScoreResult
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.rewarding import (
     FunctionRewards,
     Rewarded,
@@ -126,6 +127,15 @@ def test_rewards_of_some_rows_keep_their_failures():
     assert both.scores == [1.0, 2.0, 3.0, 3.0, 1.0]
     assert [f.index for f in both.failures] == [2, 3]
     assert both.parts == {"x": [0.5, 0.5]}
+
+
+def test_a_step_ends_the_run_if_the_rewards_of_all_episodes_failed():
+    """The first episode has two sequences, and one reward."""
+    failures = [Failure(row, FailureKind.error, "x", "") for row in (1, 2)]
+    rewarded = Rewarded([""] * 3, [0.0] * 3, failures)
+    with pytest.raises(RunStopped, match="all 2 rewards failed"):
+        rewarded.stop_if_all_failed(1, 2)
+    rewarded.stop_if_all_failed(1, 3)
 
 
 def test_overlong_shaping_by_config():

@@ -38,6 +38,13 @@ def test_penalty_in_the_reward_hand_worked():
     torch.testing.assert_close(rewards.values, torch.tensor([0.0, 0.95, 0.0, -0.05]))
 
 
+def test_tokens_that_the_policy_did_not_sample_are_not_penalised():
+    batch = scored()
+    mask = batch.responses.like(torch.tensor([True, True, True, False]))
+    rewards = control("reward", "fixed").rewards(replace(batch, response_mask=mask))
+    torch.testing.assert_close(rewards.values, torch.tensor([0.0, 0.95, 0.0, 0.0]))
+
+
 def test_penalty_in_the_loss_leaves_rewards_alone():
     kl = control("loss", "fixed")
     assert kl.rewards(scored()).values.tolist() == [0.0, 1.0, 0.0, 0.0]
@@ -53,6 +60,13 @@ def test_adaptive_coefficient_reports_what_the_step_used_and_then_moves():
     assert metrics["actor/kl"] == pytest.approx(0.10653 / 2, abs=1e-5)
     # KL per response 0.107 is far above 0.01: the error is clipped at 0.2, times 2 / 20
     assert kl.loss_coef == pytest.approx(0.1 * 1.02)
+
+
+def test_an_adaptive_coefficient_counts_episodes_not_sequences():
+    kl = control("loss", "adaptive")
+    batch = scored()
+    kl.adapt(replace(batch, episode=torch.tensor([0, 0])))
+    assert kl.loss_coef == pytest.approx(0.1 * 1.01)  # 1 / 20 instead of 2 / 20
 
 
 def test_tokens_that_nobody_sampled_are_no_part_of_the_kl():

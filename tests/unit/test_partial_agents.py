@@ -31,11 +31,13 @@ class Agents:
 
     Attributes:
         weight_version: as that of a HybridEngine.
+        longest: most turns of a program.
         begun: (step, prompt, sample) of each program that was started.
         lengths: turns of each program, by its key; every tenth fails.
     """
 
     weight_version: int = 0
+    longest: int = 40
     begun: list[tuple[int, int, int]] = field(default_factory=list)
     lengths: dict[str, int] = field(default_factory=dict)
     open: dict[str, Running] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Agents:
         for sample in samples:
             key = f"key{len(self.begun)}"
             self.begun.append((step, asked.prompt_id, sample))
-            self.lengths[key] = min(40, int(self.draw.lognormvariate(1, 1)))
+            self.lengths[key] = min(self.longest, int(self.draw.lognormvariate(1, 1)))
             record = EpisodeRecord(lambda text, is_start: [1, 2])
             episode = SimpleNamespace(key=key, engine=engine, record=record)
             new.append(Running(asked, episode, Future()))
@@ -132,6 +134,13 @@ def test_every_episode_is_trained_once_and_no_token_is_too_old():
     scores = [reward for reward in rewards if reward >= 0]
     assert len({*scores}) == len(scores) and len(scores) < len(rewards)
     assert 1 < max(lags) <= MAX_VERSIONS
+
+
+def test_programs_that_sample_nothing_have_tokens_of_no_age():
+    agents, state = Agents(longest=0), SimpleNamespace(lengths=ResponseLengths(), in_flight=())
+    sampled = sampling_of(agents, state, 0).sample(1)
+    assert not sampled.batch.response_mask.values.any()
+    assert sampled.metrics["partial/version_lag_max"] == 0.0
 
 
 def test_a_checkpoint_has_ended_episodes_and_the_others_begin_anew():

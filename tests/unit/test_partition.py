@@ -79,6 +79,23 @@ def test_a_rank_exceeds_another_by_less_than_one_response(ranks, budget, lengths
             assert total(cost, micros) - min(cost[i] for i in mine) <= least + 1e-9
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    partition=st.sampled_from([partition_by_micro_batch, partition_by_total]),
+    ranks=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 60), min_size=4, max_size=14),
+)
+def test_no_micro_batch_is_empty_whatever_the_number_of_sequences(partition, ranks, lengths):
+    """Two sequences of more than half the budget share one, if a rank has too few otherwise."""
+    cost = [float(tokens) for tokens in lengths]
+    dealt = partition(list(range(len(lengths))), cost, lengths, ranks, 60)
+    assert len({len(micros) for micros in dealt}) == 1
+    assert all(micro for micros in dealt for micro in micros)
+    assert sorted(i for micros in dealt for micro in micros for i in micro) == [*range(len(cost))]
+    largest = max(sum(lengths[i] for i in micro) for micros in dealt for micro in micros)
+    assert largest <= (60 if len(lengths) % ranks == 0 else 120)
+
+
 def test_ranks_begin_and_end_with_micro_batches_of_the_usual_cost():
     # Of 60 in all each rank gets 30: 20 and 5 x 2, or 15 x 2. Three micro-batches of at most 10
     # tokens are 20, 3 x 2 and 2 x 2 (the cheapest bin first), or 5 x 2 each; the usual one is 10.

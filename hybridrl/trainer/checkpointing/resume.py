@@ -95,7 +95,8 @@ def find_resume(
     before = found.manifest
     changed = changes(before.config, plain(config), other_files(before.models, models))
     mattering = [str(change) for change in changed if change.matters]
-    mattering += _other_prompts(state.prompts, prompts)
+    other_data = _other_prompts(state.prompts, prompts)
+    mattering += other_data
     if mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {text}" for text in mattering)
         raise ConfigError(
@@ -117,8 +118,10 @@ def find_resume(
         ),
         *_listed("other versions", _other_versions(before.versions, versions())),
     ]
-    if not in_parts and state.in_flight:  # a later run with partial would train them, however old
-        notes.append(f"{len(state.in_flight)} prompts in flight are not trained: sync drops them")
+    # A later run with partial would train them, however old, or under prompts of other data.
+    if state.in_flight and (other_data or not in_parts):
+        why = "the data are others" if other_data else "sync drops them"
+        notes.append(f"{len(state.in_flight)} prompts in flight are not trained: {why}")
         state = replace(state, in_flight=[])
     return Resume(found, state, rows, notes)
 

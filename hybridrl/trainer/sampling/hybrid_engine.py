@@ -41,7 +41,8 @@ class HybridEngine:
         self.rollout_version = self._rollout.call("sleep")[0]
 
     def end_evaluation(self) -> None:
-        """Note that sampling for evaluations has ended; vLLM keeps its prefix cache."""
+        """Have the next step reshard, which empties the prefix cache, as a resumed run does."""
+        self.rollout_version = None
 
     def make_room_for_optimizer(self) -> None:
         """Put vLLM to sleep if optimizer state is offloaded and must return to the GPU."""

@@ -229,8 +229,8 @@ class PartialSampling(Sampling):
         lag = self._engine.weight_version - versions
         sampled = sum(engine.tokens for call in self._calls for engine in call)
         return {
-            "partial/version_lag_mean": float(lag.float().mean()),
-            "partial/version_lag_max": float(lag.max()),
+            "partial/version_lag_mean": float(lag.float().mean()) if len(lag) else 0.0,
+            "partial/version_lag_max": float(lag.max()) if len(lag) else 0.0,
             "partial/trained_fraction": float((lag == 0).sum()) / max(sampled, 1),
             "partial/rounds": float(self._rounds),
         }
