@@ -6,14 +6,13 @@ from typing import Any
 
 from pydantic import Field
 
-from hybridrl.agents.constraints import Constraint, constraint_of, parsed_call
+from hybridrl.agents.constraints import Constraint, constraint_of, is_json_object, parsed_call
 from hybridrl.agents.episode import (
     LENGTH,
     Ask,
     Completion,
     Episode,
     Prompt,
-    as_mapping,
     message_key,
 )
 from hybridrl.agents.errors import RequestError, refused_parameter
@@ -23,6 +22,7 @@ from hybridrl.rollout.tool_calls import Parsed
 
 # Parameters of apply_chat_template that are not a template's own.
 RESERVED = {
+    *("policy", "episode", "messages"),
     *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -239,6 +239,6 @@ def _parsed(policy: Policy, one: Completion, tools: list[dict[str, Any]] | None)
             raw = raw[: raw.rindex(one.stop)]
         parsed = policy.parse_tools(raw, tools)
         # A call whose arguments are no JSON object is text.
-        if parsed.calls and all(isinstance(as_mapping(text), dict) for _, text in parsed.calls):
+        if parsed.calls and all(is_json_object(text) for _, text in parsed.calls):
             return parsed
     return Parsed(one.text, [])

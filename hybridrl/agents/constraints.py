@@ -68,7 +68,20 @@ def parsed_call(text: str) -> Parsed:
         call = json.loads(text)
     except ValueError:
         return Parsed(text, [])
-    return Parsed("", [(call["name"], json.dumps(call["arguments"]))])
+    arguments = json.dumps(call["arguments"])
+    return (
+        Parsed("", [(call["name"], arguments)]) if is_json_object(arguments) else Parsed(text, [])
+    )
+
+
+def is_json_object(text: str) -> bool:
+    """Return whether a text is a JSON object that every client reads: no NaN, Unicode alone."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict)
 
 
 def _of_format(parameter: str, form: Mapping[str, Any] | None) -> Constraint | None:

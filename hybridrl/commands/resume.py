@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridrl import main as training
 from hybridrl.app.process import exit_codes
 from hybridrl.app.runs import RunOnDisk, find_runs, run_at
-from hybridrl.checkpoint.files import CHECKPOINTS
+from hybridrl.checkpoint.files import CHECKPOINTS, checkpoints_folder, steps_in
 from hybridrl.commands.running import UsageError, argument_parser
 from hybridrl.commands.runs import FOLDERS
 from hybridrl.config.checks.checkpoint import AUTO
@@ -97,7 +97,12 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
     if hidden:
         listed = " ".join(f"{override.partition('=')[0]}=<value>" for override in hidden)
         raise UsageError(f"{run.folder} records no secrets.\nAdd {listed}")
-    words = [*kept, *overrides, f"resume={AUTO}", f"{RUN_DIR}={quoted(str(run.folder.resolve()))}"]
+    # It was killed before its first checkpoint.
+    begins = (
+        run.manifest.get("resumed_from") if not steps_in(checkpoints_folder(run.folder)) else None
+    )
+    begin = quoted(begins) if begins else AUTO
+    words = [*kept, *overrides, f"resume={begin}", f"{RUN_DIR}={quoted(str(run.folder.resolve()))}"]
     folders = [quoted(f"file://{folder}") for folder in run.manifest["config_dirs"]]
     return [*words, f"hydra.searchpath=[{','.join(folders)}]"] if folders else words
 

@@ -24,12 +24,15 @@ from hybridrl.config.user_code.signatures import check_arguments
 from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
 from hybridrl.rewards.base import checked_by
 
-# Variables of a command's environment: the task as JSON, the endpoint.
-TASK, URLS, KEYS = (
+# Variables of a command's environment: the task as JSON and a file with it, the endpoint.
+TASK, TASK_FILE, URLS, KEYS = (
     "HYBRIDRL_TASK",
+    "HYBRIDRL_TASK_FILE",
     ("OPENAI_BASE_URL", "OPENAI_API_BASE"),
     ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"),
 )
+# Linux limits a variable to 128 KiB, name included.
+LONGEST_TASK = 2**17 - 100
 # End of a command's output in one line of the log, and what is kept in memory.
 LINE_CHARS, MAX_OUTPUT_BYTES = 300, 2**20
 # Seconds for a command to end after SIGTERM.
@@ -105,9 +108,15 @@ async def command(
         ProgramFailed: it failed, or gave no reward.
     """
     url, function = str(client.base_url).rstrip("/"), reward["function"]
-    variables = {TASK: json.dumps(asdict(task)), "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
-    variables |= dict.fromkeys(URLS, url) | dict.fromkeys(KEYS, client.api_key)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    variables = dict.fromkeys(URLS, url) | dict.fromkeys(KEYS, client.api_key)
+    variables["ANTHROPIC_BASE_URL"], text = url.removesuffix("/v1"), json.dumps(asdict(task))
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.NamedTemporaryFile("w", suffix=".json") as file,
+    ):
+        file.write(text)
+        file.flush()
+        variables |= {TASK_FILE: file.name} | ({TASK: text} if len(text) < LONGEST_TASK else {})
         run = partial(_run, Path(folder), os.environ | variables, memory_mb)
         ended = await run(command)
         if function is None or ended.code:

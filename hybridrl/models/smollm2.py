@@ -34,16 +34,16 @@ def converted_folder() -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # also ends with the process
+            # Another process may have made it while this one waited.
+            if not folder.is_dir():
+                _make(gguf, folder)
     except OSError as error:
         raise ConfigError(
-            f"model.path = {NAME}: its folder {folder} cannot be made: {error.strerror}.\n"
+            f"model.path = {NAME}: its folder {folder} cannot be made: {error.strerror or error}.\n"
             "Set HYBRIDRL_CACHE to a folder that can be written."
         ) from error
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # also ends with the process
-        # Another process may have made it while this one waited.
-        if not folder.is_dir():
-            _make(gguf, folder)
     return folder
 
 

@@ -123,21 +123,24 @@ def score(
 def last_python_block(text: str) -> str | None:
     """Return the last fenced block that is marked as Python or unmarked.
 
-    A marked fence always opens a block. An unclosed block at the end, as in a truncated response,
-    is ignored.
+    A marked fence always opens a block, whose lines lose its indentation. An unclosed block at the
+    end, as in a truncated response, is ignored.
     """
     found: str | None = None
     language: str | None = None  # of the open block
     lines: list[str] = []
+    indent = 0
     for line in text.split("\n"):
         mark = line.strip()
+        blanks = len(line) - len(line.lstrip())
         if not mark.startswith(FENCE):
-            lines.append(line)
+            lines.append(line[min(indent, blanks) :])
         elif language is not None and mark == FENCE:
             found = "\n".join(lines) if language in LANGUAGES else found
             language = None
         else:
-            language, lines = mark.strip("`").strip().lower(), []
+            language, _, _ = mark.strip("`").strip().lower().partition(" ")
+            lines, indent = [], blanks
     return found
 
 

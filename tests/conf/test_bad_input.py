@@ -68,6 +68,10 @@ ONE_PROBLEM = [
         ["+eval.rules.greedy_right={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"],
         ["eval.rules.greedy_right", "does not begin with greedy"],
     ),
+    (
+        ["+eval.rules.reward={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"],
+        ["eval.rules.reward", "is not reward"],
+    ),
     (["+cluster.call_timeout_s=60"], ["cluster.call_timeout_s = 60", "cluster.stall_timeout_s"]),
     (["cluster.nvlink_multicast=on"], ["cluster.nvlink_multicast = on", "one of auto, off"]),
     (["cluster.rendezvous_ports=[29500]"], ["rendezvous_ports = [29500]", "first and the last"]),

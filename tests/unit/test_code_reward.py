@@ -106,6 +106,8 @@ def test_no_tests_are_an_error_not_a_score(tests):
         ("```python\na\n```\n```\nb\n```", "b"),
         ("```python\na\n```\n```python\nb", "a"),
         ("```python\na\n```python\nb\n```", "b"),
+        ("1. So:\n   ```python\n   def f():\n       a\n   ```", "def f():\n    a"),
+        ('```python title="a.py"\na\n```', "a"),
         ("```python\n```", ""),
         ("```python\na", None),
         ("```bash\nls\n```", None),

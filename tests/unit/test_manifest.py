@@ -92,6 +92,13 @@ def test_package_installed_inside_another_repository_has_no_commit(tmp_path):
     assert git_state(tmp_path / "site-packages") is None
 
 
+def test_a_run_that_begins_from_anothers_checkpoint_has_no_earlier_starts(tmp_path, caplog):
+    found = Found(tmp_path / "other" / "checkpoints" / "step_00000002", None)
+    write_manifest(tmp_path, run_config(), {"hardware": {}}, started=STARTED, found=found)
+    assert json.loads((tmp_path / "manifest.json").read_text())["earlier_starts"] == []
+    assert caplog.text == ""
+
+
 def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_path):
     found = Found(tmp_path / "checkpoints" / "step_00000002", None)
     for checkpoint, hour in ((None, 3), (found, 4), (found, 5)):

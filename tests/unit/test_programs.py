@@ -199,6 +199,20 @@ def test_the_last_line_of_a_command_is_its_reward(commands):
     assert run(commands, script) == Reward(0.5, {"chatcmpl-a": 0.5})
 
 
+def test_a_task_that_no_variable_holds_is_in_a_file():
+    """Linux limits a variable to 128 KiB; in ASCII JSON each of these letters has 6 bytes."""
+    script = (
+        "import json, os; file = os.environ['HYBRIDRL_TASK_FILE']; "
+        "task = json.load(open(file)); assert 'HYBRIDRL_TASK' not in os.environ; "
+        "print(len(task['example']['question']))"
+    )
+    own = command_settings(None) | {"command": [sys.executable, "-c", script]}
+    with ProgramPool(config(**own)) as pool:
+        long = job("")
+        long.task.example["question"] = "数" * 30_000
+        assert results(pool, [long])[0] == Reward(30_000.0, {})
+
+
 JUDGE = """
 import os, time
 

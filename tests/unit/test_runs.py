@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_a_resume_is_the_runs_own_command_with_changes(tmp_path):
         *("+recipe=x", "trainer.total_steps=9", "tag=b", "resume=auto"),
         *(f"hydra.run.dir='{folder}'", "hydra.searchpath=['file:///my conf']"),
     ]
+
+
+def test_a_resume_before_the_first_checkpoint_begins_where_the_run_began(tmp_path):
+    folder = make_run(tmp_path / "run", overrides=["seed=1"], resumed_from="/a/step_00000020")
+    run = run_at(folder)
+    assert run is not None and arguments(run, [])[1] == "resume=auto"
+    shutil.rmtree(folder / "checkpoints")
+    assert arguments(run, [])[1] == "resume='/a/step_00000020'"
 
 
 def test_a_resume_needs_the_command_and_its_secrets(tmp_path):

@@ -96,7 +96,7 @@ Results = Mapping[str, Mapping[str, GroupResult]]
 
 def results_of(evaluation: Evaluation, totals: Totals) -> Results:
     """Return the results of each rule on all problems and on each group."""
-    groups = tag_groups(evaluation.asked, taken=set(totals.scores))
+    groups = tag_groups(evaluation.asked, taken={ALL, *totals.scores})
     options = evaluation.options
     return {
         rule: group_results(scores, groups, options.ks, options.correct_at)

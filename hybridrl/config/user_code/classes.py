@@ -135,10 +135,12 @@ def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], l
 def reward_problems(config: schema.RunConfig) -> Iterator[str]:
     """Check reward functions and the names of evaluation rules."""
     for name in config.eval.rules:
-        if not name.isidentifier() or name.partition("_")[0] in ("greedy", "sampled"):
+        begin = name.partition("_")[0]
+        if not name.isidentifier() or begin in ("greedy", "sampled") or name == "reward":
             yield (
                 f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
-                f"with greedy or sampled: it is part of eval/accuracy_<name>.\nRename it."
+                f"with greedy or sampled and is not reward: it is part of eval/accuracy_<name>.\n"
+                "Rename it."
             )
     for key, rule, signature in _reward_functions(config):
         given = (key, rule.function, rule.args, signature)

@@ -93,7 +93,9 @@ def token_ids(
     return encoded["input_ids"]
 
 
-def rendered(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Any], **options: Any) -> str:
+def rendered(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Any], /, **options: Any
+) -> str:
     """Return the chat template's text of messages; `options` are those of apply_chat_template.
 
     Raises:

@@ -100,11 +100,18 @@ class Checkpointer:
     def save_now(self, state: LoopState) -> Path | None:
         """Save and wait; return the checkpoint of the step, None if it failed."""
         self.finish()
-        if self.newest is None or step_of(self.newest.name) != state.step:
+        if not self._has_written(state.step):
             self.begin(state)
             self.finish()
-        written = self.newest is not None and step_of(self.newest.name) == state.step
-        return self.newest if written else None
+        return self.newest if self._has_written(state.step) else None
+
+    def _has_written(self, step: int) -> bool:
+        """Return whether the newest checkpoint is of this step, and not that of another run."""
+        own = checkpoints_folder(self._run_dir).resolve()
+        newest = self.newest
+        return (
+            newest is not None and newest.resolve().parent == own and step_of(newest.name) == step
+        )
 
     def load(self, found: Found) -> list[str]:
         """Load a checkpoint into the workers; return notes on differences."""

@@ -97,7 +97,9 @@ def command_of(overrides: Sequence[str], runtime: Any) -> dict[str, Any]:
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
-    """Read the earlier starts from a run's manifest, the last one included."""
+    """Read the earlier starts from a run's manifest, the last one included; none without one."""
+    if not path.exists():
+        return []
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         return [*known["earlier_starts"], {name: known[name] for name in START}]

@@ -7,6 +7,7 @@ logged once; they do not stop the run. A run stores its W&B and MLflow ids in tr
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -176,6 +177,10 @@ class WandbSink:
             self._run.finish()
 
 
+# What MLflow refuses in a name, with all metrics of the request.
+REFUSED = re.compile(r"[^\w./\- ]")
+
+
 class MLflowSink:
     """Run of an MLflow experiment named like the run, on the tracking server `uri`.
 
@@ -215,7 +220,9 @@ class MLflowSink:
         now = int(time.time() * 1000)
         self._client.log_batch(
             self._run_id,
-            metrics=[Metric(name, value, now, step) for name, value in metrics.items()],
+            metrics=[
+                Metric(REFUSED.sub("_", name), value, now, step) for name, value in metrics.items()
+            ],
         )
 
     def close(self) -> None:
