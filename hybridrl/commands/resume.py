@@ -22,8 +22,9 @@ Exit codes: those of hybridrl train. Changes that affect the results are refused
 unless checkpoint.allow_config_changes=true.
 """
 DESCRIPTION = """\
-Go on with a run from its newest whole checkpoint, in its folder, with the settings it was started
-with. Its command is taken from its manifest, so none needs to be typed again.
+Go on with a run from its newest whole checkpoint (without one, from where it began), in its folder,
+with the settings it was started with. Its command is taken from its manifest, so none needs to be
+typed again.
 
   hybridrl resume latest                              the newest run in outputs/ and multirun/
   hybridrl resume gsm8k_ppo                           the run of that name (hybridrl runs)
@@ -89,7 +90,8 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
             f"Start it there again, with resume={AUTO} {RUN_DIR}={run.folder}"
         )
     own = [str(override) for override in run.manifest["overrides"]]
-    new = {_key(override) for override in overrides} | {"resume"}
+    changed = {_key(override) for override in overrides}
+    new = changed | {"resume"}
     if any(_key(override) == "hardware.reason" for override in own):
         new |= {"hardware", "hardware.reason"}  # it was not chosen by the user
     kept = [override for override in own if _key(override) not in new]
@@ -97,12 +99,10 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
     if hidden:
         listed = " ".join(f"{override.partition('=')[0]}=<value>" for override in hidden)
         raise UsageError(f"{run.folder} records no secrets.\nAdd {listed}")
-    # It was killed before its first checkpoint.
-    begins = (
-        run.manifest.get("resumed_from") if not steps_in(checkpoints_folder(run.folder)) else None
-    )
-    begin = quoted(begins) if begins else AUTO
-    words = [*kept, *overrides, f"resume={begin}", f"{RUN_DIR}={quoted(str(run.folder.resolve()))}"]
+    began = run.manifest.get("resumed_from")
+    begin = quoted(began) if began and not steps_in(checkpoints_folder(run.folder)) else AUTO
+    words = [*kept, *overrides, *([] if "resume" in changed else [f"resume={begin}"])]
+    words.append(f"{RUN_DIR}={quoted(str(run.folder.resolve()))}")
     folders = [quoted(f"file://{folder}") for folder in run.manifest["config_dirs"]]
     return [*words, f"hydra.searchpath=[{','.join(folders)}]"] if folders else words
 

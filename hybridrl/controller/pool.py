@@ -315,7 +315,7 @@ class Pool(AbstractContextManager["Pool"]):
         Ranks of one node use a file, which no other user can open.
         """
         first = self.hosts[0]
-        address = os.environ.get("MASTER_ADDR") or None  # an empty one is none
+        address = os.environ.get("MASTER_ADDR") or None  # an empty value counts as unset
         if address is None and (self._port is not None or len(by_node(self.hosts)) > 1):
             address = first.slot.node_ip
         band = self._config.cluster.rendezvous_ports

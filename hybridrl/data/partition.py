@@ -87,6 +87,7 @@ def _sizes(
     """
     least = sum(min(tokens[i], max_tokens) for i in mini) / (num_ranks * max_tokens)
     most = len(mini) // num_ranks
+    assert most, "fewer responses than ranks"
     yield from ((count, max_tokens) for count in range(min(math.ceil(least), most), most + 1))
     while True:
         max_tokens += 1 + max_tokens // 8

@@ -3,12 +3,12 @@
 import ctypes
 import gc
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from hybridrl.config.planner.machine import ALLOCATORS
 from hybridrl.distributed import torch_compat
 
 # Share of a GPU that is free before an update, or torch's cache is given back.
@@ -25,13 +25,12 @@ def trim_heap() -> None:
 
 
 def use_expandable_segments(device: torch.device) -> None:
-    """Let torch's cache of a GPU's memory grow in place: batches of other lengths leave no holes.
+    """Make torch's cache of a GPU's memory grow in place: batches of other lengths leave no holes.
 
     Call it once vLLM has started: graphs with its all-reduce need memory that is not expandable.
     Settings of the user, such as PYTORCH_ALLOC_CONF, are kept.
     """
-    own = any(re.fullmatch(r"PYTORCH_(CUDA_|HIP_)?ALLOC_CONF", name) for name in os.environ)
-    if device.type == "cuda" and not own:
+    if device.type == "cuda" and not any(map(os.environ.get, ALLOCATORS)):
         torch_compat.set_allocator("expandable_segments:True")
 
 

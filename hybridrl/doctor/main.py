@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from omegaconf import DictConfig, IntegerNode, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from hybridrl.app.compose import composed, examine_config
@@ -90,12 +92,21 @@ def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
             name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
             folder = options.output or Path("outputs", "doctor", name)
             show(console, reports)
+            lacks_report = False
             try:
                 path = write_report(folder, reports, agents.nodes, context.overrides)
                 console.print(f"report     {path}", soft_wrap=True)
             except OSError as error:
-                console.print(f"no report  {folder} cannot be written: {error.strerror}")
-    return exit_code(reports, strict=options.strict)
+                lacks_report = True
+                sys.stderr.write(f"the report {folder} cannot be written: {error.strerror}\n")
+    return exit_code(reports, strict=options.strict) or int(lacks_report)
+
+
+def _nodes(cfg: DictConfig) -> int:
+    """Return cluster.nodes; 0 if it is no number, which is a problem of the config."""
+    with suppress(OmegaConfBaseException):
+        return int(IntegerNode(OmegaConf.select(cfg, "cluster.nodes"))._value() or 0)
+    return 0
 
 
 @contextmanager
@@ -134,8 +145,7 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
     # The stage ray reports missing nodes; here they count as copies of the first.
-    wanted = found.cfg.cluster.nodes
-    missing = max(0, wanted - len(nodes)) if isinstance(wanted, int) else 0
+    missing = max(0, _nodes(found.cfg) - len(nodes))
     machine = Machine((*nodes, *nodes[:1] * missing))
     result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
     if result.report.problems:

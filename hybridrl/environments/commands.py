@@ -110,14 +110,12 @@ async def command(
     url, function = str(client.base_url).rstrip("/"), reward["function"]
     variables = dict.fromkeys(URLS, url) | dict.fromkeys(KEYS, client.api_key)
     variables["ANTHROPIC_BASE_URL"], text = url.removesuffix("/v1"), json.dumps(asdict(task))
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        tempfile.NamedTemporaryFile("w", suffix=".json") as file,
-    ):
-        file.write(text)
-        file.flush()
-        variables |= {TASK_FILE: file.name} | ({TASK: text} if len(text) < LONGEST_TASK else {})
-        run = partial(_run, Path(folder), os.environ | variables, memory_mb)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as around:
+        folder, file = Path(around, "work"), Path(around, "task.json")
+        folder.mkdir()
+        file.write_text(text)
+        variables |= {TASK_FILE: str(file)} | ({TASK: text} if len(text) < LONGEST_TASK else {})
+        run = partial(_run, folder, os.environ | variables, memory_mb)
         ended = await run(command)
         if function is None or ended.code:
             return _reward(ended, command[0])

@@ -147,6 +147,7 @@ class TrainingLoop:
             self.state.restore(resume.state)
         self.evaluator.last_accuracy = resume.last_accuracy
         self.checkpoints.load_generators()
+        self.checkpoints.step_ended()
 
     def pause(self) -> None:
         """Commit a written checkpoint; end the run here if a signal has arrived.

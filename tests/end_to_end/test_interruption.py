@@ -123,7 +123,7 @@ def test_a_preempted_run_goes_on_with_the_same_command(tmp_path, schedule):
         changed = ["trainer.total_steps=7", "checkpoint.allow_config_changes=true", last]
         for other, why in {
             SYNC: "sync drops them",
-            "data.system_prompt=Answer.": "the data are others",
+            "data.system_prompt=Answer.": "the training data changed",
         }.items():
             with faulty(tmp_path / why, *changed, PARTIAL, other) as run:
                 run.reader.join(60.0)

@@ -58,7 +58,14 @@ def test_variables_that_do_not(name):
 def test_keys_are_secret_by_their_last_word():
     for key in ("api_key", "reward.args.token", "auth-token", "secret_access_key", "db.password"):
         assert is_secret_key(key)
-    for key in ("db.pwd", "mysql_pwd", "blob.connection_string", "reward.args.signing_key"):
+    for key in (
+        "db.pwd",
+        "mysql_pwd",
+        "backend_token",
+        "hf.token",
+        "blob.connection_string",
+        "reward.args.signing_key",
+    ):
         assert is_secret_key(key)
     for key in ("openai_key", "judge.subscription_key", "license-key", "api-key", "storagekey"):
         assert is_secret_key(key)

@@ -110,6 +110,19 @@ class Run:
         self.guard.skipped.note(5, {"actor/skipped_last": 2.0}, num_steps=2)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_step_after_an_evaluation_reshards_as_the_first_of_a_resumed_run(keep):
+    """Also if a checkpoint puts the engines to sleep in between, which keep their weights."""
+    engine = HybridEngine(Engines(keep=keep), Offload.idle_all)
+    engine.reshard()
+    assert engine.is_current
+    engine.end_evaluation()
+    engine.make_room_for_optimizer()
+    assert not engine.is_current
+    engine.reshard()
+    assert engine.is_current
+
+
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("is_stale", [True, False])

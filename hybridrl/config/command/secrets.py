@@ -21,7 +21,7 @@ HIDDEN = "***"
 MIN_LENGTH = 8
 
 # Tokens of text.
-_TEXT_TOKEN = re.compile(r"(stop|start|end|eos|bos|pad|unk|mask|sep|cls)[_-]?token$", re.I)
+_TEXT_TOKEN = re.compile(r"(^|[._-])(stop|start|end|eos|bos|pad|unk|mask|sep|cls)[_-]?token$", re.I)
 _NAME = re.compile(
     r"(^|[._-])(token|password|passwd|pwd|passphrase|secret|credentials?|api[_-]?key"
     r"|(access|private|secret|auth|account|anthropic|encryption|hmac|license|master|openai|service"

@@ -17,8 +17,11 @@ MAX_THREADS_BESIDE_GPU = 8
 # RAM of a node that is planned, not there.
 UNKNOWN_RAM = 2**60
 
+# Variables with settings of torch's GPU allocator.
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
 # As the first entry of CUDA_VISIBLE_DEVICES these hide every GPU.
-NONE_VISIBLE = ("", "-1", "none", "NoDevFiles")
+NONE_VISIBLE = ("", "-1", "none", "void", "nodevfiles")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Machine:
 
     @property
     def gpu_error(self) -> str:
-        """Error of nvidia-smi, if no GPU is known because of it; else empty."""
+        """Why no GPU is usable although nvidia-smi exists; else empty."""
         errors = [f"{node.gpu_error} (on {node.name})" for node in self.nodes if node.gpu_error]
         return errors[0] if errors and not self.gpus else ""
 
@@ -69,7 +72,7 @@ class Machine:
         """Return one line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
         nodes = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
-        none = "GPUs unknown" if self.gpu_error else "no NVIDIA GPU"
+        none = "no usable GPU" if self.gpu_error else "no NVIDIA GPU"
         gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else none
         if any(node.memory_bytes == UNKNOWN_RAM for node in self.nodes):
             return f"{nodes}{gpus}, planned"
@@ -147,7 +150,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
 def _gpus() -> tuple[list[GPU], str]:
     """Return the visible NVIDIA GPUs of this machine, and `Node.gpu_error`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.split(",")[0].strip() in NONE_VISIBLE:
+    if visible is not None and visible.split(",")[0].strip().lower() in NONE_VISIBLE:
         return [], ""
     text, error = nvidia_smi.ask("uuid,name,memory.total")
     if error:
@@ -158,7 +161,10 @@ def _gpus() -> tuple[list[GPU], str]:
         return [], nvidia_smi.failed(f"output {first!r}, expected UUID, name, MiB")
     chosen = visible_gpus(found, visible)
     if found and not chosen:
-        return [], f"CUDA_VISIBLE_DEVICES={visible} names none of the {len(found)} GPUs here"
+        return [], (
+            f"CUDA_VISIBLE_DEVICES={visible} names none of the {len(found)} GPUs here (MIG is not "
+            "supported); unset it, or set indices such as 0,1, or -1 to hide all"
+        )
     return chosen, ""
 
 

@@ -69,8 +69,9 @@ def _read_parquet(path: Path) -> tuple[list[Row], list[str]]:
     except (pyarrow.ArrowException, OSError) as error:
         return [], [f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}"]
     for index, field in enumerate(table.schema):
-        if pyarrow.types.is_temporal(field.type):  # some have no Python value
-            with suppress(pyarrow.ArrowNotImplementedError):
+        # Some times have no Python value.
+        if pyarrow.types.is_temporal(field.type) and not pyarrow.types.is_duration(field.type):
+            with suppress(pyarrow.ArrowException):
                 table = table.set_column(index, field.name, table[index].cast(pyarrow.string()))
     places = [f"{path} row {index}" for index in range(len(table))]
     try:
@@ -90,7 +91,7 @@ def _each(
             rows.append(Row(where, read(source)))
         except UnicodeDecodeError as error:
             faults.append(f"{where}: not UTF-8 text: {error.reason} (byte {error.start})")
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, NotImplementedError) as error:
             faults.append(f"{where}: {error}")
     return rows, faults
 

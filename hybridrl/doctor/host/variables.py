@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from hybridrl.config.choices import Accelerator, SleepMode
+from hybridrl.config.planner.machine import ALLOCATORS
 from hybridrl.config.schema import RunConfig
 from hybridrl.doctor.findings import (
     Finding,
@@ -26,7 +27,6 @@ from hybridrl.doctor.host.facts import HostFacts
 Environment = Mapping[str, str]
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ON = ("1", "true", "yes", "on", "y")
 ANY = ()
 

@@ -120,7 +120,7 @@ def find_resume(
     ]
     # A later run with partial would train them, however old, or under prompts of other data.
     if state.in_flight and (other_data or not in_parts):
-        why = "the data are others" if other_data else "sync drops them"
+        why = "the training data changed" if other_data else "sync drops them"
         notes.append(f"{len(state.in_flight)} prompts in flight are not trained: {why}")
         state = replace(state, in_flight=[])
     return Resume(found, state, rows, notes)

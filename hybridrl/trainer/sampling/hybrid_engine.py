@@ -38,10 +38,15 @@ class HybridEngine:
 
     def sleep(self) -> None:
         """Put vLLM to sleep; it frees what rollout.sleep names, perhaps its weights."""
-        self.rollout_version = self._rollout.call("sleep")[0]
+        kept = self._rollout.call("sleep")[0]
+        self.rollout_version = None if self.rollout_version is None else kept
 
     def end_evaluation(self) -> None:
-        """Have the next step reshard, which empties the prefix cache, as a resumed run does."""
+        """Mark vLLM's weights as stale: the next step reshards, as the first of a resumed run does.
+
+        That empties the prefix cache.
+        """
+        self.sleep()
         self.rollout_version = None
 
     def make_room_for_optimizer(self) -> None:
