@@ -15,8 +15,9 @@ SPLIT = [
     "placement.rollout_gpus=1",
     "cluster.gpus_per_node=2",
 ]
-# Metrics that only responses over several steps have, or ranks of two kinds.
-OWN = ("partial/", "split/", "reshard/received_bytes")
+# Metrics that only responses over several steps have, ranks of two kinds, or sync after an
+# evaluation, where split empties the prefix cache alone.
+OWN = ("partial/", "split/", "reshard/received_bytes", "reshard/written_bytes")
 # Ranks compute with as many threads, whether there is one of them or two.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
