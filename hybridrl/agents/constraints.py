@@ -69,9 +69,9 @@ def parsed_call(text: str) -> Parsed:
     except ValueError:
         return Parsed(text, [])
     arguments = json.dumps(call["arguments"])
-    return (
-        Parsed("", [(call["name"], arguments)]) if is_json_object(arguments) else Parsed(text, [])
-    )
+    if not is_json_object(arguments):
+        return Parsed(text, [])
+    return Parsed("", [(call["name"], arguments)])
 
 
 def is_json_object(text: str) -> bool:

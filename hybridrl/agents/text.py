@@ -126,11 +126,9 @@ class TextStream:
         """Return the text that was held back."""
         if self._read < self.used and self.stop is None:
             self._decode()
-        return self._next(len(self.text), at_end=True)
+        return self._next(len(self.text))
 
-    def _next(self, end: int, *, at_end: bool = False) -> str:
-        while not at_end and end > self._sent and self.text[end - 1] == INCOMPLETE:
-            end -= 1
+    def _next(self, end: int) -> str:
         piece = self.text[self._sent : max(end, self._sent)]
         self._sent += len(piece)
         return piece

@@ -112,7 +112,7 @@ def before_start(line: CommandLine, found: Precomposed) -> tuple[Claim, Checked 
     except BaseException:
         claimed.release()
         raise
-    if checked is not None and is_on(found.cfg, DRY):
+    if checked is not None and checked.result.config.run.dry:
         claimed.release()
         show_plan(checked.result, checked.prompts)
         return None

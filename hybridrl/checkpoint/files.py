@@ -148,6 +148,11 @@ def checkpoints_folder(run_dir: Path) -> Path:
     return run_dir / CHECKPOINTS
 
 
+def is_of_run(checkpoint: Path, run_dir: Path) -> bool:
+    """Return whether a checkpoint is one of this run's own, not another run's."""
+    return checkpoint.resolve().parent == checkpoints_folder(run_dir).resolve()
+
+
 def step_name(step: int) -> str:
     """Return the name of a complete checkpoint; names sort as steps do."""
     assert 0 <= step < 10**18, f"no step has the number {step}"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import BooleanNode, DictConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, OmegaConf, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.annotations import Unusable
@@ -112,11 +112,19 @@ def load_resolved(config: Mapping[str, Any]) -> RunConfig:
 
 
 def is_on(cfg: DictConfig, key: str) -> bool:
-    """Return a switch of an untyped config as `typed_run` reads it: `off` is false, too."""
+    """Return a switch of an untyped config: `off` is false, too."""
+    return bool(early_value(cfg, key, BooleanNode))
+
+
+def early_value(cfg: DictConfig, key: str, kind: Callable[[Any], ValueNode]) -> Any:
+    """Return a value of an untyped config as `typed_run` reads it.
+
+    It is None if it is of another kind, which is a problem of the config, reported elsewhere.
+    """
     try:
-        return bool(BooleanNode(OmegaConf.select(cfg, key))._value())
-    except OmegaConfBaseException:  # a problem of the config, reported elsewhere
-        return False
+        return kind(OmegaConf.select(cfg, key))._value()
+    except OmegaConfBaseException:
+        return None
 
 
 def typed_run(cfg: DictConfig, report: Report) -> RunConfig:

@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from omegaconf import DictConfig, IntegerNode, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import IntegerNode
 from rich.console import Console
 
 from hybridrl.app.compose import composed, examine_config
@@ -26,6 +25,7 @@ from hybridrl.config.checks.installation import ray_problem, ray_version
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.load import early_value
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
@@ -102,13 +102,6 @@ def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
     return exit_code(reports, strict=options.strict) or int(lacks_report)
 
 
-def _nodes(cfg: DictConfig) -> int:
-    """Return cluster.nodes; 0 if it is no number, which is a problem of the config."""
-    with suppress(OmegaConfBaseException):
-        return int(IntegerNode(OmegaConf.select(cfg, "cluster.nodes"))._value() or 0)
-    return 0
-
-
 @contextmanager
 def _agents(options: argparse.Namespace) -> Iterator[NodeProbes]:
     """Yield the nodes that joined, those of Ray's cluster, or this node alone.
@@ -145,7 +138,8 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
     # The stage ray reports missing nodes; here they count as copies of the first.
-    missing = max(0, _nodes(found.cfg) - len(nodes))
+    wanted = early_value(found.cfg, "cluster.nodes", IntegerNode) or 0
+    missing = max(0, wanted - len(nodes))
     machine = Machine((*nodes, *nodes[:1] * missing))
     result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
     if result.report.problems:

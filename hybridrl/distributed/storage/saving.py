@@ -144,8 +144,7 @@ class Saver:
     def begin(self, folder: Path, subfolder: str, blocked_s: float) -> Future[SaveResult]:
         """Start to write the staged state to folder/subfolder; nothing may be staged meanwhile."""
         self.written = 0
-        arguments = folder, subfolder, blocked_s
-        return run_in_background(self._save, *arguments, name="write checkpoint")
+        return run_in_background(self._save, folder, subfolder, blocked_s, name="write checkpoint")
 
     def _save(self, folder: Path, subfolder: str, blocked_s: float) -> SaveResult:
         start = time.perf_counter()

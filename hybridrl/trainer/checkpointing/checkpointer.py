@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.commit import clean
-from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, step_of, write_file
+from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, is_of_run, step_of, write_file
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from hybridrl.checkpoint.verification import digest
@@ -107,11 +107,10 @@ class Checkpointer:
 
     def _has_written(self, step: int) -> bool:
         """Return whether the newest checkpoint is of this step, and not that of another run."""
-        own = checkpoints_folder(self._run_dir).resolve()
         newest = self.newest
-        return (
-            newest is not None and newest.resolve().parent == own and step_of(newest.name) == step
-        )
+        if newest is None or not is_of_run(newest, self._run_dir):
+            return False
+        return step_of(newest.name) == step
 
     def load(self, found: Found) -> list[str]:
         """Load a checkpoint into the workers; return notes on differences."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.commit import quarantine
-from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, retried, steps_in
+from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, is_of_run, retried, steps_in
 from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import Verify
@@ -134,7 +134,7 @@ def _find(config: RunConfig, run_dir: Path, verify: Verify) -> Found | None:
         there = run_dir.is_dir()
         return newest_good(run_dir, verify) if there else None
     found = named(Path(config.resume), verify=verify)
-    if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
+    if not is_of_run(found.folder, run_dir):
         _refuse_used(run_dir)
     return found
 

@@ -37,7 +37,10 @@ class HybridEngine:
         return {f"reshard/{name}": max(rank[name] for rank in per_rank) for name in per_rank[0]}
 
     def sleep(self) -> None:
-        """Put vLLM to sleep; it frees what rollout.sleep names, perhaps its weights."""
+        """Put vLLM to sleep; it frees what rollout.sleep names, perhaps its weights.
+
+        Stale weights stay so, also where they are kept.
+        """
         kept = self._rollout.call("sleep")[0]
         self.rollout_version = None if self.rollout_version is None else kept
 
