@@ -62,9 +62,10 @@ def rollout(line: Line) -> Groups:
         "worker": "rollout worker",
         "plain": "LLM.generate, plain",
         "equal": "LLM.generate, seeds and log-probs",
+        "alone": "vLLM in its own process",
     }
     name = f"{line['settings']['model']}, {where(line)}"
-    return {name: {label: speeds[key] / 1e3 for key, label in labels.items()}}
+    return {name: {labels[key]: speed / 1e3 for key, speed in speeds.items()}}
 
 
 def grpo_step(line: Line) -> Groups:
@@ -200,7 +201,7 @@ def draw(plot: Plot, folder: Path) -> Path:
             axes.barh(y, length, height, left, color=COLORS[number], label=labelled)
             if plot.stacked:
                 left += length
-            else:
+            elif name in group:
                 axes.annotate(f" {shown(length)}", (length, y), va="center", fontsize=7)
         if plot.stacked:
             axes.annotate(f" {shown(left)}", (left, at), va="center", fontsize=7)
