@@ -3,6 +3,7 @@
 import json
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,9 +100,11 @@ def test_a_run_that_begins_from_anothers_checkpoint_has_no_earlier_starts(tmp_pa
     assert caplog.text == ""
 
 
-def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_path):
+def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_path, monkeypatch):
     found = Found(tmp_path / "checkpoints" / "step_00000002", None)
     for checkpoint, hour in ((None, 3), (found, 4), (found, 5)):
+        # As `hybridrl resume` does, after its imports.
+        monkeypatch.setattr(sys, "argv", ["hybridrl", f"seed={hour}"])
         write_manifest(
             tmp_path,
             run_config(),
@@ -113,5 +116,7 @@ def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_pat
     assert manifest["resumed_from"] == str(found.folder)
     assert [start["started"][11:13] for start in manifest["earlier_starts"]] == ["03", "04"]
     assert manifest["earlier_starts"][0]["resumed_from"] is None
+    starts = [*manifest["earlier_starts"], manifest]
+    assert [start["argv"][1] for start in starts] == ["seed=3", "seed=4", "seed=5"]
     write_manifest(tmp_path, run_config(), {"hardware": {}}, started=STARTED)
     assert json.loads((tmp_path / "manifest.json").read_text())["earlier_starts"] == []

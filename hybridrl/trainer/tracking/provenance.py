@@ -54,19 +54,20 @@ def write_manifest(
     started: datetime,
     command: Mapping[str, Any] = MappingProxyType({}),
     found: Found | None = None,
-    argv: Sequence[str] = tuple(sys.argv),
+    argv: Sequence[str] | None = None,
 ) -> Path:
     """Write <run>/manifest.json; return its path.
 
-    `facts` has the hardware and inputs, by name; `command` is that of `command_of`. If the run
-    resumes from a checkpoint `found`, earlier starts stay listed.
+    `facts` has the hardware and inputs, by name; `command` is that of `command_of`; `argv` is that
+    of this process if None. If the run resumes from a checkpoint `found`, earlier starts stay
+    listed.
     """
     path = run_dir / MANIFEST_FILE
     manifest = {
         "run": config.run.name,
         "seed": config.seed,
         "started": started.isoformat(timespec="seconds"),
-        "argv": [argument_without_secret(argument) for argument in argv],
+        "argv": [argument_without_secret(argument) for argument in argv or sys.argv],
         **command,
         "resumed_from": None if found is None else str(found.folder),
         "config": plain(config),
