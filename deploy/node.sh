@@ -70,6 +70,8 @@ find_place() {
 gpu_count() {
   if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
     echo "${SLURM_GPUS_ON_NODE##*:}"
+  elif [[ ${CUDA_VISIBLE_DEVICES:-} =~ ^(-1|none|void|NoDevFiles)$ ]]; then
+    echo 0
   elif [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
     awk -F, '{print NF}' <<<"$CUDA_VISIBLE_DEVICES"
   elif command -v nvidia-smi >/dev/null; then

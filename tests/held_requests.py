@@ -30,7 +30,7 @@ def in_parts(engine: VLLMEngine) -> dict[str, Any]:
         for place, row in zip(places, part.responses.rows(), strict=True):
             rows[place] = torch.cat([rows[place], row])
         places = [place for place, more in zip(places, part.unfinished, strict=True) if more]
-        engine.reset_prefix_cache()
+        engine.reset_prefix_cache(len(parts))
     return {"whole": whole, "parts": parts}
 
 
@@ -40,12 +40,12 @@ def over_a_change(engine: VLLMEngine, weights: Mapping[str, Tensor]) -> dict[str
     rows, places = [*request.prompts.rows()], [0, 1, 2]
     first = engine.generate(replace(naming(request, rows, places), token_budget=2.5))
     engine._model.load_weights(weights.items())
-    engine.reset_prefix_cache()
+    engine.reset_prefix_cache(1)
     new = rows[2]
     rows = [torch.cat(row) for row in zip(rows, first.responses.rows(), strict=True)]
     asked = naming(request, [*rows, new], [0, 1, 2, 3])
     mixed = engine.generate(asked)
-    engine.reset_prefix_cache()
+    engine.reset_prefix_cache(1)
     return {"mixed": mixed, "anew": engine.generate(asked), "open": engine._requests.held}
 
 

@@ -59,7 +59,7 @@ def of_class(scheduler: Any, kind: type) -> Iterator[None]:
 
 def sampled(engine: VLLMEngine) -> dict[str, Any]:
     """Sample responses that cross the ends of blocks; note the blocks that are asked for."""
-    engine.reset_prefix_cache()
+    engine.reset_prefix_cache(0)
     pool, asked = engine_core(engine._llm).engine_core.scheduler.kv_cache_manager.block_pool, []
     take = pool.get_new_blocks
 
@@ -93,7 +93,7 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
 
     core = engine_core(engine._llm)
     forget_ended(core)
-    engine.reset_prefix_cache()
+    engine.reset_prefix_cache(0)
     scheduler, draw = core.engine_core.scheduler, random.Random(depth)
     pool = scheduler.kv_cache_manager.block_pool
     seen: dict[str, Any] = {"steps": [], "outputs": [], "repeated": 0, "updated": 0}

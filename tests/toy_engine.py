@@ -30,7 +30,7 @@ SOURCES: dict[str, tuple[int, ...]] = {
     "up": (INTERMEDIATE, HIDDEN),
     "down": (HIDDEN, INTERMEDIATE),
     "scales": (3,),
-    "lm_head": (VOCAB, HIDDEN),  # a tied duplicate, which the loader skips
+    "lm_head.weight": (VOCAB, HIDDEN),  # a tied duplicate, which the loader skips
 }
 
 

@@ -58,10 +58,10 @@ class Resharder(resharder.Resharder):
 
         `version` is for messages.
         """
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM still has open requests: let them end, or abort them")
         free_gathered_weights(self._module)
-        metrics = super().sync(version, verify=verify, kept=kept)
-        self._llm.reset_prefix_cache()
-        return metrics
+        return super().sync(version, verify=verify, kept=kept)
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh:

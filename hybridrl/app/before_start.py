@@ -4,6 +4,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from hydra.errors import HydraException
 from rich.console import Console
 
 from hybridrl.app.compose import composed, examine_config, find_machine
@@ -98,7 +99,7 @@ def before_start(line: CommandLine, found: Precomposed) -> tuple[Claim, Checked 
     logging.basicConfig(stream=sys.stdout, format="%(message)s")  # until Hydra's
     guard_logging(config_secrets(found.cfg))
     key = SWEEP_DIR if line.sweeps else RUN_DIR
-    problem = auto_problem(found.cfg.resume, key, template(found.hydra, key))
+    problem = auto_problem(found.cfg.get("resume"), key, template(found.hydra, key))
     problems = [] if problem is None else [problem]
     try:
         claimed = claim_folder(found, key)
@@ -141,7 +142,10 @@ def problems_around(
     further = [] if found is None else _further_problems(line, found)
     if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
         error = error.__cause__
-    if not (isinstance(error, OSError | UnicodeEncodeError) or "null byte" in str(error)):
+    # Hydra's error of a missing file is an OSError, too.
+    of_system = isinstance(error, OSError | UnicodeEncodeError)
+    of_system &= not isinstance(error, HydraException)
+    if not (of_system or "null byte" in str(error)):
         # An unresolvable value is also part of the directory's name.
         return further or [problem_of(error)]
     key = SWEEP_DIR if line.sweeps else RUN_DIR

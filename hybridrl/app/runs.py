@@ -109,8 +109,6 @@ def state_of(run: RunOnDisk) -> str:
         except BlockingIOError:
             return "running"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        result = run.folder / RESULT_FILE
-        if result.stat().st_mtime >= (run.folder / MANIFEST_FILE).stat().st_mtime:
-            return STATES[json.loads(result.read_text())["status"]]
+        return STATES[json.loads((run.folder / RESULT_FILE).read_text())["status"]]
     host = re.fullmatch(r"process \d+ on (\S+)\s*", owner)
     return "killed" if host and host[1] == socket.gethostname() else "unknown"

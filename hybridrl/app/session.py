@@ -18,6 +18,7 @@ import torch
 
 from hybridrl.app.folders import link_latest
 from hybridrl.app.launch import Prepared
+from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.checks.reward_model import NO_REWARD
@@ -107,6 +108,7 @@ def open_trainer(
         try:
             found = None if resume is None else resume.found
             facts = {"hardware": machine, "data": prompts.data_sets, "models": inputs.models}
+            (run_dir / RESULT_FILE).unlink(missing_ok=True)  # of an earlier start
             write_manifest(run_dir, config, facts, started=started, command=command, found=found)
             link_latest(run_dir)
         except OSError as error:  # the run does not need them

@@ -12,7 +12,7 @@ from rich.console import Console
 from hybridrl.app.compose import composed, conf_dir, find_machine
 from hybridrl.commands.running import UsageError, argument_parser, run_command
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.command_line import parse_argv, quoted
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import uses_critic
@@ -20,7 +20,6 @@ from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.fitting import (
     MOST_GPUS,
     NODE_GPUS,
-    ROOM,
     Change,
     MemoryCase,
     remedy,
@@ -54,6 +53,8 @@ GPUS = re.compile(
 )
 EXAMPLES = f"8x80GB, 2x8x80GB (nodes x GPUs), 8xH100 (or {', '.join(NAMED)})"
 EXIT_DOES_NOT_FIT = 1
+# Keys that gpus= sets.
+SIZES = ("cluster.nodes=", "cluster.gpus_per_node=", "placement.slots_on_nodes=")
 # Keys of a plan that a run does not need.
 ONLY_PLANNED = ("run.dry", "cluster.gpu_memory_gb")
 MADE_BY = "# Made by hybridrl plan"
@@ -97,10 +98,13 @@ def plan(arguments: list[str]) -> None:
     job = Path(own["sbatch"]) if "sbatch" in own else None
     if job is not None:
         _check_job_file(job)
+    given = [a for a in overrides if a.lstrip("+").startswith(SIZES)]
+    if "gpus" in own and given:
+        raise UsageError(f"{given[0]}: gpus= has the nodes and their GPUs.\nLeave one of them out.")
     nodes, machine = _machine(own.get("gpus"))
     case, examined = make_plan([*overrides, *nodes], machine)
     fits = case.fits()
-    found = [] if fits else remedy(case, ROOM) or remedy(case)
+    found = [] if fits else remedy(case)
     console = Console(highlight=False, markup=False)
     console = console if console.is_terminal else Console(width=120, highlight=False, markup=False)
     for part in verdict(case, examined.chosen, found):
@@ -219,7 +223,7 @@ def job_text(config: RunConfig, command: list[str]) -> str:
     lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     lines = [line for line in lines if not re.search(rf"--({'|'.join(sizes)})=", line)]
     lines += [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in sizes.items()]
-    for key, value in (("resume", "auto"), ("hydra.run.dir", f"outputs/{name}")):
+    for key, value in (("resume", "auto"), ("hydra.run.dir", quoted(f"outputs/{name}"))):
         if not any(argument.startswith(f"{key}=") for argument in command):
             command = [*command, f"{key}={value}"]
     return "\n".join(

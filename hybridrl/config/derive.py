@@ -45,7 +45,8 @@ def machine_of(config: RunConfig, machine: Machine) -> Machine:
     cluster, placement = config.cluster, config.placement
     with suppress(Unusable):
         counts = placement.slots_on_nodes or [cluster.gpus_per_node or 0] * cluster.nodes
-        if cluster.gpu_memory_gb is not None and config.run.dry and all(counts):
+        on_gpu = config.hardware.accelerator is Accelerator.gpu
+        if on_gpu and cluster.gpu_memory_gb is not None and config.run.dry and all(counts):
             return planned_machine(counts, GPU("GPUs", int(cluster.gpu_memory_gb * GIB)))
     return machine
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from omegaconf import DictConfig, OmegaConf
 
 # Groups that are not in the defaults list.
-ADDED_GROUPS = ("recipe", "sweep")
+ADDED_GROUPS = ("recipe",)
 # In place of a key of ours: what theirs chooses is always so here.
 NO_KEY = "-"
 

@@ -67,7 +67,11 @@ MACHINE_CHECKS = (
     resources.node_problems,
     resources.slot_problems,
 )
-COMMON_MODEL_CHECKS = (sizes.length_problems, sizes.tensor_parallel_problems)
+COMMON_MODEL_CHECKS = (
+    sizes.length_problems,
+    sizes.tensor_parallel_problems,
+    sizes.cache_problems,
+)
 TRAINING_MODEL_CHECKS = (
     sizes.sequence_head_problems,
     algorithm.lora_problems,

@@ -112,7 +112,7 @@ def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range
 def given_port() -> int | None:
     """Return MASTER_PORT, or None if unset; ConfigError if it is not a port."""
     text = os.environ.get("MASTER_PORT")
-    if text is None:
+    if not text:
         return None
     if not (text.isdecimal() and 0 < int(text) < 65536):
         raise ConfigError(f"MASTER_PORT={text}, expected a port. Set one, or unset it.")

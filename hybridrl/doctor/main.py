@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; raises SystemExit."""
     if argv is None:
         guard_standard_output()
-    options, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    options, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.nodes < 1 or (options.nodes > 1 and options.join is None):
+        parser.error("--nodes: expected a number of nodes, with --join")
     import_from_here()
     with exit_codes():
         if options.join is not None and not listens_here(options.join):

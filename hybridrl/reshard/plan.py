@@ -16,6 +16,7 @@ import numpy as np
 
 from hybridrl.distributed.process_memory import garbage_collection_off
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
+from hybridrl.distributed.weights import TIED
 from hybridrl.reshard.transfers import (
     Chunk,
     Chunker,
@@ -103,14 +104,20 @@ def build_plans(
             together, as long as one row of one tensor fits.
 
     Raises:
-        ValueError: an element of a parameter would not be written exactly once; names the
-            parameters.
+        ValueError: an element of a parameter would not be written exactly once, or a tensor would
+            not be read; names them.
     """
     checked: list[Trace] = []
     for trace in traces:  # ranks with the same slice of an engine have the same trace
         if trace not in checked:
             check_coverage(trace)
             checked.append(trace)
+    read = {copy.source for trace in checked for copy in trace.copies}
+    # An engine reads no head that is tied to its embedding; one of its own would lack weights.
+    read |= {*TIED.values()}
+    unread = [source.name for source in sources if source.name not in read]
+    if any(trace.copies for trace in checked) and unread:
+        raise ValueError(f"the rollout engine's model has no place for {', '.join(unread)}")
     never_change = set(frozen)
     parts = [[s for s in sources if (s.name in never_change) is first] for first in (True, False)]
     parts = parts if parts[0] else parts[1:]

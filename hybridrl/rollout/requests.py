@@ -95,10 +95,10 @@ class _Responses:
 
 
 class Request(NamedTuple):
-    """An open request: its id, the salt of its cached prefix, and the call that added it."""
+    """An open request: its id, the weights when it was added, and the call that added it."""
 
     request_id: str
-    salt: int
+    version: int
     call: int
 
 
@@ -114,7 +114,8 @@ class Requests:
         experts: recorder of the tokens' experts.
 
     Attributes:
-        salt: changes with the weights; requests of one salt share cached prefixes.
+        salt: requests of one salt share cached prefixes.
+        version: of the weights.
         held: held requests by response_id and length, prompt included.
     """
 
@@ -126,6 +127,7 @@ class Requests:
         self._experts = experts
         self._calls = 0
         self.salt = 0
+        self.version = 0
         self.held: dict[tuple[int | None, int], Request] = {}
 
     def generate(
@@ -165,7 +167,7 @@ class Requests:
         self._hold_or_abort(prompts, requests, responses.open, tokens.lengths)
         is_open = torch.zeros(len(requests), dtype=torch.bool)
         is_open[list(responses.open)] = True
-        is_old = torch.tensor([request.salt != self.salt for request in requests]).bool()
+        is_old = torch.tensor([request.version != self.version for request in requests]).bool()
         return Generated(
             responses=tokens,
             log_probs=log_probs,
@@ -201,7 +203,7 @@ class Requests:
             row = index // prompts.responses_per_prompt
             request = self.held.pop((names[row], len(rows[row])), None)
             if request is None:
-                request = Request(f"{self._calls}-{index}", self.salt, self._calls)
+                request = Request(f"{self._calls}-{index}", self.version, self._calls)
                 params = copy(shared)
                 params.max_tokens = max_tokens[row]
                 params.seed = seed

@@ -180,13 +180,16 @@ class VLLMEngine:
                 self._llm.wake_up(tags=[part.value])
         self.awake |= {part}
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, version: int) -> None:
         """Discard the prefix cache, or hide it from new requests while some are held.
+
+        `version` is that of the weights from now on.
 
         Raises:
             RuntimeError: vLLM has other open requests.
         """
         self._requests.salt += 1
+        self._requests.version = version
         if not self._requests.held and not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM still holds requests from before the reshard")
 

@@ -126,7 +126,7 @@ class RolloutWorker(Worker):
         with timer.part("wake_kv_s"):
             self.engine.wake(EnginePart.KV_CACHE)
         with timer.part("reset_prefix_cache_s"):
-            self.engine.reset_prefix_cache()
+            self.engine.reset_prefix_cache(version)
         self.weight_version = version
         return timer.seconds | metrics | {"total_s": timer.total()}
 
@@ -181,7 +181,7 @@ class RolloutWorker(Worker):
             self.weight_version = None
             self.engine.check()
             metrics = self.shadow.swap(version)
-        self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache(version)
         self.weight_version = version
         return metrics
 

@@ -441,6 +441,13 @@ def test_other_architectures_and_quantized_models_are_refused():
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type = dynamic"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5, expected 1"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = gelu, expected silu"]),
+        ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias = True", "o_proj"]),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            ["max_window_layers = 1, expected 0 or"],
+        ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
             ["rope_type = dynamic"],
@@ -454,6 +461,13 @@ def test_other_architectures_and_quantized_models_are_refused():
 def test_what_the_numerics_do_not_support_is_refused_by_name(changes, words):
     (found,) = problems("hardware=cpu", model=TINY | changes)
     assert all(word in found for word in words)
+
+
+def test_a_cache_that_holds_no_sequence_is_refused():
+    longest = ["rollout.max_prompt_tokens=192", "rollout.max_response_tokens=900"]
+    overrides = ["hardware=cpu", "rollout.kv_cache_mb=1", *longest]
+    (found,) = problems(*overrides, model=TINY | {"max_position_embeddings": 2048})
+    assert "kv_cache_mb = 1, expected at least" in found and "1,092 tokens" in found
 
 
 def test_gpus_are_counted_per_node():

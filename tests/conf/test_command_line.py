@@ -124,6 +124,13 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path, content, words):
     assert found.startswith("+recipe=mine: ") and words in found
 
 
+def test_a_recipe_that_a_built_in_one_hides_is_refused(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "gsm8k_grpo.yaml").write_text("# @package _global_\nseed: 7\n")
+    (found,) = overrides_of("hardware=cpu", "--config-dir", str(tmp_path), "+recipe=gsm8k_grpo")
+    assert f"hides {tmp_path}/recipe/gsm8k_grpo.yaml" in found
+
+
 @pytest.mark.parametrize("name", ["Données (v1)", "a,b", "it's", "a=b #c &d ~[e]"])
 def test_a_config_dir_may_have_any_name(tmp_path, name):
     (tmp_path / name / "recipe").mkdir(parents=True)
@@ -225,6 +232,7 @@ def test_a_config_error_has_no_traceback_and_exit_code_2(dry, tmp_path):
             ["hydra.run.dir=${nowhere.at_all}"],
             ["hydra.run.dir: Interpolation key"],
         ),
+        (["--config-name", "foo"], ["Cannot find primary config 'foo'"]),
     ],
     ids=lambda value: " ".join(value),
 )

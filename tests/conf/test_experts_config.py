@@ -48,6 +48,8 @@ def test_the_plan_names_active_parameters():
         ("olmoe", {"norm_topk_prob": True}),
         ("olmoe", {"clip_qkv": 8.0}),
         ("mixtral", {"sliding_window": 4096}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("qwen2_moe", {"qkv_bias": False}),
     ],
 )
 def test_settings_that_vllm_or_the_trainer_ignores_are_refused(kind, setting):

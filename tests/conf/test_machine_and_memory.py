@@ -52,7 +52,7 @@ SIZES = {
         (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
         (Qwen2Config, {}),
         (Qwen3Config, {}),
-        (Qwen3Config, {"attention_bias": True, "head_dim": 16}),
+        (Qwen3Config, {"head_dim": 16}),
     ],
 )
 def test_parameters_are_those_of_the_real_model(config_class, more, tied):

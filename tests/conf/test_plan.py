@@ -114,7 +114,7 @@ def test_a_kv_cache_that_is_kept_does_not_sleep():
 def test_seven_b_does_not_fit_small_gpus_and_the_advice_is_right():
     made = planned(SEVEN_B, gib=24)
     assert not made.case.fits()
-    found = remedy(made.case, ROOM)
+    found = remedy(made.case)
     settings = [str(change) for change in found]
     assert settings[0] == "cluster.nodes=2" and "fsdp.offload=idle_all" in settings
     two_nodes = planned_machine([8, 8], GPU("GPUs", 24 * GIB))
@@ -173,8 +173,17 @@ def test_the_memory_of_absent_gpus_counts_in_a_dry_run_alone():
     (problem,) = examined([*given, "run.dry=true"]).report.problems
     assert "the GPU has 10.0 GiB" in problem
     assert examined(given, machine=GPU_NODE).report.problems == []
+    on_cpu = ["hardware=cpu", "run.dry=true", "cluster.gpu_memory_gb=80"]
+    (problem,) = examined([*on_cpu, "cluster.gpus_per_node=16"]).report.problems
+    assert "cores" in problem
     (problem,) = examined(["hardware=cpu", "fsdp.offload=7"]).report.problems
     assert "idle_all or null" in problem
+
+
+def test_a_supervised_step_is_its_update():
+    found = examined(["+recipe=gsm8k_sft", "hardware=gpu"], machine=GPU_NODE)
+    parts = step_seconds(found.config, found.shape, None, GPU_NODE.gpus[0])
+    assert parts.keys() <= {"update actor", "exchange of weights and gradients", "other"}
 
 
 def told(capsys, *arguments):
@@ -234,6 +243,8 @@ def test_the_command_says_what_does_not_fit_and_what_does(empty_folder, capsys):
         (["gpus=1x80GB", "modle=qwen2_5_7b"], "Did you mean model"),
         (["gpus=1x80GB", "-m"], "-m: hybridrl plan has no such option"),
         (["gpus=1x80GB", "hardware=cpu"], "no GPUs to plan for"),
+        (["gpus=8x80GB", "cluster.nodes=3"], "cluster.nodes=3: gpus= has the nodes"),
+        (["gpus=1x80GB", "rollout.kv_cache_mb=1", "model=qwen2_5_7b"], "expected at least"),
         (["gpus=1x80GB", "sbatch=/nowhere/job"], "sbatch=/nowhere/job, expected a file"),
     ],
 )

@@ -80,7 +80,7 @@ def look(folder: Path) -> dict[str, Any]:
         engine.sleep()
         for part in EnginePart:
             engine.wake(part)
-        engine.reset_prefix_cache()
+        engine.reset_prefix_cache(0)
         seen[f"after_{mode}"] = engine.generate(prompts())
     seen["held"] = in_parts(engine)
     other = AutoModelForCausalLM.from_pretrained(folder.parent / "B", dtype=torch.float32)
@@ -129,7 +129,7 @@ def with_budget(engine: VLLMEngine) -> dict[str, Any]:
     must = torch.tensor([False, True, False])
     cut = engine.generate(replace(request, token_budget=2.5, must_finish=must))
     early = engine.generate(replace(request, token_budget=2.5))
-    engine.reset_prefix_cache()
+    engine.reset_prefix_cache(0)
     return {"whole": whole, "cut": cut, "early": early, "again": engine.generate(request)}
 
 

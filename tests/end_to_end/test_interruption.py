@@ -124,6 +124,7 @@ def test_a_preempted_run_goes_on_with_the_same_command(tmp_path, schedule):
         for other, why in {
             SYNC: "sync drops them",
             "data.system_prompt=Answer.": "the training data changed",
+            "rollout.max_response_tokens=24": "rollout.max_response_tokens changed",
         }.items():
             with faulty(tmp_path / why, *changed, PARTIAL, other) as run:
                 run.reader.join(60.0)

@@ -99,7 +99,7 @@ def wake(engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
     engine.wake(EnginePart.WEIGHTS)
     engine._model.load_weights(weights.items())
     engine.wake(EnginePart.KV_CACHE)
-    engine.reset_prefix_cache()
+    engine.reset_prefix_cache(0)
 
 
 def equal(one: Generated, other: Generated) -> bool:

@@ -52,6 +52,11 @@ def test_an_nvidia_smi_that_fails_is_told(cluster, tmp_path):
     assert gpus == "2" and "nvidia-smi" not in errors
 
 
+@pytest.mark.parametrize(("visible", "gpus"), [("0,2", "2"), ("-1", "0"), ("NoDevFiles", "0")])
+def test_gpus_are_those_that_cuda_shows(cluster, visible, gpus):
+    assert look(cluster, CUDA_VISIBLE_DEVICES=visible)[0].split()[4] == gpus
+
+
 @pytest.mark.parametrize("code", [0, 6])
 def test_a_driver_without_a_gpu_is_no_failure(cluster, tmp_path, code):
     gpus, errors = look_with(cluster, tmp_path, f"echo 'No devices found.'; exit {code}")

@@ -25,7 +25,7 @@ MESHES = [
 ]
 BUCKETS = (1, 50, 10**6)
 # Parts of fused parameters, too: k of qkv, gate of gate_up.
-FROZEN = ["embed", "norm", "k", "q_bias", "k_bias", "v_bias", "gate", "lm_head"]
+FROZEN = ["embed", "norm", "k", "q_bias", "k_bias", "v_bias", "gate", "lm_head.weight"]
 
 
 def trace_of(rank, tp):
@@ -249,7 +249,7 @@ def test_aligned_shards_stay_at_home_except_what_is_replicated(tp):
     A rank receives the norm's 6 elements but its own shard's, and the buffer's 3; at tp 4 also the
     half of its KV head (2 rows of 6, and a bias of 2, for k and v) that its neighbour holds.
     """
-    cuts = [c for c in layouts(tp, 1) if c.name not in ("embed", "lm_head")]
+    cuts = [c for c in layouts(tp, 1) if c.name not in ("embed", "lm_head.weight")]
     (scales,) = (c for c in cuts if c.name == "scales")
     traces = []
     for rank in range(tp):
@@ -329,6 +329,13 @@ def simple_trace(copies, fills=()):
 WEIGHT = TracedCopy("w", Region((0, 0), (3, 2)), "w", (0, 0))
 BIAS = TracedCopy("b", Region((0,), (2,)), "b", (0,))
 SIMPLE = [SourceLayout("w", (4, 2), 1), SourceLayout("b", (2,), 1)]
+
+
+def test_a_tensor_that_no_engine_reads_is_named():
+    whole = WEIGHT._replace(region=Region((0, 0), (4, 2)))
+    more = [SourceLayout(name, (2,), 1) for name in ("o_proj.bias", "lm_head.weight")]
+    with pytest.raises(ValueError, match=r"no place for o_proj\.bias$"):
+        build_plan([*SIMPLE, *more], [simple_trace([whole, BIAS])], 0, 10)
 
 
 def test_an_uncovered_parameter_is_named():

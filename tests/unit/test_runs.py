@@ -71,10 +71,10 @@ def test_the_state_is_known_from_lock_and_result(tmp_path):
     assert state("killed") == "killed"
     assert state("elsewhere", lock="process 1 on another\n") == "unknown"
     assert state("without", lock="") == "unknown"
-    folder = make_run(tmp_path / "again", status="stopped")
-    os.utime(folder / "result.json", (1, 1))  # of the start before
+    folder = make_run(tmp_path / "copied", status="stopped")
+    os.utime(folder / "result.json", (1, 1))
     run = run_at(folder)
-    assert run is not None and state_of(run) == "killed"
+    assert run is not None and state_of(run) == "stopped"
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert state_of(run) == "running"

@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 
+from hybridrl.config.errors import ConfigError
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.models.end_tokens import stop_token_ids
@@ -74,6 +76,26 @@ def test_stop_tokens_of_all_files(tmp_path):
     assert stop_token_ids(tmp_path) == [9, 151643, 151645]
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer": {"model": {"vocab": {"a": 0, "<|end|>": 5}}}},
+        {"tokenizer": {"model": {"vocab": [["a", 0.0], ["b", -1.5], ["<|end|>", -2.0]]}}},
+        {"vocab": {"<|end|>": 7}},
+        {"tokenizer_config": {"added_tokens_decoder": {"4": {"content": "<|end|>"}}}},
+    ],
+)
+def test_an_end_token_that_only_the_tokenizer_names(tmp_path, files):
+    write(tmp_path, special_tokens_map={"eos_token": "<|end|>"}, **files)
+    assert len(stop_token_ids(tmp_path)) == 1
+
+
 def test_files_that_name_no_stop_token(tmp_path):
-    write(tmp_path, config={"eos_token_id": None}, tokenizer_config={"eos_token": None})
+    write(tmp_path, config={"eos_token_id": [None, -1]}, tokenizer_config={"eos_token": None})
     assert stop_token_ids(tmp_path) == []
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text("{bad")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
+        stop_token_ids(tmp_path)

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.planner.fitting import MemoryCase, advice, remedy, savings
+from hybridrl.config.planner.fitting import LEAST_CACHE, MemoryCase, advice, remedy, savings
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
+    LEFT_FOR_CACHE,
     REWARD_PHASE,
     describe,
     gib,
@@ -67,11 +68,12 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
                 f"has {gib(there)}{f'; also too large: {others}' if others else ''}.\n{remedies}"
             )
     share = config.rollout.gpu_memory_utilization
-    budget, weights = int(share * there), case.phases()[1].parts["rollout weights"]
-    if config.rollout.kv_cache_mb is None and weights >= budget and not over:
+    parts = case.phases()[1].parts
+    if parts.get(LEFT_FOR_CACHE, LEAST_CACHE) < LEAST_CACHE and not over:
         yield (
-            f"rollout.gpu_memory_utilization = {share} gives vLLM "
-            f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
+            f"rollout.gpu_memory_utilization = {share} gives vLLM {gib(share * there)}, but its "
+            f"weights take {gib(parts['rollout weights'])}, and a KV cache at least "
+            f"{gib(LEAST_CACHE)}.\n"
             f"Raise it or rollout.tensor_parallel_size."
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridrl.config.estimators import is_supervised, uses_critic
+from hybridrl.config.planner.memory import MIB, token_cache_bytes
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import (
     data_shards,
@@ -245,6 +246,19 @@ def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[s
         )
 
 
+def cache_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Check that the KV cache holds a sequence; layers with a sliding window need less."""
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    needed = -(-longest * token_cache_bytes(config, shape) // MIB)
+    if rollout.kv_cache_mb is not None and rollout.kv_cache_mb < needed and not shape.windowed:
+        yield (
+            f"rollout.kv_cache_mb = {rollout.kv_cache_mb}, expected at least {needed}: that much "
+            f"one sequence of {longest:,} tokens takes (rollout.max_prompt_tokens + "
+            f"max_response_tokens).\nRaise it, or lower these."
+        )
+
+
 def sequence_head_problems(
     config: RunConfig, shape: ModelShape, owner: str = "model.path"
 ) -> Iterator[str]:
@@ -277,7 +291,8 @@ def _undivided_widths(tp: int, shape: ModelShape) -> list[str]:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a positive number in ascending order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    lower = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*lower, *(number // n for n in lower)})
 
 
 def listed(numbers: list[int]) -> str:

@@ -118,7 +118,8 @@ def precompose(
     with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         parsed = _parsed(line.overrides, loader, problems)
-        composer = _Composer(loader, _search_path(line, parsed))
+        folders = [] if line.args.config_dir is None else [Path(line.args.config_dir)]
+        composer = _Composer(loader, _search_path(line, parsed), config_dir, folders)
         usable = _usable(parsed, lambda o: composer.problem(o, line.sweeps), problems)
         groups = [o for o in usable if composer.is_group(o) or o.is_hydra_override()]
         cfg = composer.compose(groups, problems)
@@ -202,6 +203,8 @@ class _Composer:
 
     loader: ConfigLoader
     search_path: list[str]
+    builtin: Path
+    folders: list[Path]
 
     def options(self, group: str) -> list[str]:
         """Return the choices of a group; none if there is no such group."""
@@ -212,6 +215,13 @@ class _Composer:
     def is_group(self, override: Override) -> bool:
         """Return whether an override chooses from a group."""
         return "." not in override.key_or_group and bool(self.options(override.key_or_group))
+
+    def hidden(self, group: str, choice: Any) -> Path | None:
+        """Return the user's file of a choice that hybridrl has, too; Hydra would not read it."""
+        if not (self.builtin / group / f"{choice}.yaml").is_file():
+            return None
+        files = (folder / group / f"{choice}.yaml" for folder in self.folders)
+        return next((file for file in files if file.is_file()), None)
 
     def problem(self, override: Override, sweep: bool) -> str | None:
         """Return the problem of an override that shows without composing."""
@@ -229,6 +239,11 @@ class _Composer:
         if group in ADDED_GROUPS and not override.is_add():
             return f"{text}: {group} is not in the defaults list.\nType +{text}"
         for value in _values(override):
+            if file := self.hidden(group, value):
+                return (
+                    f"{text}: hybridrl has a {group} of this name, which hides {file}.\n"
+                    f"Give your file another name."
+                )
             if isinstance(value, str) and value not in options:
                 guess = did_you_mean(value, options) if options else ""
                 near = f" {guess}" if guess.startswith("Did you") else ""

@@ -120,8 +120,8 @@ _FAMILIES = (
         "qwen3",
         untested=(),
         head_dim=128,
-        bias_keys=(_ATTENTION_BIAS,),
         head_norm=HeadNorm.each,
+        refused=(("attention_bias", "vLLM's model leaves the bias of o_proj out"),),
     ),
     Family("mistral", untested=UNKNOWN_MEMORY, window=Window(default=4096)),
     Family("phi3", untested=UNKNOWN_MEMORY, linear_layers=FUSED, window=Window()),
@@ -215,6 +215,9 @@ REFUSED = {
     "gemma3": "only its text models (gemma3_text) are trained, not images",
     "gpt_oss": "its attention has sinks, which packed attention does not compute",
 }
+# Families that rotate a part of each head, and those with another activation than silu.
+PARTIAL_ROPE = ("phi3",)
+OTHER_ACTIVATIONS = ("gemma3_text",)
 # Settings of any family that change what is computed, and are not supported: key, and why.
 REFUSED_SETTINGS = {
     "attn_logit_softcapping": "packed attention does not cap its scores",
@@ -243,24 +246,39 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "Set model.path to the unquantized model."
         )
     family = FAMILIES[kind]
-    for key, reason in (REFUSED_SETTINGS | dict(family.refused)).items():
-        if config.get(key):
-            raise ConfigError(
-                f"config.json of model.path has {key} = {config[key]}, expected none: {reason}.\n"
-                f"Set model.path to another model."
-            )
-    if family.experts and config.get("decoder_sparse_step", 1) != 1:
+    for key, value, expected, reason in _unsupported(config, family):
         raise ConfigError(
-            f"config.json of model.path has decoder_sparse_step = {config['decoder_sparse_step']}, "
-            "expected 1: all layers need experts.\nSet model.path to another model."
-        )
-    if "dynamic" in rope_types(config):
-        raise ConfigError(
-            "config.json of model.path has rope_type = dynamic, expected another: frequencies "
-            "would depend on the longest sequence of a micro-batch.\nSet model.path to another "
-            "model."
+            f"config.json of model.path has {key} = {value}, expected {expected}: {reason}.\n"
+            f"Set model.path to another model."
         )
     return family
+
+
+def _unsupported(
+    config: Mapping[str, Any], family: Family
+) -> Iterator[tuple[str, object, str, str]]:
+    """Yield settings that are not supported: key, value, what is expected, and why."""
+    for key, reason in (REFUSED_SETTINGS | dict(family.refused)).items():
+        if config.get(key):
+            yield key, config[key], "none", reason
+    if family.experts and config.get("decoder_sparse_step", 1) != 1:
+        yield "decoder_sparse_step", config["decoder_sparse_step"], "1", "all layers need experts"
+    if "dynamic" in rope_types(config):
+        why = "frequencies would depend on the longest sequence of a micro-batch"
+        yield "rope_type", "dynamic", "another", why
+    ropes = [config, *_ropes(config)] if family.kind not in PARTIAL_ROPE else []
+    for rotated in (rope.get("partial_rotary_factor") for rope in ropes):
+        if rotated not in (None, 1):
+            yield "partial_rotary_factor", rotated, "1", "transformers' model rotates whole heads"
+    activation = config.get("hidden_act")
+    if activation not in (None, "silu") and family.kind not in OTHER_ACTIVATIONS:
+        yield "hidden_act", activation, "silu", "vLLM's model has no other"
+    layers = config.get("num_hidden_layers")
+    if config.get("use_sliding_window") and 0 < config.get("max_window_layers", 0) < (layers or 0):
+        why = "vLLM's model has a window in all layers or in none"
+        yield "max_window_layers", config["max_window_layers"], f"0 or {layers}", why
+    if family.kind == "qwen2_moe" and config.get("qkv_bias") is False:
+        yield "qkv_bias", False, "true", "vLLM's model has these biases"
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

@@ -168,12 +168,12 @@ def savings(case: MemoryCase) -> list[Saving]:
     return found
 
 
-def remedy(case: MemoryCase, room: float = 1.0) -> list[Change] | None:
+def remedy(case: MemoryCase) -> list[Change] | None:
     """Return the settings with which a run fits: on its GPUs, else on the fewest; None if none.
 
-    `room` is the share of a GPU to fit into.
+    Settings that fit into `ROOM` come first, then those that fill the GPUs.
     """
-    for sizes in ([], *_more_gpus(case.config)):
+    for sizes, room in product(([], *_more_gpus(case.config)), (ROOM, 1.0)):
         for rollout in _rollout_changes(case.config):
             base = case.changed([*sizes, *rollout])
             found = cheapest(base, memory_changes(base.config), room)

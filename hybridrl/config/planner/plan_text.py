@@ -111,7 +111,7 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
         f"Placement: {world_text(config)}; mesh dp_replicate {fsdp.dp_replicate} x dp_shard "
         f"{fsdp.dp_shard}; vLLM engines {num_engines(config)} x tensor_parallel_size {tp}"
     )
-    names = sorted(node.name for node in machine.nodes)
+    names = [node.name for node in machine.nodes]
     if len(names) != config.cluster.nodes:
         names = [f"node {index}" for index in range(config.cluster.nodes)]
     order = ranks_by_shard(fsdp)

@@ -13,7 +13,7 @@ Units:    seconds, bytes, operations
 import math
 
 from hybridrl.config.choices import Accumulation, Offload, SleepMode
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.estimators import is_supervised, uses_critic
 from hybridrl.config.planner.flops import (
     H100,
     DataSheet,
@@ -55,6 +55,9 @@ MEASURED_TOKENS = 16384
 OUTSIDE = 0.08
 
 
+EXCHANGE = "exchange of weights and gradients"
+
+
 def step_seconds(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, gpu: GPU
 ) -> dict[str, float]:
@@ -63,10 +66,12 @@ def step_seconds(
     rollout = {"rollout": _rollout(config, shape, sheet, gpu)}
     training = {
         **_training(config, shape, reward_shape, sheet),
-        "exchange of weights and gradients": _exchange(config, shape),
+        EXCHANGE: _exchange(config, shape),
         "offload": _offload(config, shape, reward_shape),
     }
     parts = rollout | training | {"sleep of vLLM": _sleep(config, shape, gpu)}
+    if is_supervised(config):  # samples only for evaluation
+        parts = {name: training[name] for name in ("update actor", EXCHANGE, "offload")}
     if engine_ranks(config) and config.rollout.max_versions:  # the slower ranks decide
         parts = max(rollout, training, key=lambda lane: sum(lane.values()))
     outside = sum(parts.values()) * OUTSIDE / (1 - OUTSIDE)

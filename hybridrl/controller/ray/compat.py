@@ -25,6 +25,7 @@ PRIVATE_NAMES = (
     ("ray._private.ray_constants", "PROCESS_TYPE_GCS_SERVER"),
     ("ray._private.ray_constants", "PROCESS_TYPE_RAYLET"),
     ("ray._private.services", "ConsolePopen"),
+    ("ray._private.services", "canonicalize_bootstrap_address"),
     ("ray._private.services", "get_node"),
     ("ray._private.state", "actors"),
     ("ray._private.state", "available_resources_per_node"),
@@ -57,6 +58,14 @@ def local_processes() -> dict[str, int]:
         for name, kind in _PROCESS_TYPES.items()
         if kind in started
     }
+
+
+def found_address() -> str:
+    """Return the address of the cluster that RAY_ADDRESS=auto finds; empty if there is none."""
+    try:
+        return services.canonicalize_bootstrap_address("auto") or ""
+    except ConnectionError:
+        return ""
 
 
 def local_folder() -> Path:

@@ -113,7 +113,9 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     _write_json(folder / "config.json", config)
     if not (folder / GENERATION_CONFIG_NAME).is_file():  # older models keep it in their config
         read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        GenerationConfig.from_model_config(read).save_pretrained(folder)
+        # As it is: save_pretrained raises an error for some values, such as pad_token_id = -1.
+        generation = GenerationConfig.from_model_config(read).to_dict()
+        _write_json(folder / GENERATION_CONFIG_NAME, generation)
 
 
 def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:

@@ -51,6 +51,7 @@ def check_tokenizer(node: str, model: ModelConfig, shape: ModelShape) -> list[Fi
         tokenizer = load_tokenizer(model)
         renderer = Renderer(tokenizer)
         text = renderer.render([{"role": "user", "content": QUESTION}])
+        ends = stop_token_ids(plain_folder(model.path))
     except ConfigError as error:
         return [fail(TOKENIZER, node, error.problems[0], copy)]
     except TemplateError as error:
@@ -60,7 +61,6 @@ def check_tokenizer(node: str, model: ModelConfig, shape: ModelShape) -> list[Fi
     facts = f"{len(ids):,} tokens for a vocabulary of {shape.vocab:,}; {QUESTION!r} becomes "
     facts += f"{len(renderer.encode([text])[0])} tokens"
     alien = f"token {max(ids):,} is none of the model's {shape.vocab:,}"
-    endless = tokenizer.eos_token_id is None and not stop_token_ids(plain_folder(model.path))
     plain = f"there is no chat template: plain prompts; {facts}"
     template = "Choose an instruct model, or add chat_template.jinja to the model's folder"
     long = "no token ends a response: all have rollout.max_response_tokens"
@@ -68,7 +68,7 @@ def check_tokenizer(node: str, model: ModelConfig, shape: ModelShape) -> list[Fi
     rules: list[Rule] = [
         (fails_if(max(ids) >= shape.vocab), alien, copy),
         (warns_if(not renderer.has_template), plain, template),
-        (warns_if(endless), long, end),
+        (warns_if(not ends), long, end),
     ]
     return apply(TOKENIZER, node, rules, facts)
 

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 MAX_CHANGES_SHOWN = 6
 NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
 OF_ENGINES = ("rollout.", "cluster.", "placement.")
+# Unfinished responses cannot go on if one of these changes.
+OF_RESPONSES = ("rollout.responses_per_prompt", "rollout.max_response_tokens")
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,10 @@ def find_resume(
         *_listed("other versions", _other_versions(before.versions, versions())),
     ]
     # A later run with partial would train them, however old, or under prompts of other data.
-    if state.in_flight and (other_data or not in_parts):
+    of_responses = [change.key for change in changed if change.key in OF_RESPONSES]
+    if state.in_flight and (other_data or of_responses or not in_parts):
         why = "the training data changed" if other_data else "sync drops them"
+        why = f"{' and '.join(of_responses)} changed" if of_responses else why
         notes.append(f"{len(state.in_flight)} prompts in flight are not trained: {why}")
         state = replace(state, in_flight=[])
     return Resume(found, state, rows, notes)
