@@ -21,7 +21,11 @@ MARKER = "="
 UNKNOWN = "?"
 
 _TOKEN = re.compile(r" *([0-9]+(?:\.[0-9]+)?|[-+*/()])")
-_CHARACTERS = "0123456789.+-*/() "
+_SIGNS = str.maketrans("\u00d7\u00f7\u2013\u2212", "*/--", "$")
+# At the start of the line, or after a word or one of <#:=.
+_AT_END = re.compile(
+    r"(?:^|(?<![\\\w'])[^\W\d_][^\W\d_']+[,:;]? |[<#:=])(?P<expression> *-?[(0-9][-+*/(). 0-9]*)$"
+)
 _OPERATORS = ({"+": add, "-": sub}, {"*": mul, "/": truediv})
 _MAX_DIGITS = 4300  # as of Python's integers in texts
 # Maximum nesting of brackets and signs, far below Python's recursion limit.
@@ -69,13 +73,10 @@ def _computed(text: str) -> str:
 def expression_at_end(text: str) -> str:
     """Return the numbers and signs at the end of a text, after the last word or sentence.
 
-    "" if that would split a word or number: "x2 + 3", "1,234 + 5".
+    "" if that would split a word, number or expression: "x2 + 3", "1,234 + 5", "2^3", "6 eggs - 3".
     """
-    before = text.rstrip(_CHARACTERS)
-    tail = text[len(before) :]
-    if tail[:1].isdigit() and (before[-1:].isalnum() or before.endswith(",")):
-        return ""
-    return tail.rpartition(". ")[2].strip()
+    match = _AT_END.search(text.translate(_SIGNS).rpartition(". ")[2])
+    return match["expression"].strip() if match else ""
 
 
 def evaluate(expression: str) -> Fraction:

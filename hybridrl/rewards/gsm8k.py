@@ -25,7 +25,8 @@ _NUMBER = (
 # At most three words ("square feet", "miles per hour"), with slashes and powers ("km/h", "m^2").
 _WORD = r"[^\W\d_]++(?:[/^]\w++)*+"
 _UNIT = rf"(?:[%{_CURRENCY}]|{_WORD}(?:[ ]{_WORD}){{0,2}}+)"
-_LAST_NUMBER = re.compile(_NUMBER)
+_ANY_NUMBER = re.compile(_NUMBER)
+_POWER = re.compile(r"\^[-+]?[0-9.]++")
 # Possessive throughout (*+, ++): time is linear in the response.
 _FINAL_ANSWER = re.compile(rf"[ \t]*+{_NUMBER}(?:[ \t]*+{_UNIT})?+[ \t]*+\.?+\s*+")
 
@@ -68,9 +69,10 @@ def strict_answer(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in the text; None if there is none."""
-    matches = deque(_LAST_NUMBER.finditer(text), maxlen=1)
-    return _decimal(matches[0]) if matches else None
+    """Return the `strict_answer`, else the last number that is not a power; None without one."""
+    matches = deque(_ANY_NUMBER.finditer(_POWER.sub("", text)), maxlen=1)
+    last = _decimal(matches[0]) if matches else None
+    return last if (strict := strict_answer(text)) is None else strict
 
 
 def reference_answer(answer: Any) -> Decimal:

@@ -23,12 +23,12 @@ BOXED = r"\boxed"
 MAX_ANSWER_CHARS = 1000
 MAX_END_CHARS = 4000
 # Words are compared as text: as mathematics, "east" would be e * a * s * t, equal to "seat".
-_WORDS = re.compile(r"\s*[A-Za-z][A-Za-z ]{2,}\s*")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z ]{2,}")
 # Precedes a character without a backslash escape; "\\\\" is a line break, not an escape.
 _UNESCAPED = r"(?<!\\)(?:\\\\)*"
 _MATHS = re.compile(_UNESCAPED + r"(?:\$(?:\\.|[^\\$])+\$|\\\(.*\\\)|\\\[.*\\\])", flags=re.DOTALL)
-_PERCENT = re.compile(r"\\?%")
-_LONE_DOLLAR = re.compile(f"({_UNESCAPED})" + r"\$")
+_UNIT = re.compile(r"\\?%|(?<!\\)\\\$")
+_DOLLAR = re.compile(r"\\?\$")
 
 
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
@@ -51,20 +51,22 @@ def score(prompt: str, response: str, example: dict[str, Any], mode: str) -> flo
         example: its "answer" is a solution with \boxed{}, one with `#### 42`, or the answer alone,
             in LaTeX with or without dollar signs.
         mode: strict: the answer is the content of the last \boxed{}; flexible: without a box, it
-            is the final answer that math-verify finds.
+            follows the last `####`, or is the final answer that math-verify finds.
 
     Raises:
         KeyError: the example has no "answer".
         ValueError: its answer cannot be parsed, or there is no such mode.
     """
-    flexible = Mode(mode) is Mode.flexible
+    flexible = Mode(mode) is Mode.flexible and BOXED not in response
     expected = reference_answer(example["answer"])
-    boxed = last_boxed(response)
-    if boxed is not None:
-        found = f"{BOXED}{{{boxed}}}" if len(boxed) <= MAX_ANSWER_CHARS else ""
+    answer, (_, marker, tail) = last_boxed(response), response.rpartition(MARKER)
+    if flexible and marker:
+        answer = tail
+    if answer is not None:
+        found = _final_answer(response) if len(answer) <= MAX_ANSWER_CHARS else []
     else:
-        found = _end(response) if flexible and BOXED not in response else ""
-    return float(_math_verify().verify(expected, _parsed(found), timeout_seconds=None))
+        found = _parsed(_end(response)) if flexible else []
+    return float(_math_verify().verify(expected, found, timeout_seconds=None))
 
 
 def last_boxed(text: str) -> str | None:
@@ -96,16 +98,7 @@ def reference_answer(answer: Any) -> list[Any]:
     Raises:
         ValueError: the result is empty.
     """
-    text = str(answer)
-    boxed = last_boxed(text)
-    if boxed is not None:
-        parsed = _parsed(f"{BOXED}{{{boxed}}}")
-    elif MARKER in text:
-        parsed = _parsed_alone(text.rpartition(MARKER)[2])
-    elif _WORDS.fullmatch(text):
-        parsed = _parsed(rf"$\text{{{text.strip()}}}$")
-    else:
-        parsed = _parsed(text) if _MATHS.search(text) else _parsed_alone(text)
+    parsed = _final_answer(str(answer))
     if not parsed:
         raise ValueError(
             f"the example's answer is {str(answer)[-80:]!r}, expected an answer that math-verify "
@@ -114,21 +107,30 @@ def reference_answer(answer: Any) -> list[Any]:
     return parsed
 
 
-def _parsed_alone(text: str) -> list[Any]:
-    """Parse an answer without mathematical delimiters; a $ in it is a currency symbol.
+def _final_answer(text: str) -> list[Any]:
+    r"""Parse the content of the last \boxed{}, else what follows the last `####`, else `text`.
 
-    If it is not mathematics, it is boxed, which math-verify compares as text.
+    Without mathematical delimiters, a $ is a currency symbol. If the answer is not mathematics,
+    it is boxed, which math-verify compares as text.
     """
-    text = _LONE_DOLLAR.sub(r"\1\$", " ".join(text.split()))
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return _parsed(f"{BOXED}{{{boxed}}}")
+    text = " ".join(text.rpartition(MARKER)[2].split()).strip("*")
+    if _WORDS.fullmatch(text):
+        return _parsed(rf"$\text{{{text}}}$")
+    if _MATHS.search(text):
+        return _parsed(text)
+    text = _DOLLAR.sub("", text)
     return _parsed(f"${text}$") or _parsed(f"{BOXED}{{{text}}}")
 
 
 def _parsed(text: str) -> list[Any]:
     r"""Parse with math-verify; the result is empty if that fails.
 
-    As in Hendrycks et al.'s comparison, a percent sign is a unit: 50\% equals 50.
+    As in Hendrycks et al.'s comparison, percent and \$ are units: 50\% equals 50.
     """
-    text = _PERCENT.sub("", text)
+    text = _UNIT.sub("", text).replace("\u2212", "-")
     # Its own time limits would replace the reward process's SIGALRM timer.
     parsed: list[Any] = _math_verify().parse(text, parsing_timeout=None)
     return parsed

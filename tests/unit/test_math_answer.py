@@ -32,6 +32,12 @@ HALF = {"answer": r"Halve it: $1/2$. The answer is $\boxed{\frac{1}{2}}$."}
         (r"the answer is $\frac{1}{2}$", 0.0, 1.0),
         ("the answer is 1/2", 0.0, 1.0),
         ("1/2, no: the answer is 3", 0.0, 0.0),
+        ("first, it is 12\n#### 1/2", 0.0, 1.0),
+        ("first, it is 1/2\n#### 12", 0.0, 0.0),
+        ("#### **\\frac12**", 0.0, 1.0),
+        ("it is 3 #### $0.5$.", 0.0, 1.0),
+        (r"the answer is \$0.50.", 0.0, 1.0),
+        ("the answer is \u22120.5", 0.0, 0.0),
         ("half of it", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
@@ -101,6 +107,21 @@ def test_every_gold_answer_equals_itself_in_a_box():
 def test_money_is_a_number(gold):
     assert score("", r"\boxed{18.90}", {"answer": gold}, mode="strict") == 1.0
     assert score("", r"\boxed{18.91}", {"answer": gold}, mode="strict") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"The final answer is \$18.", "18"),
+        (r"The total cost is \$1,234.50.", "1234.5"),
+        ("The answer is \u22123.", "-3"),
+        ("#### \u22123", "-3"),
+        (r"#### \$18", "18"),
+        ("#### east", "east"),
+    ],
+)
+def test_final_answers_without_a_box(response, answer):
+    assert score("", response, {"answer": answer}, mode="flexible") == 1.0
 
 
 @pytest.mark.parametrize(("gold", "found"), [("50", r"50\%"), (r"50\%", "50"), ("50%", r"50\%")])
