@@ -5,6 +5,7 @@ Programs run in the sandbox of hybridrl.rewards.sandbox.programs.
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
@@ -28,7 +29,7 @@ from hybridrl.rewards.sandbox.programs import (
 )
 
 FENCE = "```"
-LANGUAGES = ("python", "python3", "py", "")
+_LANGUAGE = re.compile(r"(?:py(?:thon)?[0-9.]*)?")
 
 
 class Grading(StrEnum):
@@ -121,12 +122,12 @@ def score(
 
 
 def last_python_block(text: str) -> str | None:
-    """Return the last fenced block that is marked as Python or unmarked.
+    """Return the last fenced block that is marked as Python; without one, the last unmarked.
 
     A marked fence always opens a block, whose lines lose its indentation. An unclosed block at the
     end, as in a truncated response, is ignored.
     """
-    found: str | None = None
+    blocks: dict[bool, str] = {}  # the last one by whether it is marked
     language: str | None = None  # of the open block
     lines: list[str] = []
     indent = 0
@@ -135,13 +136,14 @@ def last_python_block(text: str) -> str | None:
         blanks = len(line) - len(line.lstrip())
         if not mark.startswith(FENCE):
             lines.append(line[min(indent, blanks) :])
-        elif language is not None and mark == FENCE:
-            found = "\n".join(lines) if language in LANGUAGES else found
+        elif language is not None and not mark.strip("`"):
+            if _LANGUAGE.fullmatch(language):
+                blocks[language != ""] = "\n".join(lines)
             language = None
         else:
             language, _, _ = mark.strip("`").strip().lower().partition(" ")
             lines, indent = [], blanks
-    return found
+    return blocks.get(True, blocks.get(False))
 
 
 def cases_of(tests: Any) -> list[Case]:

@@ -43,6 +43,24 @@ def test_scripts_read_and_print(isolation):
     assert run_tests("print(8)\nexit(1)", [Case(stdout="8")], LIMITS, isolation) == [FAILED]
 
 
+ENDS = [
+    "import threading, time\ndef f():\n    time.sleep(0.1)\n    print(8)\n"
+    "threading.Thread(target=f).start()",
+    "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(8)",
+    "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\nprint(8)",
+    "import atexit, io, sys\nout, sys.stdout = sys.stdout, io.StringIO()\n@atexit.register\n"
+    "def f():\n    out.write(sys.stdout.getvalue())\nprint(8)\nsys.exit()",
+]
+
+
+@both
+@pytest.mark.parametrize("program", ENDS)
+def test_a_script_ends_after_its_threads_exit_functions_and_output(isolation, program):
+    case, limits = Case(stdout="8"), Limits(**(vars(LIMITS) | {"seconds_per_test": 5.0}))
+    assert run_tests(program, [case], limits, isolation) == [PASSED]
+    assert run_tests(f"print(8)\n1 / 0\n{program}", [case], limits, isolation) == [FAILED]
+
+
 @both
 def test_one_test_does_not_see_what_another_did(isolation):
     program = "seen = []"

@@ -8,6 +8,7 @@ outside. Only this module and `kernel` are visible in the sandbox. No code under
 process: the test's process proves that it reached the end by a random secret.
 """
 
+import atexit
 import hashlib
 import json
 import math
@@ -16,7 +17,9 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from io import FileIO
 from types import ModuleType
 from typing import Any
@@ -158,11 +161,16 @@ def _limit(setup: dict[str, Any]) -> None:
 
 
 def _run(program: str, statements: str | None) -> None:
-    """Execute the program as a script, or as a module in which the test's statements run."""
+    """Execute the program as a script, or as a module in which the test's statements run.
+
+    A script ends as in Python: after its threads and exit functions.
+    """
     name = "__main__" if statements is None else "program"
     module = sys.modules[name] = ModuleType(name)
     # Taken before the program runs, which may replace anything in this process.
     execute, stdout = exec, sys.stdout
+    run_exit_functions = atexit._run_exitfuncs
+    wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
     code = compile(program, "program.py", "exec")
     test = compile(statements or "", "test.py", "exec")
     try:
@@ -171,4 +179,9 @@ def _run(program: str, statements: str | None) -> None:
         if statements is not None or end.code not in (None, 0):
             raise
     execute(test, vars(module))
-    stdout.flush()
+    if statements is None:
+        wait_for_threads()
+        run_exit_functions()
+    for stream in (sys.stdout, stdout):
+        with suppress(AttributeError, ValueError):  # None, closed or detached
+            stream.flush()
