@@ -132,13 +132,13 @@ async def _ask(server: Server, body: bytes) -> tuple[Any, str]:
         answer = await client.post(server.url, content=body, headers=headers)
     except httpx.TimeoutException as error:
         raise _TryAgain(f"no answer within {timeout_s:g} s ({type(error).__name__})") from None
-    except httpx.TransportError as error:
+    except (httpx.TransportError, httpx.DecodingError) as error:
         raise _TryAgain(f"{type(error).__name__}: {error}") from None
     text = answer.text if token is None else answer.text.replace(token, "<token>")
     excerpt = f"answered {answer.status_code} {text[:_SHOWN_CHARS]!r}"
     if answer.status_code in _TRIED_AGAIN or answer.status_code >= 500:
         asked = answer.headers.get("Retry-After", "")
-        raise _TryAgain(excerpt, min(float(asked), MAX_ASKED_WAIT_S) if asked.isdigit() else 0.0)
+        raise _TryAgain(excerpt, min(float(asked), MAX_ASKED_WAIT_S) if asked.isdecimal() else 0.0)
     told = f"{shown(server.url)}: {excerpt}"
     if answer.status_code != 200:
         raise RemoteScorerError(told)

@@ -30,11 +30,15 @@ class Scorer(Handler):
         kind, _, rest = body["response"].partition(" ")
         authorization = self.headers["Authorization"]
         match kind:
-            case "status" | "later":
+            case "status" | "later" | "odd" | "garbled":
                 code, _, failures = rest.partition(" ")
                 failing = number <= int(failures or 1000)
-                asks = {"Retry-After": "1"} if kind == "later" else {}
-                return int(code) if failing else 200, {"score": 0.5}, asks
+                more = {
+                    "later": {"Retry-After": "1"},
+                    "odd": {"Retry-After": "\u00b2"},
+                    "garbled": {"Content-Encoding": "gzip"},
+                }
+                return int(code) if failing else 200, {"score": 0.5}, failing and more.get(kind)
             case "silent":
                 self.server.released.wait(10)
                 return None
@@ -100,9 +104,9 @@ def test_scores_and_parts_come_through_the_reward_processes(server):
     assert len(server.peers) == 1  # one connection for one request at a time
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_what_may_pass_is_tried_again(server, status):
-    assert ask(server, f"status {status} 1") == Score(0.5, {})
+@pytest.mark.parametrize("fault", ["status 429", "status 503", "odd 503", "garbled 200"])
+def test_what_may_pass_is_tried_again(server, fault):
+    assert ask(server, f"{fault} 1") == Score(0.5, {})
     assert len(server.bodies) == 2
 
 
@@ -111,9 +115,12 @@ def test_a_dropped_connection_is_tried_again(server):
     assert len(server.bodies) == 2
 
 
-def test_retries_end_and_tell_the_last_answer(server):
-    with pytest.raises(RemoteScorerError, match=r"answered 500 .*tried 2 times"):
-        ask(server, "status 500", retries=1)
+@pytest.mark.parametrize(
+    ("fault", "told"), [("status 500", "answered 500 "), ("garbled 200", "DecodingError")]
+)
+def test_retries_end_and_tell_the_last_answer(server, fault, told):
+    with pytest.raises(RemoteScorerError, match=rf"/score: {told}.*tried 2 times"):
+        ask(server, fault, retries=1)
     assert len(server.bodies) == 2
 
 

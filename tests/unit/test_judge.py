@@ -96,7 +96,10 @@ def test_the_question_is_a_column_or_the_rendered_prompt(server, example, questi
     [
         ("Grade: 3 or rather\nGrade: **7**", None, 0.7),
         ("<think>10</think> I say 4", "[0-9]+", 0.4),
-        ("Grade: -2.5", None, -0.25),
+        ("I say -2.5", "-?[0-9.]+", -0.25),
+        ("grade: [8]", None, 0.8),
+        ("Grade: 10.0.", None, 1.0),
+        ("**Grade:** 7.25/10", None, 0.725),
     ],
 )
 def test_the_last_number_counts(server, reply, number, found):
@@ -104,9 +107,10 @@ def test_the_last_number_counts(server, reply, number, found):
     assert ask(server, f"x reply:{reply}", template="{response}", **changes) == pytest.approx(found)
 
 
-def test_a_reply_without_number_fails_and_is_shown(server):
-    with pytest.raises(RemoteScorerError, match="no number: 'no idea'"):
-        ask(server, "reply:no idea", template="{response}")
+@pytest.mark.parametrize("reply", ["no idea", "Grade: 85", "Grade: 10.5", "Grade: -2"])
+def test_a_reply_without_number_from_0_to_10_fails_and_is_shown(server, reply):
+    with pytest.raises(RemoteScorerError, match=f"no number: '{reply}'"):
+        ask(server, f"reply:{reply}", template="{response}")
 
 
 def test_a_busy_judge_is_asked_again(server):
