@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridrl.config.choices import RewardSignature
 from hybridrl.config.schema import FunctionConfig, RewardConfig
+from hybridrl.config.user_code.signatures import CallsOthers
 from hybridrl.rewards.base import RewardItem, Score, read_score
 from hybridrl.rewards.calls import reward_call
 from hybridrl.rewards.processes.messages import Failure, FailureKind, Setup
@@ -57,10 +58,11 @@ class RewardScorer(TaskPool):
 
     def __init__(self, config: RewardConfig) -> None:
         function, args = config.function, config.args
-        signature = reward_call("reward", function, args, config.signature).signature
-        self._is_batched = signature is RewardSignature.trl
+        call = reward_call("reward", function, args, config.signature)
+        self._is_batched = call.signature is RewardSignature.trl
+        self._num_fields = 4 if isinstance(call.function, CallsOthers) else 3
         self._config = config
-        options = {"signature": signature}
+        options = {"signature": call.signature}
         setup = Setup(TASK, function, args, config.timeout_s, config.concurrency, options)
         read = partial(read_score, function=function)
         decode = partial(_read_all, read) if self._is_batched else read
@@ -73,7 +75,8 @@ class RewardScorer(TaskPool):
             RewardProcessError: processes do not start up.
         """
         result = ScoreResult([], [])
-        found = self._by_prompt(items) if self._is_batched else self.run([i[:3] for i in items])
+        sent = [item[: self._num_fields] for item in items]
+        found = self._by_prompt(items) if self._is_batched else self.run(sent)
         for score in found:
             if isinstance(score, Failure):
                 result.scores.append(self._config.failed_score)

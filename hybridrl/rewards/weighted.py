@@ -1,6 +1,6 @@
 """Weighted sum of rewards."""
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
 
 from hybridrl.config.errors import raised_problems
@@ -47,7 +47,12 @@ def _part_problems(key: str, name: str, part: Any) -> Iterator[str]:
 
 @checked_by(_problems)
 def score(
-    prompt: str, response: str, example: dict[str, Any], parts: dict[str, dict[str, Any]]
+    prompt: str,
+    response: str,
+    example: dict[str, Any],
+    ids: Sequence[int] = (),
+    *,
+    parts: dict[str, dict[str, Any]],
 ) -> Score | Awaitable[Score]:
     """Return the sum over `parts` of weight * score; the scores of the parts become metrics.
 
@@ -55,11 +60,11 @@ def score(
     fails, the whole fails; a TRL function that returns None for a response is left out.
 
     Args:
-        prompt, response, example: arguments of the parts.
+        prompt, response, example, ids: arguments of the parts.
         parts: by name, each {function: dotted path, args: its arguments, weight: a number}. A
             weight may be negative, or 0 for a part that is only a metric.
     """
-    item, calls = (prompt, response, example), _calls(parts)
+    item, calls = (prompt, response, example, list(ids)), _calls(parts)
     if any(call.is_async for call in calls.values()):
         return _sum_later(item, calls, parts)
     return _sum({name: call.score(item) for name, call in calls.items()}, parts)

@@ -21,7 +21,7 @@ def scored(function: str, args: dict, responses: list[str]) -> ScoreResult:
     with reward_scorer(
         function, args, timeout_s=20.0, num_processes=1, failed_score=-7.0
     ) as scorer:
-        return scorer.score([("prompt", response, {}) for response in responses])
+        return scorer.score([("prompt", each, {}, [7] * len(each)) for each in responses])
 
 
 def test_a_sum_of_weighted_scores():
@@ -46,6 +46,11 @@ def test_parts_come_back_from_the_reward_processes():
     parts = {"long": part("length", 10.0), "ok": part("fails_on_x")}
     result = scored(WEIGHTED, {"parts": parts}, ["", "abc", "ab"])
     assert result == ScoreResult([1.0, 31.0, 21.0], [], {"long": [0, 3, 2], "ok": [1, 1, 1]})
+
+
+def test_a_part_with_trls_signature_gets_the_token_ids():
+    result = scored(WEIGHTED, {"parts": {"ids": part("num_ids", 2.0)}}, ["", "abc"])
+    assert (result.scores, result.failures) == ([0.0, 6.0], [])
 
 
 def test_a_part_that_fails_fails_the_whole():

@@ -15,6 +15,10 @@ def vowels(prompt: str, response: str, example: dict[str, Any]) -> Score:
     return Score(sum(counts.values()), counts)
 
 
+def num_ids(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def fails_on_x(prompt: str, response: str, example: dict[str, Any]) -> float:
     if response == "x":
         raise ValueError("no x, please")

@@ -35,7 +35,7 @@ _TELLING = {
 
 @runtime_checkable
 class CallsOthers(Protocol):
-    """A reward that calls others, such as a weighted sum."""
+    """A reward that calls others, such as a weighted sum; it gets the token ids, too."""
 
     def is_async(self, args: dict[str, Any]) -> bool:
         """Return whether a call with these args gives an awaitable."""
@@ -79,7 +79,7 @@ def inputs_of(
     Keywords are those that the function takes, and the args, which come first.
     """
     if signature is RewardSignature.hybridrl:
-        return rows[0][:3], dict(args)
+        return rows[0] if isinstance(function, CallsOthers) else rows[0][:3], dict(args)
     given = _verl_inputs(*rows[0][1:3]) if signature is RewardSignature.verl else _trl_inputs(rows)
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
