@@ -1,5 +1,6 @@
 """Problem files: columns by name, verl's schema as it is, every fault named with its line."""
 
+import math
 from dataclasses import replace
 
 import pyarrow as pa
@@ -113,6 +114,8 @@ def test_bad_lines_are_named_first_few_and_count(tmp_path):
         ({"question": [{"role": "user"}], "answer": "3"}, "not of messages"),
         ({"question": "q", "answer": None}, "`answer` is null"),
         ({"question": "q", "answer": True}, "`answer` is true or false"),
+        ({"question": "q", "answer": math.nan}, "`answer` is nan"),
+        ({"question": "q", "answer": -math.inf}, "`answer` is -inf"),
         ({"question": "q"}, "there is no `answer`"),
     ],
 )
@@ -193,7 +196,7 @@ def test_missing_files_folders_and_unknown_kinds_come_in_one_report(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
     files = [tmp_path / "none.jsonl", tmp_path, tmp_path / "a.csv", tmp_path / "torn.parquet"]
     report = faults_of(replace(CONFIG, train_files=list(map(str, files))))
-    assert report.startswith("4 problems")
+    assert report.startswith("4 problems") and "cannot be used" not in report
     for says in ["no such file", "is a folder", "ends in .jsonl or .parquet", "not a readable"]:
         assert says in report
 

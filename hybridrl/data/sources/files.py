@@ -44,8 +44,12 @@ def read_problems(
         if wrong := list(file_problems(key, str(path))):
             faults += wrong
             continue
-        read = _read_jsonl if path.suffix == ".jsonl" else _read_parquet
-        found, wrong = problems_of(key, path, *read(path), columns)
+        try:
+            rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        except ValueError as error:
+            faults.append(f"{key} = {path}: {error}")
+            continue
+        found, wrong = problems_of(key, path, *rows, columns)
         problems += found
         faults += wrong
     if not problems and not faults:
@@ -67,7 +71,7 @@ def _read_parquet(path: Path) -> tuple[list[Row], list[str]]:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        return [], [f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}"]
+        raise ValueError(f"not a readable Parquet file: {str(error).splitlines()[0]}") from error
     for index, field in enumerate(table.schema):
         # Some times have no Python value.
         if pyarrow.types.is_temporal(field.type) and not pyarrow.types.is_duration(field.type):

@@ -155,6 +155,8 @@ def _answer_of(values: dict[str, Any], column: str) -> str:
     value = _value(values, column)
     if type(value) not in (str, int, float) or not str(value).strip():
         raise ValueError(f"`{column}` is {kind_of(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"`{column}` is {value}")
     return str(value)
 
 
