@@ -49,15 +49,15 @@ def value_loss(
     """
     tensors = {"values": values, "old_values": old_values, "returns": returns}
     check_masked("value_loss", response_mask, **tensors)
-    if not value_clip > 0:
-        raise ValueError(f"value_loss needs value_clip > 0; got {value_clip=}")
+    if not (value_clip > 0 and num_tokens > 0):
+        raise ValueError(f"value_loss needs settings > 0; got {value_clip=}, {num_tokens=}")
     values, old_values, returns = (
         at_least_float32(tensor).masked_fill(~response_mask, 0.0) for tensor in tensors.values()
     )
     unclipped = (values - returns).square()
     inside = torch.clamp(values, old_values - value_clip, old_values + value_clip)
     clipped = (inside - returns).square()
-    loss = mean_over(num_tokens, torch.maximum(unclipped, clipped) / 2, response_mask)
+    loss = masked_sum(torch.maximum(unclipped, clipped) / 2, response_mask) / num_tokens
     return loss, {
         "value_clip_fraction": masked_sum((clipped > unclipped).detach(), response_mask),
         "value_error": masked_sum(unclipped.detach(), response_mask),
@@ -144,10 +144,3 @@ def ratio_maxima(
         "ratio_max": difference.max().clamp(max=MAX_LOG_RATIO).exp(),
         "log_ratio_max": difference.abs().max(),
     }
-
-
-def mean_over(num_tokens: float, values: Tensor, response_mask: Tensor) -> Tensor:
-    """Sum `values` over the mask and divide by the token count of the mini-batch on all ranks."""
-    if not num_tokens > 0:
-        raise ValueError(f"num_tokens, over all ranks, must be > 0; got {num_tokens}")
-    return masked_sum(values, response_mask) / num_tokens

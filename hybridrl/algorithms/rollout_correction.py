@@ -103,7 +103,7 @@ def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) ->
         difference: [N] old_log_probs - rollout_log_probs, nats, finite on the mask.
         response_mask: [N] bool.
     """
-    difference = difference.double().masked_fill_(~response_mask, 0.0)
+    difference = difference.double().masked_fill(~response_mask, 0.0)
     per_token = on_mask(difference, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_responses = torch.segment_reduce(difference, "sum", lengths=lengths)
     of_responses = of_responses.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # 0 without sampled tokens

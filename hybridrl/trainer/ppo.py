@@ -139,7 +139,7 @@ class PPOTrainer(TrainingLoop):
         rewarded = sampled.rewarded or self.rewards.score(sampled.prompts, batch)
         baseline = None
         if sampled.greedy is not None:
-            baseline = baseline_rewards(self.rewards, sampled.prompts, sampled.greedy)
+            baseline = baseline_rewards(self.config, self.rewards, sampled.prompts, sampled.greedy)
         self.metrics |= rewarded.part_metrics() | {
             "reward/seconds": time.perf_counter() - start,
             "reward/failed": float(len(rewarded.failures)),

@@ -85,15 +85,19 @@ class RewardSource(Protocol):
         ...
 
 
-def baseline_rewards(rewards: RewardSource, prompts: list[Prompt], greedy: RolloutBatch) -> Tensor:
+def baseline_rewards(
+    config: RunConfig, rewards: RewardSource, prompts: list[Prompt], greedy: RolloutBatch
+) -> Tensor:
     """Compute the greedy response's score for each response to its prompt, [B].
 
-    `prompts` has the prompt of each sampled response, `greedy` one response to each prompt.
+    The score includes the penalty for length. `prompts` has the prompt of each sampled response,
+    `greedy` one response to each prompt.
 
     Source: Li et al. 2024 (ReMax), https://arxiv.org/abs/2310.10505
     """
     each = len(prompts) // len(greedy)
-    return torch.tensor(rewards.score(prompts[::each], greedy).scores).repeat_interleave(each)
+    scores = torch.tensor(rewards.score(prompts[::each], greedy).scores)
+    return (scores + overlong_shaping(config, greedy.responses.lengths)).repeat_interleave(each)
 
 
 def add_model_scores(

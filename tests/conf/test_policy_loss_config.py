@@ -79,8 +79,8 @@ CORRECTION = "algorithm.rollout_correction"
         ),
         ([f"{CORRECTION}.high=0.9"], [f"{CORRECTION}.high = 0.9", "at least 1"]),
         (
-            [f"{CORRECTION}.method=mask", f"{CORRECTION}.low=1.2"],
-            [f"{CORRECTION}.low = 1.2", "at most 1"],
+            [f"{CORRECTION}.method=mask", f"{CORRECTION}.low=1", f"{CORRECTION}.high=1"],
+            [f"{CORRECTION}.low = 1.0", "less than 1"],
         ),
         (["algorithm.overlong.penalty=2"], ["algorithm.overlong.penalty", "no effect"]),
         (

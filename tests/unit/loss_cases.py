@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, mean_over, value_loss
+from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, value_loss
+from hybridrl.algorithms.masked import masked_sum
 from hybridrl.algorithms.policy_losses import ppo_clip
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.config.choices import KLEstimator
@@ -22,7 +23,7 @@ def mean_of(function: Callable[..., TokenLoss], **settings) -> Loss:
         values, sums = function(*tensors, **settings)
         assert values.shape == tensors[0].shape
         assert not values[~tensors[-1]].any()
-        return mean_over(num_tokens, values, tensors[-1]), sums
+        return masked_sum(values, tensors[-1]) / num_tokens, sums
 
     return loss
 

@@ -112,8 +112,10 @@ def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
     sampled, greedy = requests
     assert (sampled.temperature, sampled.responses_per_prompt) == (1.0, EACH)
     assert (greedy.temperature, greedy.responses_per_prompt) == (0.0, 1)
-    rewards = baseline_rewards(rewarder, result.prompts, result.greedy)
-    assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    shaped = run_config("algorithm.overlong.buffer_tokens=4", "algorithm.overlong.penalty=0.5")
+    shaped.rollout.max_response_tokens = 4  # a greedy response has 2: (4 - 4 - 2) / 4 * 0.5
+    rewards = baseline_rewards(shaped, rewarder, result.prompts, result.greedy)
+    assert rewards.tolist() == [0.75, 0.75, -0.25, -0.25, 0.75, 0.75]
 
 
 def test_rewards_of_some_rows_keep_their_failures():

@@ -108,11 +108,10 @@ def test_bad_tensors_are_named(name):
         function(*fields, mask.float(), num_tokens=6)
 
 
-@EVERY_LOSS
 @pytest.mark.parametrize("num_tokens", [0, -3.0, math.nan])
-def test_a_count_that_is_none_is_refused(name, num_tokens):
-    with pytest.raises(ValueError, match="num_tokens"):
-        LOSSES[name][0](*tokens(name, 6), all_true(6), num_tokens=num_tokens)
+def test_a_count_that_is_none_is_refused(num_tokens):
+    with pytest.raises(ValueError, match=f"num_tokens={num_tokens}"):
+        LOSSES["value"][0](*tokens("value", 6), all_true(6), num_tokens=num_tokens)
 
 
 def test_hyperparameters_out_of_range_are_named():

@@ -103,6 +103,12 @@ def test_mismatch_metrics_against_their_definitions():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_differences_stay_as_they_are():
+    difference = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    mismatch_sums(torch.tensor([2]), difference, torch.tensor([True, False]))
+    assert difference.tolist() == [1.0, 2.0]
+
+
 def test_a_policy_that_agrees_with_its_sampler_has_no_mismatch():
     log_probs = -torch.rand(3, 4)
     found = mismatch_metrics(log_probs, log_probs, torch.ones(3, 4).bool())

@@ -58,8 +58,8 @@ def correction_problems(config: RunConfig) -> Iterator[str]:
     agree = "1, the ratio of a token on which vLLM and the trainer agree"
     if correction.method is not CorrectionMethod.none and correction.high < 1:
         yield f"{key}.high = {correction.high}, expected at least {agree}.\nSet {key}.high=2."
-    if correction.method is CorrectionMethod.mask and correction.low > 1:
-        yield f"{key}.low = {correction.low}, expected at most {agree}.\nSet {key}.low=0.5."
+    if correction.method is CorrectionMethod.mask and correction.low >= 1:
+        yield f"{key}.low = {correction.low}, expected less than {agree}.\nSet {key}.low=0.5."
 
 
 def overlong_problems(config: RunConfig) -> Iterator[str]:
