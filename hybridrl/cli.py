@@ -1,5 +1,6 @@
 """The command `hybridrl <command>`."""
 
+import difflib
 import importlib
 import sys
 
@@ -47,7 +48,9 @@ def main() -> None:
         sys.stdout.write(USAGE)
         return
     if name not in COMMANDS:
-        sys.stderr.write(USAGE)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" Did you mean {near[0]}?\n" if near else f"\n\n{USAGE}"
+        sys.stderr.write(f"no command {name}.{meant}" if name else USAGE)
         sys.exit(EXIT_USAGE)
     del sys.argv[1]
     guard_standard_output()

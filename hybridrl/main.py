@@ -44,6 +44,7 @@ from hybridrl.app.process import (
     show_problems,
 )
 from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, read_results, show_results
+from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import (
     CONFIG_NAME,
@@ -64,7 +65,7 @@ from hybridrl.config.user_code.classes import callback_class
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
-from hybridrl.controller.signals import preemption_behind
+from hybridrl.controller.signals import Interrupted, preemption_behind
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.report.page import write_at_end
 from hybridrl.trainer.errors import RunStopped
@@ -80,8 +81,8 @@ def main() -> None:
     guard_standard_output()
     # Hydra raises its errors instead of printing tracebacks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    line = parse_argv(sys.argv[1:])
     with exit_codes():
+        line = parse_argv(sys.argv[1:])
         found = compose_line(line) if line.composes else None
         claimed, checked = None, None
         if found is not None and line.starts:
@@ -157,7 +158,10 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         error_text, code = f"{type(error).__name__}: {error}", EXIT_FAILED
     except KeyboardInterrupt as error:  # also Interrupted, which Ray may reduce to it
-        end("stopped", error=str(preemption_behind(error) or error))
+        stopped = preemption_behind(error) or error
+        if isinstance(stopped, Interrupted) and not stopped.how_to_resume:
+            stopped.how_to_resume = _how_to_resume(Path(HydraConfig.get().runtime.output_dir))
+        end("stopped", error=str(stopped))
         raise
     else:
         known = metric if math.isfinite(metric) else None
@@ -168,6 +172,13 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
     if not _in_sweep():
         sys.exit(code)
     return None
+
+
+def _how_to_resume(run_dir: Path) -> str:
+    """Name the newest checkpoint of a stopped run, for its message."""
+    if steps := steps_in(checkpoints_folder(run_dir)):
+        return f"; resume from {checkpoints_folder(run_dir) / step_name(steps[-1])}"
+    return "; there is no checkpoint to resume from"
 
 
 def _write_result(status: str, metric: float | None, error: str, *, seconds: float) -> None:

@@ -20,7 +20,9 @@ from hybridrl.app.folders import link_latest
 from hybridrl.app.launch import Prepared
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification
+from hybridrl.checkpoint.files import checkpoints_folder
 from hybridrl.checkpoint.verification import Verify
+from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.estimators import is_supervised
@@ -200,7 +202,11 @@ def _show_header(
     of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
     about = machine.describe()
     lines = header_lines(config, run_dir, about, prompts, shape.parameters, of_reward)
-    lines += [] if resume is None else resume.lines()
+    if resume is not None:
+        lines += resume.lines()
+    elif config.resume == AUTO:
+        where = checkpoints_folder(run_dir)
+        lines.append(("resume", f"no checkpoint in {where}: starts at step 0"))
     console.header(config.run.name, lines)
 
 

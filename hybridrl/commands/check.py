@@ -164,9 +164,16 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
     groups = totals.scores[""]
     every = [score for group in groups for score in group]
     mixed = sum(len(set(group)) > 1 for group in groups)
+    never = sum(max(group) < options.correct_at for group in groups)
+    always = sum(min(group) >= options.correct_at for group in groups)
     yield (
         f"before training: mean reward {fmean(every):.3f} over {len(groups)} problems x {samples} "
-        f"samples; {mixed} of {len(groups)} groups have mixed rewards"
+        f"samples"
+    )
+    yield (
+        f"  {mixed} of {len(groups)} prompts ({mixed / len(groups):.0%}) have responses with "
+        f"different rewards; {never} are never solved, {always} always (a reward of at least "
+        f"{options.correct_at:g})"
     )
     yield (
         f"  responses: {totals.tokens / len(every):.0f} tokens in the mean, "
@@ -174,7 +181,7 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
     )
     if not mixed:
         yield (
-            "  No group has mixed rewards, so GRPO and its relatives would learn nothing: use "
-            "easier or harder problems,\n  partial rewards (reward=weighted), a better model, or "
-            "supervised training first (+recipe=gsm8k_sft)."
+            "  Without different rewards GRPO and its relatives would learn nothing: use easier or "
+            "harder problems,\n  partial rewards (reward=weighted), a better model, or supervised "
+            "training first (+recipe=gsm8k_sft)."
         )

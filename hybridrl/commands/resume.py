@@ -38,7 +38,9 @@ def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
     parser = argument_parser("resume", DESCRIPTION, EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder or name of a run, or latest")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="other settings")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="other settings"
+    )
     args = parser.parse_args()
     with exit_codes():
         run = find_run(args.run)

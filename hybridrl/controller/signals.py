@@ -25,15 +25,17 @@ Handler = Callable[[int, FrameType | None], None]
 class Interrupted(KeyboardInterrupt):
     """Request of a signal to end the run. Ray's blocking calls pass no other exception type.
 
-    The usual exit code is 128 + `signum`.
+    The usual exit code is 128 + `signum`. `how_to_resume` completes the message.
     """
+
+    how_to_resume = ""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
 
     def __str__(self) -> str:
-        return f"Stopped by {signal.Signals(self.signum).name}"
+        return f"Stopped by {signal.Signals(self.signum).name}{self.how_to_resume}"
 
 
 @contextmanager
@@ -91,9 +93,7 @@ class Preempted(Interrupted):
     def __init__(self, signum: int, checkpoint: Path | None) -> None:
         super().__init__(signum)
         self.checkpoint = checkpoint
-
-    def __str__(self) -> str:
-        return super().__str__() + (f"; resume from {self.checkpoint}" if self.checkpoint else "")
+        self.how_to_resume = f"; resume from {checkpoint}" if checkpoint else ""
 
 
 def preemption_behind(error: BaseException | None) -> Preempted | None:

@@ -57,7 +57,9 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = config.get("trainer", {}).get("total_steps")
     times = [f"{duration_text(seconds)} in steps"]
     if "seconds" in result:
-        times.append(f"{duration_text(result['seconds'])} from start to end")
+        last_start = duration_text(result["seconds"])
+        resumed = manifest.get("earlier_starts")
+        times.append(f"last start {last_start}" if resumed else f"{last_start} from start to end")
     facts = [
         ("state", f"{state}, {steps} of {total or '?'} steps"),
         ("reason", str(result.get("error") or "")),

@@ -86,7 +86,7 @@ def test_the_first_hour(task):
     start = time.monotonic()
     subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=task, check=True, timeout=60)
     told = hybridrl(task, "check", "+recipe=my_task")
-    assert re.search(r"\d+ of 32 groups have mixed rewards", told)
+    assert re.search(r"\d+ of 32 prompts \(\d+%\) have responses with different rewards", told)
     told = hybridrl(task, "train", "+recipe=my_task", *SMALL)
     run = (task / "outputs" / "latest").resolve()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from hybridrl import cli
 from hybridrl.app.process import exit_codes, set_up_process
 from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
@@ -27,6 +28,7 @@ from hybridrl.commands.running import (
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, Preempted
+from hybridrl.main import _how_to_resume
 from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer.checkpointing import verification
 from hybridrl.trainer.checkpointing.base_models import trained_model
@@ -78,6 +80,25 @@ def test_every_end_has_its_exit_code(error, code, told, capsys):
         raise error
     assert end.value.code == code
     assert told in capsys.readouterr().err
+
+
+def test_a_stopped_run_names_its_newest_checkpoint(tmp_path):
+    stopped = Interrupted(signal.SIGINT)
+    stopped.how_to_resume = _how_to_resume(tmp_path)
+    assert str(stopped) == "Stopped by SIGINT; there is no checkpoint to resume from"
+    newest = [save(tmp_path, step) for step in (20, 100)][-1]
+    stopped.how_to_resume = _how_to_resume(tmp_path)
+    assert str(stopped) == f"Stopped by SIGINT; resume from {newest}"
+
+
+def test_a_misspelt_command_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hybridrl", "trian"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert (end.value.code, capsys.readouterr().err) == (
+        2,
+        "no command trian. Did you mean train?\n",
+    )
 
 
 def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, capsys):

@@ -210,6 +210,16 @@ def test_samples_are_clipped_and_shown_as_they_are():
         assert len(text.splitlines()) < 20
 
 
+def test_a_conversation_has_a_line_for_each_turn():
+    turns = [{"role": "assistant", "text": "5"}, {"role": "user", "text": "Wrong."}]
+    console, file = screen(terminal=False)
+    console.samples(10, [RolloutRecord(1, "p", "2 + 2?", "5Wrong.", "4", 0, 3, turns=turns)])
+    assert [line.split() for line in file.getvalue().splitlines()[2:4]] == [
+        ["assistant", "5"],
+        ["user", "Wrong."],
+    ]
+
+
 @pytest.mark.parametrize(
     ("scores", "picked"),
     [

@@ -60,6 +60,13 @@ def test_a_thousand_steps_of_a_large_run_take_eight_megabytes(tmp_path):
     assert len({one["step"] for one in data["tokens"]}) >= 20
 
 
+def test_the_time_of_a_resumed_run_is_that_of_its_last_start(run, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"earlier_starts": [{}]}))
+    assert dict(overview(folder, [])["facts"])["time"] == "0:00 in steps, last start 9:20"
+
+
 def test_long_runs_keep_every_nth_step_and_all_evaluations():
     rows = [{"step": s, "time/step_s": 2.0, "eval/accuracy": None} for s in range(3 * MAX_POINTS)]
     rows[1]["eval/accuracy"], rows[4]["x"] = 0.5, math.nan

@@ -132,7 +132,7 @@ def test_tensorboard_shows_config_and_samples(tmp_path):
     assert "    <user> 1+1?\n" in sample and "    a\n    # b\n" in sample
 
 
-def test_tensorboard_shows_each_step_of_a_run_that_goes_on_once(tmp_path):
+def test_tensorboard_shows_each_step_of_a_run_that_goes_on_once(tmp_path, caplog):
     """The first start got to step 5 and kept 3 of it, the second to step 4."""
     rows = []
     for steps, factor in ((range(6), 1.0), (range(4, 5), 2.0), (range(4, 7), 3.0)):
@@ -141,6 +141,7 @@ def test_tensorboard_shows_each_step_of_a_run_that_goes_on_once(tmp_path):
             tracker.log(step, {"reward/mean": step * factor})
         tracker.close()
         rows = tracker.rows[:4]
+    assert caplog.messages == []
     assert tensorboard_steps(tmp_path) == [
         *((step, float(step)) for step in range(4)),
         *((step, step * 3.0) for step in range(4, 7)),

@@ -121,9 +121,10 @@ class RunConsole:
         # Labels and padding need ten columns.
         width = self._text_width() - 10
         for record in records:
+            turns = record.turns or [{"role": "response", "text": record.response}]
             lines = [
                 ("problem", _clip(record.question, width)),
-                ("response", _clip(record.response, width) or "(empty)"),
+                *((turn["role"], _clip(turn["text"], width) or "(empty)") for turn in turns),
                 ("expected", _clip(record.answer, width)),
             ]
             title = f"sample of step {step}: score {record.score:g}, {record.length} tokens"

@@ -69,7 +69,9 @@ COLUMNS = (
     Column(
         "cut off", "response/truncated_fraction", "{:.1%}".format, 8, "at the length limit", 100
     ),
-    Column("tok/s", "rollout/tokens_per_second", count_text, 7, "sampled tokens a second"),
+    Column(
+        "tok/s", "rollout/tokens_per_second", count_text, 7, "sampled tokens a second of sampling"
+    ),
     Column("idle", "idle/fraction", "{:.0%}".format, 4, "share of the step that ranks wait", 130),
     Column("MFU", "mfu/update_actor", "{:.0%}".format, 4, "share of the GPUs' peak, updates", 130),
     Column("seconds", "time/step_s", "{:.1f}".format, 8),
@@ -190,8 +192,9 @@ def legend(rows: Sequence[Metrics], terminal: int | None = None) -> str:
     fitting = [column for column in COLUMNS if terminal is None or column.min_terminal <= terminal]
     shown = [column for column in fitting if column.meaning and _known(rows, column.metric)]
     meanings = [f"{column.title}: {column.meaning}" for column in shown]
-    intervals = ["+-: 95 % confidence interval"] if _known(rows, "eval/ci95") else []
-    return "; ".join(meanings + intervals)
+    if _known(rows, "eval/ci95"):
+        meanings.append("+-: larger half of the 95 % confidence interval")
+    return "; ".join(meanings)
 
 
 def accuracy_changes(rows: Sequence[Metrics]) -> list[Change]:

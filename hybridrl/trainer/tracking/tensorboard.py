@@ -1,6 +1,7 @@
 """TensorBoard event files, which a full disk or a kill leaves without gaps."""
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -109,7 +110,14 @@ def _last_shown(folder: Path) -> int:
     """Return the last step that TensorBoard shows of a folder; -1: none."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    shown = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    # Its warnings about files of earlier starts are of no use to the user.
+    logger = logging.getLogger("tensorboard")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        shown = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    finally:
+        logger.setLevel(level)
     tags = shown.Tags()["scalars"]
     return max((event.step for tag in tags for event in shown.Scalars(tag)), default=-1)
 
