@@ -17,6 +17,7 @@ from hybridrl.config.annotations import CHOSEN, Range, Unusable
 from hybridrl.config.command.input_errors import reason_of
 from hybridrl.config.command.report import Report, shown
 from hybridrl.config.keys import nothing_reads, raw_tree
+from hybridrl.config.user_code.files import file_of
 
 T = TypeVar("T")
 # Computed once for each class: it took a third of the time of all checks.
@@ -132,9 +133,10 @@ class Builder:
             return field.default
         if field.default_factory is not dataclasses.MISSING:
             return field.default_factory()
+        place = file_of(cls.__module__) or cls.__module__
         self._refuse(
             key,
-            f"{key} is missing: {cls.__module__}.{cls.__qualname__} has no default for it.\n"
+            f"{key} is missing: {cls.__qualname__} in {place} has no default for it.\n"
             f"Set +{key}=<{type_name(hint)}>.",
         )
 

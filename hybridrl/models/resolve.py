@@ -45,6 +45,7 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 _WAYS_OUT = (
     "Three ways out:\n"
     "- model.path=/path/to/folder with config.json, *.safetensors and the tokenizer's files;\n"
+    "  for hybridrl plan config.json is enough;\n"
     "- fill the cache where there is a connection (hf download <name>) and point HF_HOME to it;\n"
     "- model=embedded, the tiny model that comes with hybridrl."
 )

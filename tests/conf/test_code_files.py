@@ -86,6 +86,7 @@ def test_files_of_one_name_are_different_modules(folder):
         ("my.py", "my.py names a file, but nothing in it.\nSet reward.function=my.py:<name"),
         ("my.py:", "expected a dotted path or a file, such as"),
         ("my.py:scor", "/my.py has no scor; it has score"),
+        ("empty.py:score", "/empty.py has no score; it defines no function or class."),
         ("none.py:score", "No such file or directory: '{}/none.py'"),
         ("broken.py:score", "SyntaxError: invalid syntax ({}/broken.py, line 2)"),
         ("fails.py:score", "NameError: name 'nothing' is not defined ({}/fails.py, line 1)"),
@@ -93,6 +94,7 @@ def test_files_of_one_name_are_different_modules(folder):
 )
 def test_a_mistake_is_named(folder, path, words):
     (folder / "my.py").write_text(REWARD)
+    (folder / "empty.py").write_text("VALUE = 1\n")
     (folder / "broken.py").write_text("x = 1\ndef = 3\n")
     (folder / "fails.py").write_text("nothing\n")
     with pytest.raises(ConfigError) as caught:

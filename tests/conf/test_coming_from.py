@@ -57,6 +57,8 @@ def test_each_of_their_keys_is_translated():
         ("algorithm.clip_ratio", "algorithm.loss.args.clip_low"),
         ("grpo.num_generations", "rollout.responses_per_prompt"),
         ("beta", "algorithm.kl.coef"),
+        ("lr", "actor.optim.lr"),
+        ("top_k", NO_KEY),
         ("actor.use_dynamic_bsz", NO_KEY),
     ],
 )

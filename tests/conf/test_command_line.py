@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from composing import REPO, TINY, composed
+from composing import REPO, TINY, composed, problems
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,10 +21,23 @@ from hybridrl.app.sweep import JobResult, ranked
 from hybridrl.cli import COMMANDS
 from hybridrl.commands import init
 from hybridrl.config.command.command_line import names_hardware, parse_argv, precompose, quoted
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import is_on
 from hybridrl.main import conf_dir
 
 DRY = ["+recipe=gsm8k_ppo", "run.dry=true"]
+OWN_ACTOR = """
+from dataclasses import dataclass
+from hybridrl.config.schema import ActorConfig
+from hybridrl.workers.actor import ActorWorker
+
+@dataclass(kw_only=True)
+class ShortFirstConfig(ActorConfig):
+    free_tokens: int
+
+class ShortFirst(ActorWorker):
+    config_class = ShortFirstConfig
+"""
 
 
 @pytest.fixture(scope="session")
@@ -70,10 +83,16 @@ def overrides_of(*argv: str) -> list[str]:
             ],
         ),
         (["environment.max_turns=3"], ["there is no environment", "Set environment=custom"]),
+        (
+            ["environment.max_turns=3", "+environment.args.attempts=3"],
+            ["environment.max_turns=3: there is no environment"],
+        ),
+        (["reward_model.reward_manager=dapo"], ["verl's reward_model.reward_manager is reward"]),
         (["agent.timeout_s=3"], ["there is no agent", "Set environment=agent"]),
         (["fsdp=nope"], ["fsdp has no nope", "full_shard, hybrid_shard"]),
-        (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean", "gsm8k_ppo?"]),
+        (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean", "gsm8k_ppo?\nYour own"]),
         (["recipe=gsm8k_ppo"], ["Type +recipe=gsm8k_ppo"]),
+        (["+lora=default"], ["lora has a choice already.\nType lora=default"]),
         (["seed=1,2"], ["several values need --multirun"]),
         (["-m", "actor.optim.lr=interval(1e-6,1e-4)"], ["intervals", "Type hydra/sweeper=optuna"]),
         (["-m", "hydra/launcher=nope"], ["hydra/launcher has no nope", "hybridrl[sweeps]"]),
@@ -103,6 +122,31 @@ def overrides_of(*argv: str) -> list[str]:
 def test_a_wrong_override_gets_one_problem(argv, words):
     (found,) = overrides_of("hardware=cpu", *argv)
     assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize(
+    ("argument", "end"),
+    [
+        ("--trainer.total_steps=5", "key=value, without dashes."),
+        ("--num_generations", "without dashes. TRL's num_generations is {} here."),
+    ],
+)
+def test_settings_with_dashes_are_refused(argument, end):
+    with pytest.raises(ConfigError) as caught:
+        parse_argv(["seed=3", argument])
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{argument}: unknown option")
+    assert problem.endswith(end.format("rollout.responses_per_prompt"))
+
+
+def test_a_key_without_default_of_an_own_worker_needs_a_plus(tmp_path):
+    own = tmp_path / "own_actor.py"
+    own.write_text(OWN_ACTOR)
+    worker = f"actor.worker={own}:ShortFirst"
+    (found,) = overrides_of("hardware=cpu", worker, "actor.free_tokens=16")
+    assert found.endswith("Type +actor.free_tokens=16")
+    (found,) = problems("hardware=cpu", "+recipe=gsm8k_grpo", worker)
+    assert f"actor.free_tokens is missing: ShortFirstConfig in {own} has no default" in found
 
 
 @pytest.mark.parametrize(

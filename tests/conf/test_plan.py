@@ -10,7 +10,7 @@ from hybridrl.commands.plan import make_plan, plan
 from hybridrl.config.choices import SleepMode
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import load_resolved
-from hybridrl.config.planner.fitting import ROOM, MemoryCase, remedy
+from hybridrl.config.planner.fitting import ROOM, MemoryCase, remedy, savings
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node, planned_machine
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.step_time import step_seconds
@@ -222,6 +222,13 @@ def test_the_command_calls_settings_without_room_for_the_allocator_tight(empty_f
     for given, is_tight in (([], False), (settings, True)):
         code, said = told(capsys, ONE_B, "gpus=1xH100", *given)
         assert (code, "It is tight" in said) == (0, is_tight)
+
+
+@pytest.mark.parametrize(("gpus", "sizes"), [(1, []), (4, [2, 4])])
+def test_savings_have_no_engine_larger_than_the_node(gpus, sizes):
+    case = planned(ONE_B, f"cluster.gpus_per_node={gpus}", count=gpus).case
+    changes = [saving.change for saving in savings(case)]
+    assert [c.value for c in changes if c.key == "rollout.tensor_parallel_size"] == sizes
 
 
 def test_the_command_says_what_does_not_fit_and_what_does(empty_folder, capsys):

@@ -17,6 +17,12 @@ def test_what_is_no_path_is_a_models_name(name):
     assert (subject.step, subject.folder) == (0, None)
 
 
+@pytest.mark.parametrize("path", ["outputs/lates", "multirun/x", "./x", "../x/y", "/nowhere"])
+def test_a_path_that_does_not_exist_is_no_models_name(path):
+    with pytest.raises(ConfigError, match="there is no such run or folder"):
+        find_subject(path)
+
+
 def test_folder_with_a_config_is_a_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert find_subject(str(tmp_path)).model == str(tmp_path)

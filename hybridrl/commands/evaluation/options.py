@@ -10,6 +10,7 @@ from pathlib import Path
 from hybridrl.checkpoint.files import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.checkpoint.find import Found
 from hybridrl.commands.running import UsageError, argument_parser, checkpoint_at
+from hybridrl.commands.runs import FOLDERS
 
 _MODEL = "config.json"
 # Longest name; file systems allow 255 bytes.
@@ -140,6 +141,11 @@ def find_subject(path: str) -> Subject:
     """
     folder = Path(path).expanduser()
     if not folder.exists():
+        if path.startswith((*(f"{runs}/" for runs in FOLDERS), "./", "../", "/")):
+            raise UsageError(
+                f"{path}: there is no such run or folder (seen from {Path.cwd()}).\n"
+                f"hybridrl runs lists runs."
+            )
         return Subject(name=safe_name(Path(path).name), model=path)
     name = folder.resolve().name
     if (folder / _MODEL).is_file():

@@ -17,12 +17,20 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.own_functions import drop_inherited, override_leaves
 from hybridrl.config.command.report import shown
-from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, leaves, raw_tree
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import (
+    ADDED_GROUPS,
+    did_you_mean,
+    leaves,
+    named_elsewhere,
+    other_names,
+    raw_tree,
+)
 from hybridrl.config.schema_keys import known_keys
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
@@ -69,8 +77,13 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     Hydra's own parser refuses overrides after an option ("+recipe=x -m seed=1,2"). Recipes of the
     current directory's folder `recipe`, as `hybridrl init` writes one, are found without
     --config-dir.
+
+    Raises:
+        ConfigError: an argument with dashes is no option.
     """
-    args = get_args_parser().parse_intermixed_args(list(argv))
+    args, unknown = get_args_parser().parse_known_intermixed_args(list(argv))
+    if unknown:
+        raise ConfigError(*map(_option_problem, unknown))
     if args.config_dir is None and Path("recipe").is_dir():
         return parse_argv(["--config-dir", ".", *argv])
     overrides = list(args.overrides)
@@ -78,6 +91,12 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     for override in overrides:
         options.remove(override)
     return CommandLine(options, overrides, args)
+
+
+def _option_problem(argument: str) -> str:
+    key = argument.lstrip("-").partition("=")[0]
+    theirs = f" {did_you_mean(key, [])}" if named_elsewhere(key) else ""
+    return f"{argument}: unknown option; settings are written key=value, without dashes.{theirs}"
 
 
 def names_hardware(overrides: Sequence[str]) -> bool:
@@ -132,7 +151,14 @@ def precompose(
         if underlay is not None:
             underlay(cfg, [o.key_or_group for o in groups])
         base = cfg
-        usable = _usable(usable, lambda o: None if o in groups else _key_problem(o, base), problems)
+        for o in usable:  # workers come first, as they may have keys of their own
+            key, value = o.key_or_group, o.value()
+            if key.endswith(".worker") and isinstance(value, str) and OmegaConf.select(base, key):
+                OmegaConf.update(base, key, value)
+        known = _usable(usable, lambda o: None if o in groups else _key_problem(o, base), problems)
+        # A section that is not there has one kind of problem, not those of its other keys.
+        absent = {_section(o) for o in usable if o not in known} - set(base)
+        usable = [o for o in known if _section(o) not in absent]
         values = [_first_job(o) for o in usable if o not in groups]
         try:
             parsed = OverridesParser.create().parse_overrides(values)
@@ -143,6 +169,10 @@ def precompose(
             problems.append(problem_of(error))
             cfg = None
     return Precomposed(problems, cfg, [str(o.input_line) for o in usable], hydra)
+
+
+def _section(override: Override) -> str:
+    return str(override.key_or_group).partition(".")[0]
 
 
 def _usable(
@@ -238,6 +268,8 @@ class _Composer:
         group, options = override.key_or_group, self.options(override.key_or_group)
         if group in ADDED_GROUPS and not override.is_add():
             return f"{text}: {group} is not in the defaults list.\nType +{text}"
+        if group not in ADDED_GROUPS and override.is_add() and (self.builtin / group).is_dir():
+            return f"{text}: {group} has a choice already.\nType {group}={override.value()}"
         for value in _values(override):
             if file := self.hidden(group, value):
                 return (
@@ -247,6 +279,8 @@ class _Composer:
             if isinstance(value, str) and value not in options:
                 guess = did_you_mean(value, options) if options else ""
                 near = f" {guess}" if guess.startswith("Did you") else ""
+                if group in ADDED_GROUPS:
+                    near += f"\nYour own: in ./{group}/, or in DIR/{group}/ with --config-dir=DIR."
                 if group in PLUGGED_IN:
                     near = "\nOptuna, joblib and submitit: pip install 'hybridrl[sweeps]'"
                 return (
@@ -327,7 +361,8 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     classes, _ = role_classes(base)  # their problems are reported when the config is checked
     known = known_keys(base, classes)
     section = key.partition(".")[0]
-    if section in ("lora", "environment", *OPTIONAL) and section not in base:
+    is_theirs = any(key == other.key for other in other_names())
+    if section in ("lora", "environment", *OPTIONAL) and section not in base and not is_theirs:
         choice = {"environment": "custom"}.get(section, "default")
         return f"{text}: there is no {section}, so nothing reads it.\nSet {section}={choice}"
     if section == "agent" and section not in base:

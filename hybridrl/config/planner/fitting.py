@@ -119,10 +119,14 @@ class MemoryCase(NamedTuple):
         return (
             largest(phases).total <= room * self.gpu.memory_bytes
             and phases[1].parts.get(LEFT_FOR_CACHE, LEAST_CACHE) >= LEAST_CACHE
-            and not any(engine_problems(self.config))
-            and not any(tensor_parallel_problems(self.config, self.shape))
+            and self.has_engines()
             and needed <= available
         )
+
+    def has_engines(self) -> bool:
+        """Return whether rollout engines of this size are possible on the GPUs."""
+        engines = engine_problems(self.config)
+        return not any(chain(engines, tensor_parallel_problems(self.config, self.shape)))
 
     def held(self) -> int:
         """Return the memory that torch and vLLM hold in the largest update, all weights gathered.
@@ -157,13 +161,16 @@ class Saving(NamedTuple):
 
 
 def savings(case: MemoryCase) -> list[Saving]:
-    """Return the settings that save memory in the largest phase, by key, weaker ones first."""
+    """Return the settings that save memory in the largest phase, by key, weaker ones first.
+
+    Engines that the run refuses are left out.
+    """
     worst, seconds = case.worst(), case.seconds()
     found = []
     for change in chain(*memory_changes(case.config), *_rollout_changes(case.config)):
         then = case.changed([change])
         saved = worst.total - next(p.total for p in then.phases() if p.name == worst.name)
-        if saved > 0:
+        if saved > 0 and then.has_engines():
             found.append(Saving(change, saved, then.seconds() - seconds))
     return found
 

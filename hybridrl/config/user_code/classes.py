@@ -51,9 +51,9 @@ def locate(key: str, path: str) -> Any:
         raise ConfigError(import_problem(key, path, reason)) from error
     if name not in vars(module):
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
+        has = f"it has {', '.join(names)}" if names else "it defines no function or class"
         raise ConfigError(
-            f"{key} = {path}, but {file_of(module_name) or module_name} has no {name}; it has "
-            f"{', '.join(names) or 'none'}."
+            f"{key} = {path}, but {file_of(module_name) or module_name} has no {name}; {has}."
         )
     return vars(module)[name]
 
