@@ -1,6 +1,7 @@
 """Checks of a command line before Hydra starts a run or a sweep, and the folder made after them."""
 
 import logging
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 DRY = "run.dry"
 # Hydra's plugin that searches with Optuna, and its key for what is better.
 OPTUNA, DIRECTION = "hydra_optuna_sweeper", "hydra.sweeper.direction"
+# Hydra's launcher of Slurm jobs.
+SLURM = "submitit_launcher.SlurmLauncher"
 
 
 def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = False) -> Checked:
@@ -101,6 +104,8 @@ def before_start(line: CommandLine, found: Precomposed) -> tuple[Claim, Checked 
     key = SWEEP_DIR if line.sweeps else RUN_DIR
     problem = auto_problem(found.cfg.get("resume"), key, template(found.hydra, key))
     problems = [] if problem is None else [problem]
+    if str(found.hydra.launcher.get("_target_")).endswith(SLURM) and not shutil.which("srun"):
+        problems.append("hydra/launcher=submitit_slurm: this machine has no srun of Slurm.")
     try:
         claimed = claim_folder(found, key)
     except INPUT_ERRORS as error:

@@ -271,6 +271,10 @@ def test_a_config_error_has_no_traceback_and_exit_code_2(dry, tmp_path):
         (["hydra.run.dir=/proc/here"], ["hydra.run.dir: the directory cannot be created"]),
         (["hydra.run.dir=/proc"], ["hydra.run.dir: the directory cannot be created"]),
         (["-m", "seed=1,2", "hydra.sweep.dir=taken/here"], ["hydra.sweep.dir: the directory"]),
+        (
+            ["-m", "seed=1,2", "hydra/launcher=submitit_slurm"],
+            ["hydra/launcher=submitit_slurm: this"],
+        ),
         (["run.name=${oc.env:NOT_SET}"], ["run.name = ${oc.env:NOT_SET} cannot be resolved"]),
         (
             ["hydra.run.dir=${nowhere.at_all}"],
