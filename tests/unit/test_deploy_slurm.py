@@ -195,5 +195,5 @@ def test_a_planned_job_runs_its_command_with_what_a_requeue_needs(cluster, monke
     assert len({line.partition("=")[0] for line in asked}) == len(asked)  # none twice
     code, output = cluster.run("sbatch", "--nodes=2", "job.sbatch", HYBRIDRL_DOCTOR="off")
     assert code == 0, output
-    resumed = "cluster.nodes=2 resume=auto hydra.run.dir=outputs/my run"
+    resumed = "cluster.nodes=2 resume=auto hydra.run.dir='outputs/my run'"
     assert cluster.noted("main") == f"-m hybridrl.main {resumed}\n"
