@@ -273,10 +273,10 @@ def _unsupported(
     activation = config.get("hidden_act")
     if activation not in (None, "silu") and family.kind not in OTHER_ACTIVATIONS:
         yield "hidden_act", activation, "silu", "vLLM's model has no other"
-    layers = config.get("num_hidden_layers")
-    if config.get("use_sliding_window") and 0 < config.get("max_window_layers", 0) < (layers or 0):
+    layers, first = (config.get(k) or 0 for k in ("num_hidden_layers", "max_window_layers"))
+    if config.get("use_sliding_window") and 0 < first < layers:
         why = "vLLM's model has a window in all layers or in none"
-        yield "max_window_layers", config["max_window_layers"], f"0 or {layers}", why
+        yield "max_window_layers", first, f"0 or {layers}", why
     if family.kind == "qwen2_moe" and config.get("qkv_bias") is False:
         yield "qkv_bias", False, "true", "vLLM's model has these biases"
 
