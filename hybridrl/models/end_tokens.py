@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.command.input_errors import parse_json
-from hybridrl.config.errors import ConfigError
+from hybridrl.models.resolve import read_object
+from hybridrl.models.vocabulary import tokens_by_id
 
 
 def stop_token_ids(folder: Path) -> list[int]:
@@ -24,29 +24,20 @@ def stop_token_ids(folder: Path) -> list[int]:
     token = config.get("eos_token") or _read(folder / "special_tokens_map.json").get("eos_token")
     text = token["content"] if isinstance(token, dict) else token
     if text is not None:
-        named.append(_ids(folder, config).get(text))
+        tokens = _tokens(folder, config)
+        named += [number for number, token in tokens.items() if token == text]
     return sorted({number for number in named if type(number) is int and number >= 0})
 
 
-def _ids(folder: Path, config: dict[str, Any]) -> dict[str, int]:
-    """Return the ids of a tokenizer's tokens; `config` is tokenizer_config.json."""
+def _tokens(folder: Path, config: dict[str, Any]) -> dict[int, str]:
+    """Return a tokenizer's tokens by id; `config` is tokenizer_config.json."""
     tokenizer = _read(folder / "tokenizer.json")
-    vocab = (tokenizer.get("model") or {}).get("vocab") or _read(folder / "vocab.json")
-    if isinstance(vocab, list):  # Unigram's, with scores
-        vocab = {token: number for number, (token, _) in enumerate(vocab)}
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or _read(folder / "vocab.json")
     decoder = config.get("added_tokens_decoder") or {}
-    added = {token["content"]: int(number) for number, token in decoder.items()}
-    added |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
-    return {**vocab, **added}
+    added = {int(number): token["content"] for number, token in decoder.items()}
+    return added | tokens_by_id(vocabulary, tokenizer)
 
 
 def _read(file: Path) -> dict[str, Any]:
     """Return the file's JSON object; {} for an absent file."""
-    if not file.is_file():
-        return {}
-    try:
-        found = parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = str(error.strerror) if isinstance(error, OSError) else f"is {error}"
-        raise ConfigError(f"{file} {reason}") from error
-    return found if isinstance(found, dict) else {}
+    return read_object(file) if file.is_file() else {}

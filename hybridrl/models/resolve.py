@@ -95,15 +95,26 @@ def read_model_config(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file is no JSON object.
     """
-    file = _folder(path, [_CONFIG]) / _CONFIG
     try:
-        config = parse_json(file.read_bytes())
+        return read_object(_folder(path, [_CONFIG]) / _CONFIG)
+    except ConfigError as error:
+        raise ConfigError(f"model.path = {path}: {error.problems[0]}") from error
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object of a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no JSON object.
+    """
+    try:
+        found = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else f"is {error}"
-        raise ConfigError(f"model.path = {path}: {file} {reason}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"model.path = {path}: {file} is not a JSON object")
-    return config
+        raise ConfigError(f"{file} {reason}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return found
 
 
 def is_on_hub(path: str) -> bool:

@@ -1,6 +1,7 @@
 """Check that policy and reward model assign the same token ids."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hybridrl.config.checks.reward_model import (
     OTHER_WAYS,
@@ -56,14 +57,19 @@ def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
         )
     try:
         content = parse_json(file.read_bytes())
-        vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or []
-        # Unigram: a list of [token, log-probability], the id is the place.
-        is_list = isinstance(vocabulary, list)
-        tokens = [token for token, _ in vocabulary] if is_list else vocabulary
-        ids = range(len(vocabulary)) if is_list else vocabulary.values()
-        return dict(zip(ids, tokens, strict=True)) | {one["id"]: one["content"] for one in added}
+        return tokens_by_id(content["model"]["vocab"], content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{key} = {path}: {file} is no tokenizer's ({type(error).__name__}: {error}).\n"
             f"Copy that of the model."
         ) from error
+
+
+def tokens_by_id(vocabulary: Any, tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Return the tokens of a vocabulary and those that tokenizer.json adds to it, by id."""
+    # Unigram: a list of [token, log-probability], the id is the place.
+    is_list = isinstance(vocabulary, list)
+    tokens = [token for token, _ in vocabulary] if is_list else vocabulary
+    ids = range(len(vocabulary)) if is_list else vocabulary.values()
+    added = tokenizer.get("added_tokens") or []
+    return dict(zip(ids, tokens, strict=True)) | {one["id"]: one["content"] for one in added}

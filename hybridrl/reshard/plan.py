@@ -114,9 +114,9 @@ def build_plans(
             checked.append(trace)
     read = {copy.source for trace in checked for copy in trace.copies}
     # An engine reads no head that is tied to its embedding; one of its own would lack weights.
-    read |= {*TIED.values()}
-    unread = [source.name for source in sources if source.name not in read]
-    if any(trace.copies for trace in checked) and unread:
+    known = read | {*TIED.values()}
+    unread = [source.name for source in sources if source.name not in known]
+    if read and unread:
         raise ValueError(f"the rollout engine's model has no place for {', '.join(unread)}")
     never_change = set(frozen)
     parts = [[s for s in sources if (s.name in never_change) is first] for first in (True, False)]

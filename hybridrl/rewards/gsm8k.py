@@ -70,9 +70,10 @@ def strict_answer(text: str) -> Decimal | None:
 
 def last_number(text: str) -> Decimal | None:
     """Return the `strict_answer`, else the last number that is not a power; None without one."""
+    if (answer := strict_answer(text)) is not None:
+        return answer
     matches = deque(_ANY_NUMBER.finditer(_POWER.sub("", text)), maxlen=1)
-    last = _decimal(matches[0]) if matches else None
-    return last if (strict := strict_answer(text)) is None else strict
+    return _decimal(matches[0]) if matches else None
 
 
 def reference_answer(answer: Any) -> Decimal:

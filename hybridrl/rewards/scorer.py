@@ -75,8 +75,10 @@ class RewardScorer(TaskPool):
             RewardProcessError: processes do not start up.
         """
         result = ScoreResult([], [])
-        sent = [item[: self._num_fields] for item in items]
-        found = self._by_prompt(items) if self._is_batched else self.run(sent)
+        if self._is_batched:
+            found = self._by_prompt(items)
+        else:
+            found = self.run([item[: self._num_fields] for item in items])
         for score in found:
             if isinstance(score, Failure):
                 result.scores.append(self._config.failed_score)

@@ -137,8 +137,7 @@ def precompose(
     with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         parsed = _parsed(line.overrides, loader, problems)
-        folders = [] if line.args.config_dir is None else [Path(line.args.config_dir)]
-        composer = _Composer(loader, _search_path(line, parsed), config_dir, folders)
+        composer = _Composer(loader, _search_path(line, parsed), config_dir, line.args.config_dir)
         usable = _usable(parsed, lambda o: composer.problem(o, line.sweeps), problems)
         groups = [o for o in usable if composer.is_group(o) or o.is_hydra_override()]
         cfg = composer.compose(groups, problems)
@@ -229,12 +228,15 @@ def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Composer:
-    """Composer of groups and overrides, by Hydra; `search_path` adds the user's folders."""
+    """Composer of groups and overrides, by Hydra; `search_path` adds the user's folders.
+
+    `builtin` is hybridrl's folder, `own` that of --config-dir.
+    """
 
     loader: ConfigLoader
     search_path: list[str]
     builtin: Path
-    folders: list[Path]
+    own: str | None
 
     def options(self, group: str) -> list[str]:
         """Return the choices of a group; none if there is no such group."""
@@ -248,10 +250,10 @@ class _Composer:
 
     def hidden(self, group: str, choice: Any) -> Path | None:
         """Return the user's file of a choice that hybridrl has, too; Hydra would not read it."""
-        if not (self.builtin / group / f"{choice}.yaml").is_file():
+        file = Path(group, f"{choice}.yaml")
+        if self.own is None or not (self.builtin / file).is_file():
             return None
-        files = (folder / group / f"{choice}.yaml" for folder in self.folders)
-        return next((file for file in files if file.is_file()), None)
+        return own if (own := Path(self.own) / file).is_file() else None
 
     def problem(self, override: Override, sweep: bool) -> str | None:
         """Return the problem of an override that shows without composing."""

@@ -53,8 +53,7 @@ HALVING = 0.02
 MEASURED_TOKENS = 16384
 # Share of a step for sleep and wake-up of vLLM, rewards and scheduling: 7 to 10 % measured.
 OUTSIDE = 0.08
-
-
+# Name of a part.
 EXCHANGE = "exchange of weights and gradients"
 
 

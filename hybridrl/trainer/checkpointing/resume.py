@@ -121,11 +121,12 @@ def find_resume(
         *_listed("other versions", _other_versions(before.versions, versions())),
     ]
     # A later run with partial would train them, however old, or under prompts of other data.
-    of_responses = [change.key for change in changed if change.key in OF_RESPONSES]
-    if state.in_flight and (other_data or of_responses or not in_parts):
-        why = "the training data changed" if other_data else "sync drops them"
-        why = f"{' and '.join(of_responses)} changed" if of_responses else why
-        notes.append(f"{len(state.in_flight)} prompts in flight are not trained: {why}")
+    why = ["the training data changed"] * bool(other_data)
+    why += [f"{change.key} changed" for change in changed if change.key in OF_RESPONSES]
+    why += [] if in_parts else ["sync drops them"]
+    if state.in_flight and why:
+        told = f"{len(state.in_flight)} prompts in flight are not trained"
+        notes.append(f"{told}: {' and '.join(why)}")
         state = replace(state, in_flight=[])
     return Resume(found, state, rows, notes)
 

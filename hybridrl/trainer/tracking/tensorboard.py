@@ -111,13 +111,8 @@ def _last_shown(folder: Path) -> int:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     # Its warnings about files of earlier starts are of no use to the user.
-    logger = logging.getLogger("tensorboard")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        shown = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    shown = EventAccumulator(str(folder), {"scalars": 0}).Reload()
     tags = shown.Tags()["scalars"]
     return max((event.step for tag in tags for event in shown.Scalars(tag)), default=-1)
 
