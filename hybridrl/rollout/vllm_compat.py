@@ -101,6 +101,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
+    ("vllm.model_executor.models.registry", "_run_in_subprocess"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
     ("vllm.model_executor.layers.linear", "LinearMethodBase.apply"),
     ("vllm.distributed.parallel_state", "get_tp_group"),
@@ -232,6 +233,20 @@ def compiled_for_all_batches() -> Iterator[None]:
             return compute_hash(self)
 
     with patch.object(CompilationConfig, "compute_hash", without_sizes):
+        yield
+
+
+@contextmanager
+def models_inspected_here() -> Iterator[None]:
+    """Let vLLM look at a model's class in this process, which imports it anyway.
+
+    It would start another process for this, so that its own would not use CUDA yet. That one
+    imports all of vLLM, which takes 6 s on two quick CPU cores and 19 s on a GPU's host with slow
+    ones, in the first start with each kind of model.
+    """
+    from vllm.model_executor.models import registry
+
+    with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
         yield
 
 

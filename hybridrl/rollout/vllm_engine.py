@@ -130,6 +130,7 @@ class VLLMEngine:
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),
                 vllm_compat.own_class(folder),
                 vllm_compat.compiled_for_all_batches(),
+                vllm_compat.models_inspected_here(),
                 vllm_experts.experts_as_loaded(folder, device_type) as more,
             ):
                 options = engine_options(config, device_type) | more
