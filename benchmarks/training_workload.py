@@ -53,15 +53,16 @@ def draw_lengths(name: str, ranks: int, size: Size) -> torch.Tensor:
     """Tokens of each sequence; both kinds have the same sum.
 
     Raises:
-        ValueError: sequences so long do not fit into micro-batches.
+        ValueError: the lengths do not fit between a prompt's and a micro-batch's.
     """
     num, total = ranks * size.sequences, ranks * size.sequences * size.length
     equal = torch.full((num,), size.length)
     lengths = equal if name == "equal" else _log_normal(num, total, size)
-    if lengths.max() > size.longest:
+    if lengths.max() > size.longest or lengths.min() <= size.prompt:
         raise ValueError(
-            f"{name} lengths of {size.length} tokens on average do not fit into micro-batches of "
-            f"{size.longest}: raise --max-tokens or --ulysses, or measure --lengths equal alone"
+            f"{name} lengths of {size.length} tokens on average do not fit between prompts of "
+            f"{size.prompt} and micro-batches of {size.longest}: raise --max-tokens or --ulysses, "
+            "lower --sigma, or measure --lengths equal alone"
         )
     return lengths
 

@@ -29,11 +29,15 @@ def test_log_normal_lengths_have_the_sum_of_equal_ones(ulysses):
     assert unequal.max() == 16384
 
 
-def test_lengths_that_no_micro_batch_holds_are_named():
+def test_lengths_that_do_not_fit_are_named():
     size = replace(SIZE, sequences=4, length=32768, ulysses=2)
     assert draw_lengths("equal", 2, size).tolist() == [32768] * 8
     with pytest.raises(ValueError, match=r"lognormal lengths of 32768 .* of 32768"):
         draw_lengths("lognormal", 2, size)
+    # Many are not longer than a prompt, so that others would have too few tokens.
+    size = replace(SIZE, sequences=256, length=750, sigma=1.0)
+    with pytest.raises(ValueError, match=r"lognormal lengths of 750 .* prompts of 256"):
+        draw_lengths("lognormal", 1, size)
 
 
 def test_the_plan_is_the_validators_without_the_process(tmp_path):
