@@ -190,8 +190,10 @@ def choose_for_memory(
                 )
             case = case.changed(found)
             if gathered and case.may_stay_gathered():
-                held = gib(case.changed([STAYS_GATHERED]).held())
-                config.hardware.reason += f"; chosen for its speed: {STAYS_GATHERED} ({held} held)"
+                peak = gib(case.changed([STAYS_GATHERED]).peak())
+                config.hardware.reason += (
+                    f"; chosen for its speed: {STAYS_GATHERED} ({peak} at most)"
+                )
                 _set(config, *STAYS_GATHERED)
     for change in found:
         _set(config, *change)

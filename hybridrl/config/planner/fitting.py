@@ -20,7 +20,6 @@ from hybridrl.config.planner.memory import (
     host_parts,
     largest,
     rank_phases,
-    rollout_parts,
     tightest_node,
 )
 from hybridrl.config.planner.model_shape import ModelShape
@@ -33,9 +32,6 @@ LEAST_CACHE = GIB
 # Share of a GPU that chosen settings fill, if some do: torch's allocator keeps 1.14 to 1.18
 # times what tensors take at their peak (benchmarks/RESULTS.md).
 ROOM = 0.86
-# The same with weights that stay gathered after forward: memory that torch keeps over what tensors
-# take at the peak of an update.
-GATHERED_HELD = 1.51
 # GPUs of a full node, and of the largest run.
 NODE_GPUS, MOST_GPUS = 8, 1024
 
@@ -128,24 +124,9 @@ class MemoryCase(NamedTuple):
         engines = engine_problems(self.config)
         return not any(chain(engines, tensor_parallel_problems(self.config, self.shape)))
 
-    def held(self) -> int:
-        """Return the memory that torch and vLLM hold in the largest update, all weights gathered.
-
-        torch keeps `GATHERED_HELD` times what its tensors take, beside vLLM's own memory.
-        """
-        ours = (p.parts for p in self.phases() if p.name.startswith("update"))
-        vllm = rollout_parts(self.config, self.shape, self.gpu.memory_bytes).keys()
-        return max(
-            int(sum(size * (1 if name in vllm else GATHERED_HELD) for name, size in parts.items()))
-            for parts in ours
-        )
-
     def may_stay_gathered(self) -> bool:
         """Return whether several shards exist, and the run fits with weights kept gathered."""
-        kept = self.changed([STAYS_GATHERED])
-        return (
-            self.config.fsdp.shards > 1 and kept.fits(ROOM) and kept.held() <= self.gpu.memory_bytes
-        )
+        return self.config.fsdp.shards > 1 and self.changed([STAYS_GATHERED]).fits(ROOM)
 
     def seconds(self) -> float:
         """Estimate a step."""
