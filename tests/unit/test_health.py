@@ -1,5 +1,6 @@
 """Health checks and rewards of reference answers: what is said, when, and how often."""
 
+import math
 import re
 import time
 from dataclasses import fields, replace
@@ -161,10 +162,12 @@ def test_checks_compare_with_earlier_steps(rows, check, evidence):
 def test_healthy_steps_raise_nothing():
     at_limits = GOOD | {"response/truncated_fraction": 0.75, "reward/mixed_fraction": 0.01}
     first = GOOD | {"actor/kl": 0.0}
+    # Equal rewards, then skipped updates: the policy is still the reference.
+    untrained = [first | {"actor/grad_norm": norm} for norm in (0.0, math.nan)]
     solved = GOOD | {"reward/mean": 0.9, "actor/entropy": 0.01, "eval/accuracy": 0.9}
     again = {"eval/accuracy": 0.8, "eval/ci95": 0.1, "eval/failed": 0.0}
     rest = [again, {}, SLOW | {"eval/accuracy": None}, GOOD | again, SLOW | again]
-    assert found(first, GOOD, at_limits, solved, *rest) == [[]] * 9
+    assert found(*untrained, first, GOOD, at_limits, solved, *rest) == [[]] * 11
 
 
 def test_one_update_a_step_does_not_move_its_own_ratio():

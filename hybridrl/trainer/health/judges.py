@@ -225,9 +225,10 @@ def blind_critic(seen: Seen) -> str | None:
 
 
 def frozen_actor(seen: Seen) -> str | None:
-    """Judge that the policy differs from the reference after it was trained."""
-    divergence = seen.get("actor/kl")
-    if divergence is None or abs(divergence) > seen.limit or not seen.last("actor/lr"):
+    """Judge that the policy differs from the reference after a step with a gradient."""
+    divergence, gradient = seen.get("actor/kl"), seen.last("actor/grad_norm") or 0.0
+    # The norm is NaN if all updates were skipped.
+    if divergence is None or abs(divergence) > seen.limit or not gradient > 0:
         return None
     return "the actor was trained in the step before, and still equals the reference"
 
