@@ -15,6 +15,17 @@ def test_qwen2_5_1_5b_at_4096_tokens():
     assert forward_flops(QWEN_1_5B, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token / 3)
 
 
+def test_attention_costs_what_its_heads_need():
+    """Heads may be wider together than hidden states, as Qwen3's: here twice."""
+    wide = replace(QWEN_1_5B, head_dim=2 * QWEN_1_5B.head_dim)
+    attention = 6 * 28 * (2 * 1536) * 4096
+    assert training_flops(wide, 4096, 1) == pytest.approx(
+        4096 * (6 * wide.parameters + attention), rel=1e-9
+    )
+    in_weights = 4096 * 6 * wide.parameters
+    assert sequence_cost(wide, 4096) == pytest.approx(in_weights + 3 * 4096 * attention, rel=1e-9)
+
+
 def test_a_long_sequence_costs_more_than_its_parts():
     # 6 N + 3 * 6 * 28 * 1536 * 8192 = 9,262,285,824 + 6,341,787,648 per token
     whole, halves = sequence_cost(QWEN_1_5B, 8192), 2 * sequence_cost(QWEN_1_5B, 4096)

@@ -4,7 +4,7 @@ A token costs 6 N operations in the weights and 6 L h S in causal attention, for
 forward alone is a third. Recomputation does not count. In a layer with a window W < S, S is
 2 W - W^2 / S: what its tokens see.
 
-Symbols: N = parameters that a token passes   L = layers   h = hidden size
+Symbols: N = parameters that a token passes   L = layers   h = width of all query heads
          S = mean sequence length
 
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311, with attention halved,
@@ -63,7 +63,7 @@ def training_flops(
         return 0.0
     mean_length = num_tokens / num_sequences
     in_weights = (6 if trains_all else 4) * shape.active_parameters
-    return num_tokens * (in_weights + 6 * shape.hidden * shape.attended(mean_length))
+    return num_tokens * (in_weights + _in_attention(shape, mean_length))
 
 
 def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
@@ -76,8 +76,13 @@ def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
 
     In operations in the weights: 6 N + 6 L h S ATTENTION_TIME per token; S = `num_tokens`.
     """
-    attention = 6 * shape.hidden * shape.attended(num_tokens)
-    return num_tokens * (6 * shape.active_parameters + ATTENTION_TIME * attention)
+    attention = ATTENTION_TIME * _in_attention(shape, num_tokens)
+    return num_tokens * (6 * shape.active_parameters + attention)
+
+
+def _in_attention(shape: ModelShape, length: float) -> float:
+    """Return the operations in attention of one token of a sequence, in all layers: 6 L h S."""
+    return 6 * shape.heads * shape.head_dim * shape.attended(length)
 
 
 def data_sheet(name: str) -> DataSheet | None:
