@@ -31,6 +31,7 @@ from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks, in_chunks, row_ch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
 from hybridrl.trainer.agents.turn_rewards import by_turn, has_turn_rewards
+from hybridrl.trainer.errors import RunStopped
 
 # A block size above that of any batch.
 WHOLE = 2**62
@@ -121,9 +122,10 @@ class AdvantageEstimator:
             rewards: per token, after the KL penalty.
 
         Raises:
-            ValueError: the estimator rejects its input, or an advantage is NaN or infinite.
+            ValueError: the estimator rejects its input.
             WrongReturn: it returned no advantages.
-            RunStopped: it is not defined for rewards of turns, which the batch has.
+            RunStopped: an input or advantage is NaN or infinite, or the estimator is not defined
+                for rewards of turns, which the batch has.
         """
         lengths, several = batch.responses.lengths, batch.episode is not None
         batch = batch.by_episode()
@@ -168,10 +170,13 @@ class AdvantageEstimator:
 
 
 def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Tensor]) -> None:
-    """Raise a ValueError if a field is NaN or infinite on the mask; it names the place."""
+    """Raise RunStopped if a field is NaN or infinite on the mask; it names the place."""
     for name, field in fields.items():
         if isinstance(field, Ragged) and not bool(field.values.sum().isfinite()):
-            check_finite(function, mask.pad(False), **{name: field.pad(0.0)})
+            try:
+                check_finite(function, mask.pad(False), **{name: field.pad(0.0)})
+            except ValueError as error:
+                raise RunStopped(str(error)) from error
 
 
 def value_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridrl.algorithms.masked import masked_mean, on_mask
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import in_chunks
+from hybridrl.trainer.errors import RunStopped
 
 METRICS = (
     "rollout/log_prob_diff_mean",
@@ -17,10 +18,6 @@ METRICS = (
     "rollout/log_prob_diff_worst_engine",
     "rollout/log_prob_diff_max",
 )
-
-
-class RolloutMismatch(RuntimeError):
-    """Log-probs of vLLM and of the trainer differ on the sampled tokens: stale weights."""
 
 
 def check_rollout_log_probs(
@@ -36,7 +33,7 @@ def check_rollout_log_probs(
         index, rollout/log_prob_diff_worst_engine. All are null if no token counts.
 
     Raises:
-        RolloutMismatch: the mean of an engine is above the limit, or NaN.
+        RunStopped: the mean of an engine is above the limit, or NaN: stale weights.
     """
     assert batch.old_log_probs is not None
     if not mask.any():
@@ -51,7 +48,7 @@ def check_rollout_log_probs(
             f"\n  rollout engine {k} ({where(k)}): {mean:.3g} nats per token in the mean"
             for k, mean in wrong.items()
         )
-        raise RolloutMismatch(
+        raise RunStopped(
             f"rollout_log_probs and old_log_probs differ by more than trainer.max_log_prob_diff = "
             f"{limit:g} on {len(wrong)} of {len(means)} rollout engines:{found}\n"
             f"vLLM (weight version {versions}) does not sample from the actor's weights: the run "

@@ -108,11 +108,11 @@ def add_model_scores(
     The reward model's score of a response is on its last token.
 
     Raises:
-        ValueError: a score of the model is NaN or infinite.
+        RunStopped: a score of the model is NaN or infinite.
     """
     scores = per_token.values[per_token.lengths.cumsum(0) - 1].double()
     if wrong := int((~scores.isfinite()).sum()):
-        raise ValueError(
+        raise RunStopped(
             f"the reward model scored {wrong} of {len(scores)} responses NaN or infinite; "
             f"try fsdp.param_dtype=float32, or another checkpoint"
         )

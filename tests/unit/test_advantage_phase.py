@@ -11,6 +11,7 @@ from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, SETTINGS, TENSORS, e
 from hybridrl.config.sections.algorithm import AlgorithmConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.trainer.advantage import AdvantageEstimator, value_metrics
+from hybridrl.trainer.errors import RunStopped
 from tests.batches import batch_of
 from tests.run_configs import run_config
 
@@ -114,7 +115,7 @@ def not_finite(rewards):
 
 def test_advantages_that_are_not_finite_stop_the_run():
     message = r"policy loss after .*\.not_finite needs finite advantages; 4 of 4"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RunStopped, match=message):
         AdvantageEstimator(config(f"{__name__}.not_finite")).estimate(scored(), scored().scores)
 
 

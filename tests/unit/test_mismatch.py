@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.mismatch import (
-    RolloutMismatch,
     adapter_share,
     check_rollout_log_probs,
     current_tokens,
@@ -45,12 +45,12 @@ def test_mean_and_maximum_hand_worked():
 
 def test_stale_weights_stop_the_run_and_are_named():
     batch = batch_with([-1.0, -2.0, -3.0], [-1.0, -2.25, -2.5])
-    with pytest.raises(RolloutMismatch, match=r"0\.25 nats(?s:.*)weight version 0"):
+    with pytest.raises(RunStopped, match=r"0\.25 nats(?s:.*)weight version 0"):
         check(batch, limit=0.2)
 
 
 def test_nan_is_no_agreement():
-    with pytest.raises(RolloutMismatch, match="nan nats"):
+    with pytest.raises(RunStopped, match="nan nats"):
         check(batch_with([-1.0, -2.0, -3.0], [-1.0, math.nan, -3.0]), limit=0.5)
 
 
@@ -73,7 +73,7 @@ def test_one_of_many_engines_off_by_a_nat_is_named_with_its_ranks():
     batch = replace(batch, engine=torch.arange(128).flip(0)).adding(
         old_log_probs=batch.responses.like(batch.rollout_log_probs.values - off)
     )
-    with pytest.raises(RolloutMismatch, match=r"on 1 of 128 rollout engines") as caught:
+    with pytest.raises(RunStopped, match=r"on 1 of 128 rollout engines") as caught:
         check(batch, limit=0.1)
     (named,) = re.findall(r"engine (\d+) \((.*)\): ([\d.]+) nats", str(caught.value))
     assert named == ("57", "rank 114", "1")

@@ -13,6 +13,7 @@ from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.models.vocabulary import read_vocabulary, vocabulary_problems
 from hybridrl.rewards.none import score
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.rewarding import Rewarded, add_model_scores
 from hybridrl.trainer.tracking.header import header_lines
 from tests.role_configs import fsdp_config, reward_model_config
@@ -36,7 +37,7 @@ def test_scores_are_added_with_their_weight():
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_ends_the_run(wrong):
-    with pytest.raises(ValueError, match="scored 1 of 2 responses NaN or infinite"):
+    with pytest.raises(RunStopped, match="scored 1 of 2 responses NaN or infinite"):
         add_model_scores(Rewarded(["a", "b"], [1.0, 0.0], []), model_scores(wrong, 1.0), 1.0)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.trainer.advantage import AdvantageEstimator
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.trial import toy_batch, try_estimator, try_loss
 from tests.run_configs import run_config
 
@@ -83,7 +84,7 @@ def test_an_estimators_wrong_result_is_named_with_what_is_expected(function, ret
 
 
 def test_a_group_without_mixed_rewards_is_part_of_the_trial():
-    with pytest.raises(ValueError, match="needs finite advantages"):
+    with pytest.raises(RunStopped, match="needs finite advantages"):
         tried(unmixed)
 
 
