@@ -164,7 +164,8 @@ class RolloutBatch:
         environment_failures: [B] int64, index of the reason, from 1, for which the environment
             failed and the conversation ended; 0 otherwise.
         turn_rewards: ragged float32, parts of environment_rewards on the last tokens of turns.
-        scores: ragged float32, reward before the KL penalty; an outcome is on the last token.
+        scores: ragged float32, reward before the KL penalty; an outcome is on the token
+            `last_sampled` of its episode.
         old_log_probs: ragged float32, the actor's, before this step's updates.
         ref_log_probs: ragged float32, the frozen reference's.
         values: ragged float32, the critic's, before this step's updates.
@@ -228,6 +229,16 @@ class RolloutBatch:
         if self.episode is None:
             return torch.arange(len(self))
         return self.episode.unique_consecutive(return_counts=True)[1].cumsum(0) - 1
+
+    @property
+    def last_sampled(self) -> Tensor:
+        """[B] int64: index of each response's last sampled token; of its last if there is none."""
+        lasts, rows = self.responses.lengths.cumsum(0) - 1, self.response_mask.rows()
+        for row in (~self.response_mask.values[lasts]).nonzero().flatten().tolist():
+            sampled = rows[row].nonzero()
+            if len(sampled):
+                lasts[row] -= len(rows[row]) - 1 - int(sampled[-1])
+        return lasts
 
     def by_episode(self) -> "RolloutBatch":
         """Return this batch with the tokens of each episode as one response, in the same order.

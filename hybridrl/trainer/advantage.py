@@ -140,8 +140,10 @@ class AdvantageEstimator:
         known = vars(batch) | {"rewards": rewards, "loss_mask": batch.counted}
         inputs = {name: known[name] for name in (*self._tensors, "response_mask")}
         if several:
-            # An episode's reward counts even if its last token is not the policy's.
-            inputs["response_mask"] = _with_last(batch.response_mask)
+            # An episode's reward counts even if no token is the policy's.
+            mask = batch.response_mask.values.clone()
+            mask[batch.last_sampled] = True
+            inputs["response_mask"] = batch.response_mask.like(mask)
         _check_finite(self._name, batch.response_mask, inputs)
         estimates = list(self._by_block(blocks, inputs))
         advantages = [estimate.advantages for estimate in estimates]
@@ -259,10 +261,3 @@ def _selected(batch: RolloutBatch, select: partial[Tensor]) -> tuple[Ragged, flo
         return batch.counted, 0.0
     covariance = covariances(batch.old_log_probs.values, batch.advantages.values, mask)
     return batch.responses.like(select(covariance, mask)), float(covariance.max())
-
-
-def _with_last(mask: Ragged) -> Ragged:
-    """Return a mask that is also true on the last token of each row."""
-    values = mask.values.clone()
-    values[mask.lengths.cumsum(0) - 1] = True
-    return mask.like(values)

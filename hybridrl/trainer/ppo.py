@@ -149,8 +149,7 @@ class PPOTrainer(TrainingLoop):
     def token_scores(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
         """Place outcome rewards on the last tokens of episodes, rewards of turns on theirs."""
         episodes, last = sampled.batch.by_episode(), sampled.batch.last_of_episodes
-        responses = episodes.responses
-        penalty = overlong_shaping(self.config, responses.lengths)
+        penalty = overlong_shaping(self.config, episodes.responses.lengths)
         outcome = torch.tensor(rewarded.scores)[last] + penalty
         prompts = [sampled.prompts[row] for row in last.tolist()]
         self.metrics |= outcome_metrics(prompts, outcome, penalty)
@@ -165,9 +164,9 @@ class PPOTrainer(TrainingLoop):
         self.scored = sampled.prompts, sampled.batch, rewarded
         if self.callbacks:
             call_each(self.callbacks, "on_samples", self, step, self.samples)
-        scores = outcome_on_last_token(outcome, responses)
+        scores = outcome_on_last_token(outcome, episodes)
         if episodes.turn_rewards is not None:
-            scores = with_turn_rewards(scores, episodes.turn_rewards)
+            scores = with_turn_rewards(scores, episodes)
         return sampled.batch.responses.like(scores.values)
 
     def forward(self, sampled: Sampled, step: int) -> ScheduledBatch:

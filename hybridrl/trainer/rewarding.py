@@ -162,11 +162,12 @@ def outcome_metrics(
     }
 
 
-def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
-    """Place each outcome on the last token of its response; other tokens score 0."""
+def outcome_on_last_token(outcomes: Tensor, batch: RolloutBatch) -> Ragged:
+    """Place each outcome on the last sampled token of its response; other tokens score 0."""
+    responses = batch.responses
     assert (responses.lengths > 0).all(), "a response has at least its end token"
     scores = torch.zeros(len(responses.values), dtype=torch.float32)
-    scores[responses.lengths.cumsum(0) - 1] = outcomes.float()
+    scores[batch.last_sampled] = outcomes.float()
     return responses.like(scores)
 
 

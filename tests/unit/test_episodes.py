@@ -37,7 +37,7 @@ def batch(mask: list[int] | None = None) -> RolloutBatch:
 
 def advantages(of: RolloutBatch, name: str) -> list[list[float]]:
     config = run_config(f"algorithm={name}").algorithm
-    scores = outcome_on_last_token(torch.tensor(REWARDS), of.by_episode().responses)
+    scores = outcome_on_last_token(torch.tensor(REWARDS), of.by_episode())
     found = AdvantageEstimator(config).estimate(of, of.responses.like(scores.values))["advantages"]
     assert torch.equal(found.lengths, of.responses.lengths)
     return [row.tolist() for row in found.rows()]
@@ -64,6 +64,23 @@ def test_an_episode_whose_last_token_is_not_trained_keeps_its_reward():
     one = batch(mask=[0, 1])  # both tokens of the first episode
     rows = advantages(one, "rloo")
     torch.testing.assert_close(torch.tensor(rows[4]), torch.full((3,), 2 / 3))
+
+
+def test_a_value_that_is_not_trained_changes_no_advantage():
+    """The second episode's rows have 3, 4 and 2 tokens; the last two are of other sampling."""
+    of = batch(mask=[9, 10])
+    config = run_config("algorithm.lam=0.5", "algorithm.whiten_advantages=false").algorithm
+    found = []
+    for untrained in (0.0, 9.0):
+        values = of.response_mask.values.logical_not() * untrained
+        scored = outcome_on_last_token(1.0 - torch.tensor(REWARDS), of.by_episode())
+        rewards = of.responses.like(scored.values)
+        of = of.adding(values=of.responses.like(values))
+        estimated = AdvantageEstimator(config).estimate(of, rewards)
+        # The outcome 1 is on the last trained token: 1, 1/2, 1/4, ... back from there.
+        assert estimated["advantages"].rows()[2].tolist() == [0.125, 0.25, 0.5, 1.0]
+        found.append(estimated["returns"].values[of.response_mask.values])
+    assert torch.equal(*found)
 
 
 def test_an_episode_is_in_one_mini_batch():

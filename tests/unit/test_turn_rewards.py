@@ -49,8 +49,8 @@ def estimator(*overrides: str) -> AdvantageEstimator:
 def advantages(of: RolloutBatch, *overrides: str) -> list[list[float]]:
     """Advantages of the sampled tokens of each row."""
     whole, last = of.by_episode(), of.last_of_episodes
-    scores = outcome_on_last_token(of.environment_rewards[last], whole.responses)
-    scores = with_turn_rewards(scores, whole.turn_rewards)
+    scores = outcome_on_last_token(of.environment_rewards[last], whole)
+    scores = with_turn_rewards(scores, whole)
     rewards = of.responses.like(scores.values)
     found = estimator(*overrides).estimate(of, rewards)["advantages"]
     rows = zip(found.rows(), of.response_mask.rows(), strict=True)

@@ -76,14 +76,11 @@ def has_turn_rewards(batch: RolloutBatch) -> bool:
     return batch.turn_rewards is not None and bool(batch.turn_rewards.values.any())
 
 
-def with_turn_rewards(scores: Ragged, turn_rewards: Ragged) -> Ragged:
-    """Move the rewards of turns, which the score of each episode includes, to their tokens.
-
-    Both have one row per episode.
-    """
-    values = scores.values + turn_rewards.values
-    ends = scores.lengths.cumsum(0) - 1
-    values[ends] -= torch.stack([row.sum() for row in turn_rewards.rows()])
+def with_turn_rewards(scores: Ragged, episodes: RolloutBatch) -> Ragged:
+    """Move the rewards of turns, which the score of each episode includes, to their tokens."""
+    assert episodes.turn_rewards is not None
+    values = scores.values + episodes.turn_rewards.values
+    values[episodes.last_sampled] -= torch.stack([r.sum() for r in episodes.turn_rewards.rows()])
     return scores.like(values)
 
 
@@ -92,7 +89,7 @@ def by_turn(
 ) -> tuple[RolloutBatch, Ragged]:
     """Return a batch of episodes with each turn as a response, and its reward-to-go.
 
-    A turn has the tokens before it, too. The reward-to-go is on its last token.
+    A turn has the tokens before it, too. The reward-to-go is on its last sampled token.
 
     Args:
         estimator: as algorithm.advantage.
@@ -114,9 +111,9 @@ def by_turn(
     sums = rewards.values.double().cumsum(0)
     to_go = sums[last] - sums[starts] + rewards.values[starts]
     lengths = ends.diff(prepend=ends.new_tensor([-1]))
-    values = torch.zeros_like(rewards.values)
-    values[ends] = to_go.to(values.dtype)
-    return batch.with_rows(lengths, rows), Ragged(values, lengths)
+    turns, values = batch.with_rows(lengths, rows), torch.zeros_like(rewards.values)
+    values[turns.last_sampled] = to_go.to(values.dtype)
+    return turns, Ragged(values, lengths)
 
 
 def _turns(mask: Ragged, sequences: Tensor) -> tuple[Tensor, Tensor]:
