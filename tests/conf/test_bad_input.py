@@ -179,6 +179,10 @@ ONE_PROBLEM = [
         ["cluster.gpus_per_node=6", "fsdp.ulysses_size=2", "actor.mini_batch_size=256"],
         ["256 does not divide over 3 groups of fsdp.ulysses_size = 2", "multiple of 3"],
     ),
+    (
+        ["trainer.critic_warmup_steps=5", "actor.optim.warmup_steps=5"],
+        ["actor.optim.warmup_steps", "no effect", "critic_warmup_steps = 5, steps in which"],
+    ),
     (["critic.optim.min_lr_ratio=0.1"], ["critic.optim.min_lr_ratio", "schedule = constant"]),
     (["tracking.mlflow_uri=http://x"], ["tracking.mlflow_uri", "pip install mlflow"]),
     (["actor.worker=nowhere.MyActor"], ["actor.worker = nowhere.MyActor", "importing nowhere"]),

@@ -87,6 +87,16 @@ RULES = (
         ", which needs no critic",
         "set algorithm=ppo",
     ),
+    Idle(
+        "actor.optim.warmup_steps",
+        "trainer.critic_warmup_steps",
+        lambda config: (
+            uses_critic(config)
+            and 0 < config.actor.optim.warmup_steps <= config.trainer.critic_warmup_steps
+        ),
+        ", steps in which the actor is not trained",
+        "raise it above trainer.critic_warmup_steps",
+    ),
     Idle("actor.optim.min_lr_ratio", "actor.optim.schedule", "constant"),
     Idle("critic.optim.min_lr_ratio", "critic.optim.schedule", "constant"),
     Idle(
