@@ -280,13 +280,17 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
         assert "final/  metrics.jsonl" in text
 
 
-def test_summary_explains_its_numbers_and_names_the_next_commands(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("steps", "more"), [(40, " trainer.total_steps=80"), (2, "")])
+def test_summary_explains_its_numbers_and_names_the_next_commands(
+    tmp_path, monkeypatch, steps, more
+):
+    """The run has 40 steps; a callback may stop it before."""
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "outputs" / "my run"
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     suffixes = ("", "_flexible", "_greedy", "_seen", "_unseen", "_steps")
     accuracies = {f"eval/accuracy{suffix}": 0.5 for suffix in suffixes}
-    rows = [STEP | {"step": step} | accuracies for step in (0, 2)]
+    rows = [STEP | {"step": step} | accuracies for step in (0, steps)]
     console, file = screen(terminal=False)
     console.summary(rows, 0, run)
     text = file.getvalue()
@@ -298,7 +302,7 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(tmp_path, monk
     assert next_lines == [
         "hybridrl eval 'outputs/my run'",
         "hybridrl export 'outputs/my run' my_model",
-        "hybridrl resume 'outputs/my run' trainer.total_steps=4",
+        f"hybridrl resume 'outputs/my run'{more}",
     ]
 
 

@@ -152,7 +152,7 @@ class RunConsole:
             ("directory", str(run_dir)),
             ("files", _files(run_dir)),
             ("columns", legend(rows, self.console.width if self.console.is_terminal else None)),
-            ("next", "\n".join(_next_commands(run_dir, steps))),
+            ("next", "\n".join(_next_commands(run_dir, steps, self._total))),
         ]
         self.header("done", [line for line in lines if line[1]])
 
@@ -199,8 +199,8 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
     return table
 
 
-def _next_commands(run_dir: Path, steps: int) -> list[str]:
-    """Return commands that go on with a finished run of so many steps."""
+def _next_commands(run_dir: Path, steps: int, total: int) -> list[str]:
+    """Return commands that go on with a run that ended after `steps` of `total` steps."""
     path = os.path.relpath(run_dir) if Path.cwd() in run_dir.parents else str(run_dir)
     run = shlex.quote(path)
     if not steps_in(checkpoints_folder(run_dir)):
@@ -208,7 +208,7 @@ def _next_commands(run_dir: Path, steps: int) -> list[str]:
     return [
         f"hybridrl eval {run}",
         f"hybridrl export {run} my_model",
-        f"hybridrl resume {run} trainer.total_steps={2 * steps}",
+        f"hybridrl resume {run}" + f" trainer.total_steps={2 * steps}" * (steps >= total),
     ]
 
 
