@@ -233,7 +233,7 @@ class TrainingLoop:
 
     def evaluate(self, step: int) -> None:
         """Measure the held-out accuracy of the weights that vLLM holds."""
-        is_end = step in (0, self.config.trainer.total_steps)
+        is_end = step in (0, self.config.trainer.total_steps) or self.is_stopped
         with self.phases.section("evaluate"):
             self.metrics |= self.evaluator.evaluate(step, self.generate, is_end=is_end)
             self.engine.end_evaluation()

@@ -87,11 +87,12 @@ def test_ctrl_c_closes_a_trainer(tmp_path):
 def test_callbacks_of_the_config_work_on_the_command_line(tmp_path):
     """The run ends after the step in which one asks for it, with a last evaluation."""
     callback = "tests.end_to_end.from_python.StopsAtOnce"
-    with started(tmp_path, *SMALL, f"trainer.callbacks=[{callback}]") as run:
+    with started(tmp_path, *SMALL, "eval.samples=2", f"trainer.callbacks=[{callback}]") as run:
         run.ended()
     rows = run.metrics()
     assert [row["step"] for row in rows] == [0, 1]
-    assert rows[1]["eval/accuracy"] is not None and (tmp_path / "final" / "config.json").exists()
+    assert rows[1]["eval/accuracy"] <= rows[1]["eval/accuracy_best_of_2"]
+    assert (tmp_path / "final" / "config.json").exists()
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000001"]
 
 
