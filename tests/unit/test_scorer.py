@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.processes.pool import MAX_LOGGED_CAUSES
-from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcessError
+from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcess, RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from tests.unit.scorers import is_gone, reward_scorer, wait_for
 
@@ -230,6 +231,21 @@ def test_processes_of_a_reward_end_with_it(tmp_path, hides, then):
     assert result.scores == [1.0 if then == "good" else FAILED]
     (left,) = json.loads(Path(example["file"]).read_text())
     assert wait_for(lambda: is_gone(left))
+
+
+def test_a_signal_while_processes_start_leaves_neither_them_nor_their_thread(monkeypatch):
+    started = []
+
+    def start(setup):
+        if started:
+            raise KeyboardInterrupt
+        started.append(RewardProcess(setup))
+        return started[0]
+
+    monkeypatch.setattr("hybridrl.rewards.processes.pool.RewardProcess", start)
+    with pytest.raises(KeyboardInterrupt):
+        scorer("length")
+    assert not any(thread.name.startswith("start reward") for thread in threading.enumerate())
 
 
 def test_an_interrupted_call_leaves_the_scorer_usable():

@@ -82,16 +82,18 @@ class TaskPool:
         self._waiting: deque[Indexed] = deque()  # items without a process
         self._suspects: deque[Indexed] = deque()  # items to be computed alone
         self._results: dict[int, Any] = {}
-        withheld = sorted(os.environ.keys() - environment_for(setup.args).keys())
-        if withheld:
-            _logger.info(
-                "%s processes start without %s; name a variable in the arguments to pass it on",
-                what,
-                ", ".join(withheld),
-            )
+        if withheld := ", ".join(sorted(os.environ.keys() - environment_for(setup.args).keys())):
+            text = "%s processes start without %s; name a variable in the arguments to pass it on"
+            _logger.info(text, what, withheld)
         # The kernel ends processes with the thread that started them; `run` may be in any thread.
         self._starter = ThreadPoolExecutor(1, f"start {what}")
-        self._processes = [self._start() for _ in range(count)]
+        self._processes: list[RewardProcess] = []
+        try:
+            for _ in range(count):
+                self._processes.append(self._start())
+        except BaseException:  # a signal: Python would wait for the thread at its end, for ever
+            self.close()
+            raise
 
     def run(self, items: Sequence[Any]) -> list[Any]:
         """Return the value or `Failure` of each item, in order.
