@@ -43,7 +43,14 @@ from hybridrl.app.process import (
     set_up_process,
     show_problems,
 )
-from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, read_results, show_results
+from hybridrl.app.runs import RESULT_FILE, run_at
+from hybridrl.app.sweep import (
+    NOT_BEGUN_FILE,
+    SWEEP_CONFIG,
+    JobResult,
+    read_results,
+    show_results,
+)
 from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import (
@@ -102,10 +109,11 @@ def main() -> None:
             if end.code == EXIT_CONFIG and claimed is not None:
                 claimed.release(".hydra", "main.log")
             raise
-        if claimed is not None and line.sweeps:
-            assert found is not None and found.cfg is not None
-            results = read_results(claimed.folder, start)
-            _end_sweep(claimed, results, reports=is_on(found.cfg, REPORT))
+        except KeyboardInterrupt:
+            _end_sweep(line, found, claimed, start)
+            raise
+        if _end_sweep(line, found, claimed, start):
+            sys.exit(EXIT_FAILED)
 
 
 def _call_hydra(line: CommandLine, checked: Checked | None) -> None:
@@ -116,16 +124,21 @@ def _call_hydra(line: CommandLine, checked: Checked | None) -> None:
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(task)()
 
 
-def _end_sweep(claimed: Claim, results: list[JobResult], *, reports: bool) -> None:
-    """Print the results of a sweep; exits if a job has failed. Of dry runs no folder is left."""
+def _end_sweep(
+    line: CommandLine, found: Precomposed | None, claimed: Claim | None, start: float
+) -> bool:
+    """Print a sweep's results; return True if a job has failed. Of dry runs no folder is left."""
+    if claimed is None or not line.sweeps:
+        return False
+    assert found is not None and found.cfg is not None
+    results = read_results(claimed.folder, start)
     is_dry = bool(claimed.made and results) and all(one.status == "dry" for one in results)
     show_results(None if is_dry else claimed.folder, results)
     if is_dry:
         claimed.release(*os.listdir(claimed.folder))
-    elif reports:
+    elif is_on(found.cfg, REPORT):
         write_at_end(claimed.folder)
-    if any(result.status == "failed" for result in results):
-        sys.exit(EXIT_FAILED)
+    return any(result.status == "failed" for result in results)
 
 
 def job(cfg: DictConfig, checked: Checked | None) -> float | None:
@@ -134,15 +147,19 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
     Returns the final eval/accuracy; None without one, which Optuna takes for a failed trial.
     """
     start = time.time()
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    earlier = run_at(folder)
     secrets = config_secrets(cfg)
     hide_in_files(_written_by_hydra(), secrets)
     guard_logging(secrets)
 
     def end(status: str, metric: float | None = None, error: str = "") -> None:
-        error = without_secrets(error, secrets)
-        _write_result(status, metric, error, seconds=time.time() - start)
+        # A dry or refused job of a sweep leaves the result of a run that is there.
+        is_other = _in_sweep() and earlier is not None and run_at(folder) == earlier
+        result = _result(status, metric, without_secrets(error, secrets), time.time() - start)
+        result.write(NOT_BEGUN_FILE if is_other else RESULT_FILE)
         if is_on(cfg, REPORT):
-            write_at_end(Path(HydraConfig.get().runtime.output_dir))
+            write_at_end(folder)
 
     try:
         metric = run(cfg, checked)
@@ -160,14 +177,15 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
     except KeyboardInterrupt as error:  # also Interrupted, which Ray may reduce to it
         stopped = preemption_behind(error) or error
         if isinstance(stopped, Interrupted) and not stopped.how_to_resume:
-            stopped.how_to_resume = _how_to_resume(Path(HydraConfig.get().runtime.output_dir))
+            stopped.how_to_resume = _how_to_resume(folder)
         end("stopped", error=str(stopped))
         raise
     else:
         known = metric if math.isfinite(metric) else None
         end("dry" if is_on(cfg, DRY) else "ok", known)
         return known
-    if _in_sweep() or code == EXIT_FAILED:  # nothing is left of a refused run
+    # Nothing is left of a run that was refused before it began.
+    if _in_sweep() or code == EXIT_FAILED or run_at(folder) != earlier:
         end("failed", error=error_text)
     if not _in_sweep():
         sys.exit(code)
@@ -181,10 +199,10 @@ def _how_to_resume(run_dir: Path) -> str:
     return "; there is no checkpoint to resume from"
 
 
-def _write_result(status: str, metric: float | None, error: str, *, seconds: float) -> None:
-    """Write how a run or a job ended, for the table of its sweep and for `hybridrl runs`."""
+def _result(status: str, metric: float | None, error: str, seconds: float) -> JobResult:
+    """Return how a run or a job ended, for the table of its sweep and for `hybridrl runs`."""
     state = HydraConfig.get()
-    JobResult(
+    return JobResult(
         job=int(state.job.num) if _in_sweep() else 0,
         overrides=[argument_without_secret(override) for override in _task_overrides()],
         status=status,
@@ -192,7 +210,7 @@ def _write_result(status: str, metric: float | None, error: str, *, seconds: flo
         seconds=seconds,
         directory=state.runtime.output_dir,
         error=error.splitlines()[0] if error else "",
-    ).write()
+    )
 
 
 def _in_sweep() -> bool:

@@ -21,7 +21,7 @@ from hybridrl.app.before_start import compose_line, examine
 from hybridrl.app.folders import directory, template, whole_config
 from hybridrl.app.launch import Prepared, running, train_with_restarts
 from hybridrl.app.process import set_up_process
-from hybridrl.app.runs import progress
+from hybridrl.app.runs import progress, run_at
 from hybridrl.app.sweep import JobResult
 from hybridrl.config.checks.checkpoint import auto_problem
 from hybridrl.config.command.command_line import RUN_DIR, Precomposed, parse_argv, quoted
@@ -243,14 +243,15 @@ def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
 
 @contextmanager
 def _recorded(run: _Run) -> Iterator[None]:
-    """Write how the run ends, for `hybridrl runs`, and its report; nothing of a refused one."""
+    """Write how the run ends, for `hybridrl runs`, and its report; nothing if it has not begun."""
     assert run.prepared is not None
     start, status, error = time.time(), "failed", ""
+    earlier = run_at(run.folder)
     try:
         yield
         status = "ok"
     except ConfigError:
-        status = ""
+        status = "" if run_at(run.folder) == earlier else "failed"
         raise
     except KeyboardInterrupt as stopped:  # also Interrupted
         status, error = "stopped", str(preemption_behind(stopped) or stopped)

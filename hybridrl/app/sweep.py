@@ -26,6 +26,8 @@ SWEEP_FILE = "sweep.json"
 SWEEP_CONFIG = "multirun.yaml"
 # Written by Hydra into a job's directory at its start.
 JOB_OVERRIDES = ".hydra/overrides.yaml"
+# Result of a job that has not begun, in a folder with an earlier run.
+NOT_BEGUN_FILE = "not_begun.json"
 # Number of a job with an unknown number.
 UNKNOWN_JOB = -1
 
@@ -54,13 +56,17 @@ class JobResult:
     reward: float | None = None
     kl: float | None = None
 
-    def write(self) -> None:
-        """Write result.json, with the run's last metrics, to its directory; logs a disk error."""
-        path = Path(self.directory) / RESULT_FILE
-        known = progress(path.parent)
-        numbers = {"ci95": known.ci95, "reward": known.reward, "kl": known.kl}
+    def write(self, name: str = RESULT_FILE) -> None:
+        """Write a file, result.json with the run's last metrics, to its directory.
+
+        Logs a disk error.
+        """
+        path = Path(self.directory) / name
+        known, numbers = progress(path.parent), {}
+        if name == RESULT_FILE and known.step is not None:
+            numbers = {"ci95": known.ci95, "reward": known.reward, "kl": known.kl}
         try:
-            _write(path, asdict(self) | (numbers if known.step is not None else {}))
+            _write(path, asdict(self) | numbers)
         except OSError as error:
             log.error("%s could not be written: %s; a sweep counts it as failed", path, error)
 
@@ -87,7 +93,8 @@ def read_results(directory: Path, since: float) -> list[JobResult]:
 
     A job without a readable result has failed.
     """
-    files = _written(directory.rglob(RESULT_FILE), since)
+    names = (RESULT_FILE, NOT_BEGUN_FILE)
+    files = [file for name in names for file in _written(directory.rglob(name), since)]
     jobs = {file.parent.parent for file in _written(directory.rglob(JOB_OVERRIDES), since)}
     # A full disk may leave only the folder, and hydra.output_subdir moves the overrides.
     numbered = (path for path in directory.glob("*") if path.name.isdigit())
@@ -108,7 +115,7 @@ def _read(file: Path) -> JobResult:
     try:
         return JobResult(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        return _failed(file.parent, f"{RESULT_FILE} cannot be read: {error}")
+        return _failed(file.parent, f"{file.name} cannot be read: {error}")
 
 
 def _failed(folder: Path, reason: str) -> JobResult:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybridrl.app.runs import run_at, state_of
 from tests.unit.deploy_stubs import IN_CI
+from tests.unit.test_runs import make_run
 
 EXTRA = "pip install 'hybridrl[sweeps]'"
 DRY = ["+recipe=gsm8k_grpo", "hardware=cpu", "run.dry=true", "-m"]
@@ -18,13 +20,35 @@ OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_j
 
 def swept(folder: Path, *arguments: str) -> list[dict]:
     """The results of a sweep's jobs, in their order; its folder is kept, as it was there before."""
-    (folder / "here").mkdir()
+    (folder / "here").mkdir(exist_ok=True)
     call = [sys.executable, "-m", "hybridrl.main", *DRY, "hydra.sweep.dir=here", *arguments]
     done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Sweep, best first" in done.stdout and "setup plugin" not in done.stdout
     results = json.loads((folder / "here" / "sweep.json").read_text())
     return sorted(results, key=lambda job: job["job"])
+
+
+def ended(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The end of main on the CPU with parts replaced by code."""
+    script = folder / "script.py"
+    script.write_text(
+        "import os\nfrom pathlib import Path\nimport hybridrl.main as main\n"
+        "from hybridrl.config.errors import ConfigError\n"
+        f"from tests.unit.test_runs import make_run\n{code}main.main()\n"
+    )
+    call = [sys.executable, str(script), "+recipe=gsm8k_grpo", "hardware=cpu", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    return subprocess.run(
+        call, cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def state_in(folder: Path) -> str:
+    """The state of a run on disk."""
+    run = run_at(folder)
+    assert run is not None
+    return state_of(run)
 
 
 def value(job: dict, key: str) -> str:
@@ -78,3 +102,42 @@ def test_jobs_at_once_have_folders_of_their_own(tmp_path, launcher):
     assert [value(job, "seed") for job in jobs] == ["1", "2"]
     assert len({job["directory"] for job in jobs}) == 2
     assert all(os.path.isfile(f"{job['directory']}/.hydra/config.yaml") for job in jobs)
+
+
+def test_a_job_that_does_not_begin_leaves_the_result_of_the_run_in_its_folder(tmp_path):
+    run = make_run(tmp_path / "here" / "0", status="ok")
+    os.utime(run / "result.json", (1, 1))
+    (job,) = swept(tmp_path, "seed=1")
+    assert (job["status"], job["reward"]) == ("dry", None)
+    assert state_in(run) == "finished"
+
+
+def test_a_sweep_that_is_interrupted_ends_with_its_table_and_report(tmp_path):
+    done = ended(
+        tmp_path,
+        "def run(cfg, _):\n"
+        "    if cfg.seed == 2:\n"
+        "        os.kill(os.getpid(), 15)\n"
+        "    make_run(Path('here/0'))\n"
+        "    return 0.5\n"
+        "main.run = run\n",
+        *("-m", "seed=1,2,3", "hydra.sweep.dir=here"),
+    )
+    assert done.returncode == 143 and "Stopped by SIGTERM" in done.stderr
+    rows = json.loads((tmp_path / "here" / "sweep.json").read_text())
+    assert [(row["job"], row["status"]) for row in rows] == [(0, "ok"), (1, "stopped")]
+    assert (tmp_path / "here" / "report.html").is_file()
+
+
+def test_a_run_that_its_workers_refuse_has_failed(tmp_path):
+    """It was not killed: its directory has a manifest, and the result says how it ended."""
+    done = ended(
+        tmp_path,
+        "def run(cfg, _):\n"
+        "    make_run(Path('here'))\n"
+        "    raise ConfigError('actor.x = 1: too large')\n"
+        "main.run = run\n",
+        "hydra.run.dir=here",
+    )
+    assert done.returncode == 2 and "actor.x = 1: too large" in done.stderr
+    assert state_in(tmp_path / "here") == "failed"
