@@ -242,8 +242,11 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     on_one_machine = len({node.host for node in alive}) == 1 and len(alive) >= wanted
     found = [ok("ray.port", "all", f"{version} at {address}")]
     for node in alive:
-        if wanted > 1 and not on_one_machine and is_loopback(node.address):
-            evidence = f"{node.host} is known in the cluster by {node.address}, a loopback address"
+        kind = "" if is_ip(node.address) else "a name"
+        if not kind and wanted > 1 and not on_one_machine and is_loopback(node.address):
+            kind = "a loopback address"
+        if kind:
+            evidence = f"{node.host} is known in the cluster by {node.address}, {kind}"
             advice = LOOPBACK_ADVICE.format(port=port)
             found.append(fail("ray.loopback", node.host, evidence, advice))
     return [*found, _judge_nodes(view, address, wanted)]

@@ -27,6 +27,7 @@ from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
+from hybridrl.controller.rendezvous import is_ip
 from hybridrl.controller.signals import shielded, signal_guard
 from hybridrl.controller.watch.janitor import Janitor
 from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
@@ -148,6 +149,13 @@ def _join(environment: Mapping[str, str]) -> None:
         ) from error
     except (ConnectionError, ValueError, RuntimeError, RaySystemError) as error:
         raise _no_cluster(address, error) from error
+    known = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if names := sorted(name for name in known if not is_ip(name)):
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: the cluster knows nodes by names: {', '.join(names)}.\n"
+            "Ranks are ordered by IP addresses, and each node may resolve a name in its own way.\n"
+            "Restart Ray there with --node-ip-address=<its IP address>."
+        )
 
 
 def _no_cluster(address: str, why: object) -> ConfigError:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.ray import runtime
 from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, NodeState
 from hybridrl.controller.ray.head import Connection, connect
 from hybridrl.controller.ray.node_probes import LocalProbes
@@ -141,6 +142,21 @@ def test_a_node_that_came_back_is_not_dead():
 def test_nodes_of_one_machine_may_be_known_by_loopback():
     nodes = [("vm", "127.0.0.1", True), ("vm", "127.0.0.1", True)]
     assert judged(judge_view(view(*nodes), ADDRESS, 2), "ray.loopback") == []
+
+
+def test_a_node_that_the_cluster_knows_by_a_name_fails(monkeypatch):
+    """As of `ray start --node-ip-address=$(hostname)`; a run would order ranks by addresses."""
+    found = judge_view(view(("a", "10.0.1.2", True), ("b", "node-b", True)), ADDRESS, 2)
+    ((verdict, evidence),) = judged(found, "ray.loopback")
+    assert verdict is Verdict.fail and "b is known in the cluster by node-b, a name" in evidence
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(runtime.compat, "found_address", str)
+    monkeypatch.setattr(runtime.compat, "reload_authentication", lambda: None)
+    monkeypatch.setattr(runtime.ray, "init", lambda **_: None)
+    nodes = [{"NodeManagerAddress": name, "Alive": True} for name in ("10.0.1.2", "node-b")]
+    monkeypatch.setattr(runtime.ray, "nodes", lambda: nodes)
+    with pytest.raises(ConfigError, match="by names: node-b"), runtime.joined_cluster({}):
+        pass
 
 
 def test_what_speaks_grpc_and_is_no_head_is_named():
