@@ -10,14 +10,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
+import ray
 from ray.exceptions import RayError
 
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.compat import local_folder, local_processes
-from hybridrl.controller.ray.head import connect, head_place, ray_address
+from hybridrl.controller.ray.head import connect, head_place
 from hybridrl.controller.watch.janitor import SHARED_MEMORY_LIST
 from hybridrl.controller.watch.process_snapshot import (
     GONE,
@@ -62,7 +64,10 @@ class RayMonitor:
         self._limit_s = limit_s
         self._finding = ""
         self._closing = threading.Event()
-        watch = self._watch_processes if self._pids else self._watch_head
+        watch: Callable[[], None] = self._watch_processes
+        if not self._pids:
+            # RAY_ADDRESS may be `auto`.
+            watch = partial(self._watch_head, ray.get_runtime_context().gcs_address)
         self._thread = threading.Thread(target=watch, name="ray watch", daemon=True)
         self._thread.start()
 
@@ -120,12 +125,9 @@ class RayMonitor:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)  # calls that wait for it inside Ray return
 
-    def _watch_head(self) -> None:
-        address = ray_address()
-        place = None if address is None else head_place(address)
-        if place is None:
-            return
-        misses = 0
+    def _watch_head(self, address: str) -> None:
+        place, misses = head_place(address), 0
+        assert place is not None, address
         while not self._closing.wait(HEAD_EVERY_S):
             problem = connect(*place).problem
             misses = misses + 1 if problem else 0
