@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from controller_roles import AdderConfig, Numbers
 from controller_run import pool_config
 
@@ -231,6 +232,20 @@ def test_what_cannot_be_imported_ahead_is_told_when_a_role_is_built(runtime, tmp
         pytest.raises(WorkerError, match="No module named 'not_there'"),
     ):
         build_roles(pool, {"adder": AdderConfig()})
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1:1"])
+def test_a_second_ray_is_refused_and_the_first_stays(runtime, tmp_path, monkeypatch, address):
+    """As of two trainers in a notebook."""
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    config = pool_config(tmp_path)
+    with (
+        pytest.raises(ConfigError, match="this process uses Ray already"),
+        ray_runtime(config.cluster, config.accelerator),
+    ):
+        pass
+    assert ray.is_initialized()
 
 
 def test_processes_that_are_not_needed_leave_nothing(runtime, tmp_path):

@@ -76,9 +76,10 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
     `Interrupted` in the block. Close a pool in the block that opens it.
 
     Raises:
-        ConfigError: RAY_ADDRESS does not name a cluster that can be joined.
+        ConfigError: RAY_ADDRESS names no cluster that can be joined, or this process uses Ray.
         Interrupted: a signal came.
     """
+    _require_no_ray()
     with signal_guard(), compat.messages_to(_log), ExitStack() as stack:
         if ray_address():
             stack.enter_context(joined_cluster(worker_environment(os.environ)))
@@ -113,6 +114,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 @contextmanager
 def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
     """Join the cluster at RAY_ADDRESS for the block, with `environment` in the workers."""
+    _require_no_ray()
     try:
         _join(environment)
         yield
@@ -120,6 +122,15 @@ def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
         # Ray silently ends a process in which a call returns later.
         join_abandoned_calls(CALLS_LIMIT_S)
         ray.shutdown()
+
+
+def _require_no_ray() -> None:
+    """Raise ConfigError in a process that uses Ray: a second start would fail and end the first."""
+    if ray.is_initialized():
+        raise ConfigError(
+            "this process uses Ray already, by ray.init or for another hybridrl.Trainer: "
+            "it can use one.\nClose that trainer by its method close, or call ray.shutdown()."
+        )
 
 
 def _join(environment: Mapping[str, str]) -> None:
