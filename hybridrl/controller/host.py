@@ -64,6 +64,11 @@ def early_log(folder: Path, node: str, pid: int) -> Path:
     return folder / f"{node}_pid{pid}.log"
 
 
+def rank_log(early: Path, node: str, rank: int) -> Path:
+    """Return the name that `early_log` gets once the process has a rank."""
+    return early.with_name(f"{node}_rank{rank}.log")
+
+
 class WorkerHost:
     """Host of all roles of one rank: a Ray actor whose methods the pool calls in order.
 
@@ -141,7 +146,7 @@ class WorkerHost:
         """Become `rank`, and connect to the store of rank 0."""
         self._rank = rank
         self._slot = slot
-        log_file = self._log_file.with_name(f"{self._node_name}_rank{rank}.log")
+        log_file = rank_log(self._log_file, self._node_name, rank)
         rotate_log(log_file)
         self._log_file = self._log_file.rename(log_file)
         os.environ.update(

@@ -24,7 +24,7 @@ from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.host import WorkerHost, early_log
+from hybridrl.controller.host import WorkerHost, early_log, rank_log
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.placement import (
@@ -250,7 +250,7 @@ class Pool(AbstractContextManager["Pool"]):
     def _remove_logs(self) -> None:
         """Remove the logs of processes that were not needed: the driver refused the run."""
         for host in self.hosts:
-            early_log(self._config.log_folder, host.node_name, host.pid).unlink(missing_ok=True)
+            host.log_file.unlink(missing_ok=True)
         with suppress(OSError):  # logs of an earlier start
             self._config.log_folder.rmdir()
 
@@ -303,7 +303,7 @@ class Pool(AbstractContextManager["Pool"]):
             slots = number_cpu_slots(slots)
         for rank, k in enumerate(rank_order(slots)):
             _, pid, name = infos[k]
-            log_file = folder / f"{name}_rank{rank}.log"
+            log_file = early_log(folder, name, pid)
             self.hosts.append(Host(rank, handles[k], slots[k], pid, name, log_file))
         near = [host for host in self.hosts if host.slot.node_id == self._nodes.driver]
         readers = {host.rank: open_position(host.pid) for host in near}
@@ -323,6 +323,10 @@ class Pool(AbstractContextManager["Pool"]):
         (where,) = self._start_step([first], "open_rendezvous", [request])
         if where.is_file:
             self._register_shared_memory(first, [where.address])
+        self.hosts = [
+            host._replace(log_file=rank_log(host.log_file, host.node_name, host.rank))
+            for host in self.hosts
+        ]
         arguments = [(where, host.rank, host.slot) for host in self.hosts]
         self._start_step(self.hosts, "join_rendezvous", arguments)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.controller.placement import Host, Slot
-from hybridrl.controller.watch.process_snapshot import Traces
+from hybridrl.controller.watch.process_snapshot import NO_STACKS, Traces
 from hybridrl.controller.watch.stall_report import (
     MAX_DESCRIBED,
     RankReport,
@@ -176,6 +176,12 @@ def test_a_report_tells_all_of_the_suspect_first():
     assert "at the end of their logs" in text
     assert "torchfrtrace --allow-incomplete-ranks --prefix nccl_trace_rank_ /run/logs" in text
     assert lines[-1] == "Raise it."
+
+
+def test_no_stacks_are_in_the_log_of_a_rank_that_writes_none():
+    silent = rank(0, BUCKET_2)._replace(traces=Traces(NO_STACKS, []))
+    report = format_report(stall(silent), "no rank made progress", "advice")
+    assert "it writes no stacks" in report and "The stacks" not in report
 
 
 def test_of_many_ranks_the_first_are_described():

@@ -20,6 +20,7 @@ from hybridrl.distributed.position import Position, open_position
 
 # Seconds for processes to write their stacks, minimum and maximum.
 MIN_WRITING_S, MAX_WRITING_S = 0.5, 3.0
+NO_STACKS = "it writes no stacks"
 # Less I/O than this does not count as progress.
 TRAFFIC_STEP_BYTES = 16 * 2**20
 STOPPED = ("T", "t")
@@ -103,7 +104,7 @@ def write_traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]
         files = [str(path) for path in records(log.parent, str(rank))]
         position = _position(pid)
         device = (position.device, position.passed) if position is not None else ("", -1)
-        silent = "it writes no stacks" if pid in asked else ""
+        silent = NO_STACKS if pid in asked else ""
         found.append(Traces(frames.get(log) or silent, files, *device))
     return found
 

@@ -16,6 +16,7 @@ from hybridrl.controller.ray.compat import actor_state
 from hybridrl.controller.watch.flight_recorder import NCCL_PREFIX
 from hybridrl.controller.watch.process_snapshot import (
     GONE,
+    NO_STACKS,
     STOPPED,
     Traces,
     process_snapshots,
@@ -139,7 +140,7 @@ def format_report(stall: StallReport, finding: str, advice: str) -> str:
     lines += [stall.describe(rank) for rank in ordered[:MAX_DESCRIBED]]
     if len(ordered) > MAX_DESCRIBED:
         lines.append(f"  and {len(ordered) - MAX_DESCRIBED} more")
-    if any(s.traces.frame for s in stall.seen):
+    if any(s.traces.frame not in ("", NO_STACKS) for s in stall.seen):
         lines.append("The stacks of their threads are at the end of their logs.")
     if stall.phase == FIRST_PHASE:
         lines.append("Ranks are assigned later: processes are numbered in order of creation.")
