@@ -105,10 +105,13 @@ def _outcome(command: list[str], log: Path) -> Finding:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a run by SIGINT, or after END_S by SIGKILL; return its exit code."""
+    """End a run by SIGINT, or by SIGKILL after END_S or a further signal; return its exit code."""
     process.send_signal(signal.SIGINT)
     try:
         return process.wait(END_S)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        code = process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return code
+        raise

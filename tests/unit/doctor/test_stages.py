@@ -2,13 +2,18 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from threading import Timer
 
 import pytest
 from host_cases import case
 from rich.console import Console
 
-from hybridrl.doctor import preflight
+from hybridrl.doctor import preflight, training
 from hybridrl.doctor.findings import (
     CHECKS,
     Finding,
@@ -140,3 +145,20 @@ def test_complaints_name_check_and_node_and_what_to_type():
 
 def test_every_stage_of_the_catalog_is_run():
     assert [stage for stage, _ in preflight.STAGES] == list(Stage)[:-1]
+
+
+def test_a_second_ctrl_c_kills_the_training_run_instead_of_leaving_it():
+    """It would write into a folder that is gone by then."""
+    stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); "
+    command = [sys.executable, "-c", stubborn + "signal.pause()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as running:
+        assert running.stdout is not None and running.stdout.readline()
+        again = Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+        again.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                training._end(running)
+            assert running.poll() == -signal.SIGKILL
+        finally:
+            again.join()
+            running.kill()
