@@ -15,11 +15,14 @@ from setuptools.config.setupcfg import read_configuration
 
 import hybridrl
 from hybridrl import algorithms
+from hybridrl.api import run as api
+from hybridrl.app.runs import run_at, state_of
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
 from hybridrl.config.policy_losses import BUILT_IN_LOSSES
 from hybridrl.controller.signals import Preemption, shielded, signal_guard
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.callbacks import call_each
+from tests.unit.test_runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY = ["+recipe=gsm8k_grpo", "hardware=cpu", "run.dry=true"]
@@ -165,6 +168,18 @@ def test_a_closed_trainer_says_so(tmp_path):
     with pytest.raises(RuntimeError, match="closed"):
         trainer.step()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_its_workers_refuse_has_failed(tmp_path, monkeypatch):
+    def refuse(prepared, folder):
+        make_run(folder)
+        raise hybridrl.ConfigError("actor.x = 1: too large")
+
+    monkeypatch.setattr(api, "train_with_restarts", refuse)
+    with pytest.raises(hybridrl.ConfigError, match="too large"):
+        hybridrl.train(DRY[:2], folder=tmp_path / "run")
+    run = run_at(tmp_path / "run")
+    assert run is not None and state_of(run) == "failed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
