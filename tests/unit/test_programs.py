@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -103,6 +104,8 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
     start = time.monotonic()
     with ProgramPool(config(f"{file}:run", scale=0.5)) as pool:
         found = results(pool, [job(answer) for answer in asked])
+        # After a signal while it starts, Python must not wait for it at its end.
+        assert all(t.daemon for t in threading.enumerate() if t.name.startswith("programs"))
     assert found[0] == found[-1] == Reward(0.5, {}) and found[1] == Reward(1.0, {})
     assert found[-2] == Reward(1.75, {"chatcmpl-a": 0.5, "chatcmpl-b": 0.25})
     reasons = [one.reason for one in found if isinstance(one, Failure)]

@@ -2,13 +2,14 @@
 
 import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, Self
 
 from hybridrl.config.schema import AgentConfig
+from hybridrl.distributed.background import run_in_background
 from hybridrl.environments.programs import Job, read_reward
 from hybridrl.rewards.processes.messages import Indexed, Setup
 from hybridrl.rewards.processes.pool import TaskPool
@@ -33,8 +34,7 @@ class ProgramPool:
         self._numbers, self._found = count(), dict[int, Found]()
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
-        self._thread = ThreadPoolExecutor(1, "programs")
-        self._serving = self._thread.submit(self._serve)
+        self._serving = run_in_background(self._serve, name="programs")
 
     def begin(self, jobs: Sequence[Job]) -> list[Found]:
         """Begin to run jobs; return the Future of each one's `Reward` or `Failure`.
@@ -60,7 +60,7 @@ class ProgramPool:
     def __exit__(self, *_: object) -> None:
         self._pool.stop()
         self._ring.send(b"!")
-        self._thread.shutdown()
+        wait([self._serving])
         self._pool.close()
         self._bell.close()
         self._ring.close()
