@@ -52,14 +52,14 @@ from hybridrl.app.sweep import (
     show_results,
 )
 from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
-from hybridrl.config.checks.checkpoint import AUTO
+from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.command.command_line import (
     CONFIG_NAME,
     CommandLine,
     Precomposed,
     parse_argv,
 )
-from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
+from hybridrl.config.command.input_errors import INPUT_ERRORS, expanded, problem_of
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -271,6 +271,8 @@ def prepare(checked: Checked, setup: SetupTimes) -> Prepared | None:
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
+    if config.resume not in (AUTO, NONE):  # and outputs/latest will be this run
+        config.resume = str(expanded(config.resume).resolve())
     if problems := [*stored_weight_problems(result, on_hub=True)]:
         raise ConfigError(*problems)
     from hybridrl.doctor.preflight import preflight  # heavy

@@ -120,6 +120,15 @@ def test_a_run_of_overrides_records_the_command_that_resumes_it(tmp_path):
     assert command(hybridrl.Trainer(own, folder=tmp_path).config) == {}
 
 
+def test_a_run_resumes_where_a_link_pointed_at_its_start(tmp_path, monkeypatch):
+    """The run makes outputs/latest a link to itself."""
+    monkeypatch.chdir(tmp_path)
+    Path("outputs/old").mkdir(parents=True)
+    Path("outputs/latest").symlink_to("old")
+    trainer = hybridrl.Trainer([*DRY[:2], "resume=outputs/latest"])
+    assert trainer.config.resume == str(tmp_path / "outputs/old")
+
+
 class Named(hybridrl.Callback):
     def on_step_end(self, trainer, step, metrics):
         raise KeyError(f"no {metrics}")
