@@ -15,6 +15,8 @@ from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import RUN_DIR, quoted
 from hybridrl.config.command.input_errors import expanded
 from hybridrl.config.command.secrets import HIDDEN
+from hybridrl.config.keys import leaves
+from hybridrl.trainer.checkpointing.base_models import MODEL, REWARD_MODEL
 
 LATEST = "latest"
 EPILOG = """\
@@ -91,7 +93,7 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
             f"whole config or callbacks.\n"
             f"Start it there again, with resume={AUTO} {RUN_DIR}={run.folder}"
         )
-    own = [str(override) for override in run.manifest["overrides"]]
+    own = [_as_started(str(override), run) for override in run.manifest["overrides"]]
     changed = {_key(override) for override in overrides}
     new = changed | {"resume"}
     if any(_key(override) == "hardware.reason" for override in own):
@@ -107,6 +109,14 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
     words.append(f"{RUN_DIR}={quoted(str(run.folder.resolve()))}")
     folders = [quoted(f"file://{folder}") for folder in run.manifest["config_dirs"]]
     return [*words, f"hydra.searchpath=[{','.join(folders)}]"] if folders else words
+
+
+def _as_started(override: str, run: RunOnDisk) -> str:
+    """Return an override; of a model's path, where a link such as outputs/latest pointed then."""
+    key, config = _key(override), leaves(run.manifest["config"])
+    if key not in (MODEL, REWARD_MODEL) or key not in config:
+        return override
+    return f"{override.partition('=')[0]}={quoted(config[key])}"
 
 
 def _key(override: str) -> str:

@@ -110,12 +110,14 @@ def test_a_run_is_found_by_folder_name_and_as_the_latest(tmp_path, monkeypatch):
 
 def test_a_resume_is_the_runs_own_command_with_changes(tmp_path):
     own = ["+recipe=x", "trainer.total_steps=5", "resume=auto", "+tag=a"]
-    own += ["hardware=cpu", "hardware.reason='found here'"]
-    folder = make_run(tmp_path / "run", overrides=own, config_dirs=["/my conf"])
+    own += ["hardware=cpu", "hardware.reason='found here'", "model.path=outputs/latest"]
+    config = {"trainer": {"total_steps": 5}, "model": {"path": "/outputs/old"}}
+    folder = make_run(tmp_path / "run", overrides=own, config_dirs=["/my conf"], config=config)
     run = run_at(folder)
     assert run is not None
     assert arguments(run, ["trainer.total_steps=9", "tag=b"]) == [
-        *("+recipe=x", "trainer.total_steps=9", "tag=b", "resume=auto"),
+        *("+recipe=x", "model.path='/outputs/old'"),
+        *("trainer.total_steps=9", "tag=b", "resume=auto"),
         *(f"hydra.run.dir='{folder}'", "hydra.searchpath=['file:///my conf']"),
     ]
 
