@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl.app.compose import find_machine
+from hybridrl.app.folders import claim
 from hybridrl.app.launch import check_data
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import (
@@ -94,18 +95,18 @@ def _asked(prompts: "PromptSets", options: EvalOptions) -> "list[Prompt]":
 
 
 def _output_folder(options: EvalOptions, subject: Subject) -> Path:
-    """Create the folder for the results, which must be new or empty."""
+    """Create the folder for the results; one of the user must be new or empty."""
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = options.output or Path("evals", subject.name, now)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    is_new = options.output is None  # not that of an evaluation begun in the same second
+    if not is_new and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(
             f"--output {folder}: it exists and is not an empty folder.\nUse a new folder."
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return claim(folder, is_new=is_new).folder
     except OSError as error:
         raise UsageError(f"--output {folder} cannot be made: {error.strerror}.") from error
-    return folder
 
 
 def _headline(evaluation: "Evaluation") -> str:
