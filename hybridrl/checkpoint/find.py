@@ -34,7 +34,7 @@ class Found:
 class NoWholeCheckpoint(ConfigError):
     """All checkpoints of a run are damaged."""
 
-    subject = "with the run's checkpoints; none is whole. resume=none starts anew"
+    subject = "with the run's checkpoints; none is whole. A new run needs another directory"
 
 
 class UnreadableCheckpoint(ConfigError):

@@ -159,6 +159,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(run_dir, ne
     with pytest.raises(NoWholeCheckpoint) as caught:
         newest_good(run_dir)
     text = str(caught.value)
-    assert "2 problems with the run's checkpoints; none is whole" in text
+    assert "2 problems with the run's checkpoints; none is whole. A new run needs another" in text
     assert f"step_00000020: {SHARDS[0]} is missing, the manifest says 4,096 bytes" in text
     assert "step_00000010: driver.json has 1,024 bytes, the manifest says 4,096" in text
