@@ -1,13 +1,14 @@
 """Common code of the commands: arguments, exit codes, finding and verifying a checkpoint."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from hybridrl.app.process import EXIT_CONFIG, exit_codes, set_up_process
+from hybridrl.app.process import EXIT_CONFIG, EXIT_FAILED, exit_codes, set_up_process
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, named
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import verify
@@ -53,6 +54,11 @@ def run_command(command: Callable[[], None]) -> None:
             problem = f"{error}.\nUse another checkpoint."
             sys.stderr.write(f"{ConfigError.__name__}: {UsageError(problem)}\n")
             sys.exit(EXIT_CONFIG)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            sys.stderr.write(f"{error}. What was written so far remains.\n")
+            sys.exit(EXIT_FAILED)
 
 
 def checkpoint_at(path: Path) -> Found:

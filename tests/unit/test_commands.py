@@ -59,6 +59,14 @@ def test_damage_that_shows_late_is_told_as_other_damage(tmp_path, capsys):
     assert f"{tmp_path}: state has only parts of actor.weights.x" in said
 
 
+@pytest.mark.usefixtures("own_process")
+def test_a_full_disk_is_told_in_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: Path("/dev/full").write_text("x"))
+    assert end.value.code == 1
+    assert re.fullmatch(r".*No space left on device.*\n", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
