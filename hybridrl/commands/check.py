@@ -179,7 +179,7 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
         f"  responses: {totals.tokens / len(every):.0f} tokens in the mean, "
         f"{totals.truncated / len(every):.0%} truncated"
     )
-    if not mixed:
+    if samples > 1 and not mixed:
         yield (
             "  Without different rewards GRPO and its relatives would learn nothing: use easier or "
             "harder problems,\n  partial rewards (reward=weighted), a better model, or supervised "

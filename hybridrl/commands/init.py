@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+from hybridrl.app.compose import conf_dir
 from hybridrl.commands.running import UsageError, argument_parser, run_command
 from hybridrl.data.sources.problems import train_problems
 
@@ -42,6 +43,8 @@ def _write(folder: Path) -> None:
         raise UsageError(
             f"{folder}: {name!r} is no name of a task, expected letters, digits and underscores."
         )
+    if (conf_dir() / "recipe" / f"{name}.yaml").exists():
+        raise UsageError(f"{folder}: hybridrl has a recipe of this name.\nUse another name.")
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(f"{folder}: it exists and is not an empty folder.\nUse a new folder.")

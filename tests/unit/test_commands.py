@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,6 +19,9 @@ from hybridrl import cli
 from hybridrl.app.process import exit_codes, set_up_process
 from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
+from hybridrl.commands import check, init
+from hybridrl.commands.evaluation import session
+from hybridrl.commands.evaluation.session import Totals
 from hybridrl.commands.running import (
     UsageError,
     checkpoint_at,
@@ -27,12 +31,15 @@ from hybridrl.commands.running import (
 )
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.ray import runtime
 from hybridrl.controller.signals import Interrupted, Preempted
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.main import _how_to_resume
 from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer.checkpointing import verification
 from hybridrl.trainer.checkpointing.base_models import trained_model
 from tests.role_configs import model_config
+from tests.run_configs import run_config
 from tests.unit.checkpoint.checkpoint_cases import save
 
 
@@ -181,3 +188,19 @@ def test_flash_attentions_cache_is_off_where_files_cannot_be_locked(
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
     set_up_process()
     assert "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" not in os.environ
+
+
+def test_a_task_is_not_named_like_a_recipe_which_would_hide_it(tmp_path):
+    with pytest.raises(UsageError, match="hybridrl has a recipe of this name"):
+        init._write(tmp_path / "gsm8k_ppo")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("samples", "advises"), [(1, False), (2, True)])
+def test_equal_rewards_are_no_problem_where_each_prompt_has_one(samples, advises, monkeypatch):
+    scores = {"": [[1.0] * samples, [0.0] * samples]}
+    monkeypatch.setattr(session, "evaluate", lambda *_: Totals(scores))
+    monkeypatch.setattr(runtime, "ray_runtime", lambda *_: nullcontext())
+    config = run_config(f"rollout.responses_per_prompt={samples}", "actor.mini_batch_size=1")
+    lines = "\n".join(check._solve_lines(PromptSets([], [], []), config))
+    assert ("would learn nothing" in lines) == advises
