@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -156,6 +157,21 @@ def test_the_end_of_a_run_writes_a_report_and_never_fails(run, tmp_path, caplog,
     told = f"{folder}/report.html could not be written: plotly is not installed: pip install plotly"
     assert caplog.messages[-1] == told
     assert not (folder / "report.html").exists()
+
+
+def test_two_processes_may_write_the_same_report(run, tmp_path, monkeypatch):
+    """The second begins and ends while the first has written its file, but not renamed it."""
+    pids, replace, file = iter((1, 2)), os.replace, tmp_path / "report.html"
+
+    def second_first(*names: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        write_report([run], file)
+        replace(*names)
+
+    monkeypatch.setattr(os, "getpid", lambda: next(pids))
+    monkeypatch.setattr(os, "replace", second_first)
+    assert packed(write_report([run], file), "data")
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_the_command_writes_into_the_folder_or_where_it_is_told(run, tmp_path, capsys):
