@@ -52,10 +52,18 @@ class FakeWandbRun:
         self.finished += 1
 
 
+class FakeMlflowError(Exception):
+    pass
+
+
 class FakeMlflow:
-    """A tracking server: experiments by name, runs by id."""
+    """A tracking server: experiments by name, runs by id.
+
+    With `meanwhile` another job makes an experiment after this one has looked for it.
+    """
 
     def __init__(self) -> None:
+        self.meanwhile = False
         self.experiments: dict[str, str] = {}
         self.runs: dict[str, SimpleNamespace] = {}
         self.uris: list[str] = []
@@ -69,6 +77,10 @@ class FakeMlflow:
         return None if known is None else SimpleNamespace(experiment_id=known)
 
     def create_experiment(self, name):
+        if self.meanwhile:
+            self.experiments[name] = "e9"
+        if name in self.experiments:
+            raise FakeMlflowError("RESOURCE_ALREADY_EXISTS")
         return self.experiments.setdefault(name, f"e{len(self.experiments)}")
 
     def create_run(self, experiment_id):
@@ -108,6 +120,7 @@ def wandb(monkeypatch) -> FakeWandb:
 def mlflow(monkeypatch) -> FakeMlflow:
     fake = FakeMlflow()
     modules = {"mlflow": {}, "mlflow.tracking": {"MlflowClient": fake.client}}
+    modules |= {"mlflow.exceptions": {"MlflowException": FakeMlflowError}}
     for name, content in (modules | {"mlflow.entities": {"Metric": _metric}}).items():
         module = ModuleType(name)
         module.__dict__.update(content, __spec__=ModuleSpec(name, None))
@@ -148,6 +161,13 @@ def test_a_run_that_begins_is_made_and_ended_with_its_config_and_steps(tmp_path,
     assert kept.params["trainer.total_steps"] == "7"
     assert (sent(kept), kept.status) == ([0, 1, 2], "FINISHED")
     assert ids(tmp_path) == {"wandb": "w0", "mlflow": "m0"}
+
+
+def test_jobs_of_a_sweep_may_make_their_experiment_at_the_same_time(tmp_path, wandb, mlflow):
+    mlflow.meanwhile = True
+    start(tmp_path, range(3))
+    (kept,) = mlflow.runs.values()
+    assert (mlflow.experiments, sent(kept)) == ({wandb.starts[0]["name"]: "e9"}, [0, 1, 2])
 
 
 @pytest.mark.parametrize("kept", [2, 0], ids=["from a checkpoint", "before the first one"])

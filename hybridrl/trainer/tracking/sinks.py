@@ -204,12 +204,23 @@ class MLflowSink:
             sent = self._client.get_metric_history(known, "time/step_s")  # every step has it
             self._last = max((metric.step for metric in sent), default=-1)
             return
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        self._run_id = self._client.create_run(experiment).info.run_id
+        self._run_id = self._client.create_run(self._experiment(name)).info.run_id
         remember_run(folder, "mlflow", self._run_id)
         for key, value in leaves(config).items():
             self._client.log_param(self._run_id, key, str(value)[:500])
+
+    def _experiment(self, name: str) -> str:
+        """Return the id of an experiment; jobs of a sweep may make it at the same time."""
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:
+                if (found := self._client.get_experiment_by_name(name)) is None:
+                    raise
+        return str(found.experiment_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send scalars in one request."""
