@@ -309,6 +309,13 @@ def test_another_directory_takes_metrics_over(reference, tmp_path):
     assert rows[: taken + 1] == wanted[: taken + 1] and rows[-1] != wanted[-1]
 
 
+def test_metrics_of_a_run_with_its_checkpoints_on_another_disk_are_taken_over(copied, tmp_path):
+    checkpoints_folder(copied).rename(tmp_path / "disk")
+    checkpoints_folder(copied).symlink_to(tmp_path / "disk")
+    resume = taken_up(run_config(*CONFIG, f"resume={copied}"), tmp_path / "new")
+    assert [row["step"] for row in resume.rows] == [*range(resume.state.step + 1)]
+
+
 @pytest.mark.slow
 def test_a_restart_before_the_first_own_checkpoint_begins_where_the_run_began(reference, tmp_path):
     taken = steps_in(reference[0])[0]

@@ -153,7 +153,7 @@ def _state(found: Found) -> LoopState:
 
 def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
     """Read the metrics up to the checkpoint, of the run that wrote it."""
-    source = found.folder.resolve().parent.parent
+    source = found.folder.parent.parent  # checkpoints/ may be a link to another disk
     known = read_metrics(source / METRICS_FILE) or read_metrics(run_dir / METRICS_FILE)
     return [row for row in known if (row["step"] or 0) <= state.step]
 
