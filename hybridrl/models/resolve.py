@@ -95,8 +95,9 @@ def read_model_config(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file is no JSON object.
     """
+    folder = _folder(path, [_CONFIG])
     try:
-        return read_object(_folder(path, [_CONFIG]) / _CONFIG)
+        return read_object(folder / _CONFIG)
     except ConfigError as error:
         raise ConfigError(f"model.path = {path}: {error.problems[0]}") from error
 

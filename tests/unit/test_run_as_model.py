@@ -13,6 +13,9 @@ def test_the_path_of_a_run_is_the_model_that_it_trained(tmp_path):
     (run / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"`hybridrl export {run} <folder>`"):
         resolve_model(str(run))
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(str(run))
+    assert str(caught.value).count("model.path = ") == 1
     shutil.copytree(resolve_model("embedded"), run / "final")
     assert resolve_model(str(run)) == plain_folder(str(run)) == run / "final"
     assert read_model_config(str(run)) == read_model_config("embedded")
