@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.app.before_start import compose_line, examine
-from hybridrl.app.folders import directory, template, whole_config
+from hybridrl.app.folders import Claim, claim, directory, template, whole_config
 from hybridrl.app.launch import Prepared, running, train_with_restarts
 from hybridrl.app.process import set_up_process
 from hybridrl.app.runs import progress, run_at
@@ -266,11 +266,15 @@ def _recorded(run: _Run) -> Iterator[None]:
 
 @contextmanager
 def _logging(run: _Run) -> Iterator[None]:
-    """Log to <run>/main.log and, unless the caller has set up logging, to the console."""
+    """Log to <run>/main.log and, unless the caller has set up logging, to the console.
+
+    A folder that was made for this is removed if the run is refused.
+    """
     root, ours = logging.getLogger(), logging.getLogger("hybridrl")
     handlers: list[logging.Handler] = [] if root.handlers else [logging.StreamHandler()]
+    claimed = Claim(run.folder, [])
     with suppress(OSError):  # reported when the directory is locked
-        run.folder.mkdir(parents=True, exist_ok=True)
+        claimed = claim(run.folder, is_new=False)
         file = logging.FileHandler(run.folder / LOG)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         file.setStream(lossy_text(file.baseFilename, run.secrets))
@@ -280,6 +284,9 @@ def _logging(run: _Run) -> Iterator[None]:
     ours.setLevel(logging.INFO)
     try:
         yield
+    except ConfigError:
+        claimed.release(LOG)
+        raise
     finally:
         root.handlers = before
         ours.setLevel(level)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,6 +82,14 @@ def test_problems_are_raised_and_change_nothing(config, says, tmp_path, monkeypa
         hybridrl.train(config)
     assert says in str(found.value)
     assert (sys.stdout, sys.stderr, logging.getLogger().handlers) == before
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_that_is_refused_at_its_start_leaves_no_folder(tmp_path, monkeypatch):
+    refusal = Mock(side_effect=hybridrl.ConfigError("another config than the checkpoint's"))
+    monkeypatch.setattr(hybridrl.api.run, "train_with_restarts", refusal)
+    with pytest.raises(hybridrl.ConfigError, match="another config"):
+        hybridrl.train(DRY[:2], folder=tmp_path / "runs" / "new")
     assert [*tmp_path.iterdir()] == []
 
 
