@@ -234,7 +234,7 @@ def test_processes_of_a_reward_end_with_it(tmp_path, hides, then):
 
 
 def test_a_signal_while_processes_start_leaves_neither_them_nor_their_thread(monkeypatch):
-    started = []
+    started, before = [], set(threading.enumerate())
 
     def start(setup):
         if started:
@@ -245,7 +245,8 @@ def test_a_signal_while_processes_start_leaves_neither_them_nor_their_thread(mon
     monkeypatch.setattr("hybridrl.rewards.processes.pool.RewardProcess", start)
     with pytest.raises(KeyboardInterrupt):
         scorer("length")
-    assert not any(thread.name.startswith("start reward") for thread in threading.enumerate())
+    new = set(threading.enumerate()) - before
+    assert not any(thread.name.startswith("start reward") for thread in new)
 
 
 def test_an_interrupted_call_leaves_the_scorer_usable():
