@@ -238,9 +238,9 @@ def compiled_for_all_batches() -> Iterator[None]:
 
 @contextmanager
 def models_inspected_here() -> Iterator[None]:
-    """Let vLLM look at a model's class in this process, which imports it anyway.
+    """Within this context, vLLM looks at a model's class in this process, which imports it anyway.
 
-    It would start another process for this, so that its own would not use CUDA yet. That one
+    vLLM would start another process for this, so that its own would not use CUDA yet. That one
     imports all of vLLM, which takes 6 s on two quick CPU cores and 19 s on a GPU's host with slow
     ones, in the first start with each kind of model.
     """

@@ -109,9 +109,10 @@ def replace_text(path: Path, text: str) -> Path:
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
     """Replace a file atomically by one that `write` fills; return `path`.
 
-    After a failure the old file is unchanged.
+    After a failure the old file is unchanged. Processes may do so at the same time, such as a run
+    that ends and a user who writes its report.
     """
-    new = path.with_name(f".{path.name}.new")
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         write(new)
         os.replace(new, path)
