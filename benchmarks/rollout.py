@@ -123,7 +123,7 @@ def _measure_alone(args: argparse.Namespace) -> list[float]:
             load_format="dummy",
             dtype="bfloat16" if torch.cuda.is_available() else "float32",
             tensor_parallel_size=args.tp,
-            gpu_memory_utilization=0.5,
+            gpu_memory_utilization=0.5 if torch.cuda.is_available() else 0.1,
             max_model_len=args.prompt_tokens + args.response_tokens,
             max_num_seqs=args.prompts * args.responses,
             enforce_eager=args.eager,

@@ -11,9 +11,6 @@ import torch
 from hybridrl.config.planner.machine import ALLOCATORS
 from hybridrl.distributed import torch_compat
 
-# Share of a GPU that is free before an update, or torch's cache is given back.
-LEAST_FREE = 0.1
-
 
 def trim_heap() -> None:
     """Return free pages of the heap to the kernel.
@@ -32,19 +29,6 @@ def use_expandable_segments(device: torch.device) -> None:
     """
     if device.type == "cuda" and not any(map(os.environ.get, ALLOCATORS)):
         torch_compat.set_allocator("expandable_segments:True")
-
-
-def give_back_scarce_memory(device: torch.device) -> None:
-    """Give torch's cache of a GPU's memory back to the GPU if less than `LEAST_FREE` is free.
-
-    Batches of other lengths leave other holes in it. In an H100's 80 GiB, where 10 GiB were holes,
-    the second update of a run found no room that the first one had.
-    """
-    if device.type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info(device)
-    if free < LEAST_FREE * total:
-        torch.cuda.empty_cache()
 
 
 @contextmanager

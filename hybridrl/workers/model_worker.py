@@ -24,7 +24,7 @@ from hybridrl.distributed.fsdp import (
 )
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable, offloadable_weights
-from hybridrl.distributed.process_memory import give_back_scarce_memory, use_expandable_segments
+from hybridrl.distributed.process_memory import use_expandable_segments
 from hybridrl.distributed.regions import NamedShard, free_gathered_weights, named_shards
 from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.workers.base import Worker
@@ -122,7 +122,6 @@ class TrainedWorker(ModelWorker):
     def training(self, loss: Loss, step: int) -> Iterator[Training]:
         """Within this context, take the optimizer steps of training step `step`."""
         self.begin()
-        give_back_scarce_memory(self.device)
         self.optimizer.set_step(step)
         with self.optimizer.on_device():
             yield Training(self.optimizer, loss, self.config.fsdp)

@@ -11,7 +11,6 @@ import torch
 from hybridrl.config.choices import DType, Offload
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.offload import Offloadable
-from hybridrl.distributed.process_memory import give_back_scarce_memory
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
@@ -163,16 +162,3 @@ def test_batches_of_rising_size_leave_no_holes(setting):
     environment = os.environ | ({"PYTORCH_ALLOC_CONF": setting} if setting else {})
     held = subprocess.check_output([sys.executable, "-c", HOLES], env=environment, text=True)
     assert (int(held) < 1100) is (setting is None)
-
-
-def test_torchs_cache_is_given_back_where_memory_is_scarce_alone():
-    device = torch.device("cuda", 0)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    for share, is_given_back in ((0.5, False), (0.05, True)):
-        block = torch.empty(int(free - share * total), dtype=torch.uint8, device=device)
-        del block
-        give_back_scarce_memory(device)
-        then, _ = torch.cuda.mem_get_info()
-        assert (then > 0.9 * free) is is_given_back
-        torch.cuda.empty_cache()
