@@ -137,8 +137,8 @@ def shown(number: float) -> str:
 
 
 def where(line: Line) -> str:
-    """GPUs, remark and versions of a line."""
-    return f"{gpus(line)}{remark(line)}{versions(line)}"
+    """GPUs, remark and, in a new row, versions of a line."""
+    return f"{gpus(line)}{remark(line)}\n{versions(line).removeprefix(', ')}"
 
 
 def gpus(line: Line) -> str:
