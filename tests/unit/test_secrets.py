@@ -130,6 +130,20 @@ def test_files_lose_the_secrets_of_config_and_environment(tmp_path, monkeypatch)
     assert (tmp_path / "config.yaml").read_text() == "a: {api_key: ***, b: ***, lr: 1e-6}\n"
 
 
+def test_lists_sections_and_numbers_of_a_secret_key_are_secrets():
+    config = OmegaConf.create(
+        {
+            "api_key": ["first-of-two", "second-of-two"],
+            "credentials": {"user": "ann", "value": "${other}"},
+            "other": "in-a-section",
+            "password": 123456789,
+            "secret": [7],
+        }
+    )
+    hidden = {"first-of-two", "second-of-two", "in-a-section", "123456789", "${other}"}
+    assert config_secrets(config) == hidden
+
+
 @pytest.mark.parametrize(
     ("secret", "parts"),
     [

@@ -118,17 +118,19 @@ def config_secrets(cfg: DictConfig) -> set[str]:
         return found
 
 
-def secret_values(tree: Any) -> Iterator[str]:
-    """Yield the values of secret keys of plain data."""
+def secret_values(tree: Any, *, is_secret: bool = False) -> Iterator[str]:
+    """Yield the values of secret keys of plain data; of numbers, lists and sections long ones."""
     if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            if is_secret_key(str(key)) and isinstance(value, str):
+        for name, value in tree.items():
+            if is_secret_key(str(name)) and isinstance(value, str):
                 yield value
             else:
-                yield from secret_values(value)
+                yield from secret_values(value, is_secret=is_secret or is_secret_key(str(name)))
     elif isinstance(tree, list):
         for value in tree:
-            yield from secret_values(value)
+            yield from secret_values(value, is_secret=is_secret)
+    elif is_secret and len(str(tree)) >= MIN_LENGTH:
+        yield str(tree)
 
 
 def hide_in_files(paths: Iterable[Path], of_config: Iterable[str]) -> None:
