@@ -20,7 +20,7 @@ from hybridrl.config.planner.fitting import (
     cheapest,
     memory_changes,
 )
-from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
+from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine, with_any_ram
 from hybridrl.config.planner.memory import (
     LEFT_FOR_CACHE,
     MIB,
@@ -174,13 +174,15 @@ def choose_for_memory(
     if gathered:
         _set(config, STAYS_GATHERED.key, True)
     found: list[Change] = []
-    with suppress(Unusable):
+    with suppress(Unusable, ConfigError):  # the checks report a ConfigError with all others
         if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
             _limit_cache(config, shape, machine)
             case = MemoryCase(config, shape, reward_shape, machine)
+            if not case.has_ram():  # a problem of its own, to which all of these are equal or worse
+                case = case._replace(machine=with_any_ram(machine))
             keys = {change.key for change in nulls}
             changes = [of_key for of_key in memory_changes(config) if of_key[0].key in keys]
-            if not case.fits(ROOM):
+            if case.has_engines() and not case.fits(ROOM):
                 found = cheapest(case, changes, ROOM) or cheapest(case, changes) or []
             if found:
                 then, without = (gib(one.peak()) for one in (case.changed(found), case))

@@ -1,7 +1,7 @@
 """algorithm.advantage: which roles and keys a run has by it, and what is refused."""
 
 import pytest
-from composing import LAPTOP, examined, problems
+from composing import GPU_NODE, LAPTOP, examined, problems
 from rich.console import Console
 
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, uses_critic
@@ -64,6 +64,12 @@ def test_one_mistake_gets_one_problem(overrides, words):
     assert len(found) == 1, found
     missing = [word for word in words if word not in found[0]]
     assert not missing, (missing, found[0])
+
+
+def test_a_wrong_one_hides_no_other_mistake_where_memory_depends_on_it():
+    mistakes = ("algorithm.advantage=gro", "actor.optim.lr=-1")
+    found = "".join(problems("hardware=gpu", *mistakes, machine=GPU_NODE))
+    assert "algorithm.advantage = gro" in found and "actor.optim.lr = -1" in found
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -95,3 +95,17 @@ def test_offload_is_not_advised_where_the_node_has_no_room_for_it():
     roomy, tight = (refused("20B", *given, machine=nodes(1, gib))[0] for gib in (2048, 64))
     assert any("offload" in setting for setting in advised(*roomy)[0])
     assert not any("offload" in setting for setting in advised(*tight)[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "gib", "words"),
+    [
+        ("rollout.tensor_parallel_size=8", 2048, "does not divide the model's 28 attention heads"),
+        ("rollout.tensor_parallel_size=2", 32, "of RAM for each of a node's 8 GPUs"),
+    ],
+)
+def test_what_no_setting_helps_is_the_only_problem(given, gib, words):
+    """Without choosing, this run does not fit into a GPU either."""
+    overrides = ["hardware=gpu", "algorithm=grpo", given]
+    found = examined(overrides, machine=nodes(1, gib), model=SHAPES["7B"]).report.problems
+    assert len(found) == 1 and words in found[0], found

@@ -30,11 +30,11 @@ DECISIVE = {
 def memory_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
 ) -> Iterator[str]:
-    """Check that the run fits into GPU memory and RAM."""
+    """Check that the run fits into GPU memory and RAM, if its engines are possible."""
     case = MemoryCase(config, shape, reward_shape, machine)
     if config.hardware.accelerator is not Accelerator.gpu:
         yield from _slot_problems(case)
-    elif machine.gpus:
+    elif machine.gpus and case.has_engines():  # no settings help an impossible engine
         yield from _gpu_problems(case)
         yield from _host_problems(case)
 
@@ -87,10 +87,10 @@ def _help(case: MemoryCase) -> str:
 
 
 def _host_problems(case: MemoryCase) -> Iterator[str]:
+    if case.has_ram():
+        return
     config, parts = case.config, host_parts(case.config, case.shape, case.reward_shape)
     slots, needed, available = case.tightest_node()
-    if needed <= available:
-        return
     causes = [
         f"{key} page-locks {gib(parts[part])}"
         for key, part in (

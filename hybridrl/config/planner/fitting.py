@@ -111,13 +111,17 @@ class MemoryCase(NamedTuple):
     def fits(self, room: float = 1.0) -> bool:
         """Return whether the run fits into this share of the GPU, and into the node."""
         phases = self.phases()
-        _, needed, available = self.tightest_node()
         return (
             largest(phases).total <= room * self.gpu.memory_bytes
             and phases[1].parts.get(LEFT_FOR_CACHE, LEAST_CACHE) >= LEAST_CACHE
             and self.has_engines()
-            and needed <= available
+            and self.has_ram()
         )
+
+    def has_ram(self) -> bool:
+        """Return whether the processes fit into the RAM of each node."""
+        _, needed, available = self.tightest_node()
+        return needed <= available
 
     def has_engines(self) -> bool:
         """Return whether rollout engines of this size are possible on the GPUs."""

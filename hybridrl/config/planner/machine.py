@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridrl.config.planner import nvidia_smi
@@ -97,6 +97,11 @@ def planned_machine(counts: Iterable[int], gpu: GPU) -> Machine:
             for index, count in enumerate(counts)
         )
     )
+
+
+def with_any_ram(machine: Machine) -> Machine:
+    """Return a machine whose nodes have all the RAM that a run may need."""
+    return Machine(tuple(replace(node, memory_bytes=UNKNOWN_RAM) for node in machine.nodes))
 
 
 def torch_threads(*, on_gpu: bool, processes: int) -> int:
