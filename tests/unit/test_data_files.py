@@ -288,8 +288,14 @@ def test_cached_hub_data_set_is_read_without_a_connection(tmp_path, monkeypatch)
     sets = sets_of(replace(CONFIG, name="openai/gsm8k"))
     assert (len(sets.train), len(sets.held_out)) == (9, 6)
     assert sets.train[0].answer == "main #### 1"
-    socratic = sets_of(replace(CONFIG, name="openai/gsm8k/socratic"))
-    assert socratic.train[0].answer == "socratic #### 1"
+    socratic = replace(CONFIG, name="openai/gsm8k/socratic")
+    assert sets_of(socratic).train[0].answer == "socratic #### 1"
+    (files / "test-00000-of-00001.parquet").unlink()
+    assert "its test split" in (report := faults_of(socratic))
+    assert "data.eval_files=..." in report and "data.train_files" not in report
+    held_out = jsonl(tmp_path / "own.jsonl", rows(17)[15:])
+    sets = sets_of(replace(socratic, eval_files=str(held_out)))
+    assert (len(sets.train), len(sets.held_out)) == (9, 2)
 
 
 def test_hub_files_in_several_folders_must_be_named(tmp_path):

@@ -113,7 +113,7 @@ def _json_object(line: bytes) -> dict[str, Any]:
     return values
 
 
-def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
+def hub_files(name: str, splits: Sequence[Split]) -> tuple[dict[Split, list[Path]], list[str]]:
     """Return the Parquet files of `owner/name[/folder]` by split; messages for a ConfigError."""
     owner, _, rest = name.partition("/")
     short, _, folder = rest.partition("/")
@@ -126,7 +126,7 @@ def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
         snapshot = hub_snapshot(
             f"{owner}/{short}",
             wanted,
-            lambda cached: not files_by_split(name, cached, folder)[1],
+            lambda cached: not files_by_split(name, cached, folder, splits)[1],
             repo_type="dataset",
         )
     except HUB_ERRORS as error:
@@ -137,13 +137,16 @@ def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
             f"Use local files (data.train_files=train.jsonl, .parquet too), a filled cache "
             f"(HF_HOME=<folder>), or the embedded problems (data=embedded)."
         ]
-    return files_by_split(name, snapshot, folder)
+    return files_by_split(name, snapshot, folder, splits)
 
 
 def files_by_split(
-    name: str, snapshot: Path, folder: str
+    name: str, snapshot: Path, folder: str, wanted: Sequence[Split] = tuple(Split)
 ) -> tuple[dict[Split, list[Path]], list[str]]:
-    """Return the files of one folder of a downloaded data set by split, and messages."""
+    """Return the files of one folder of a downloaded data set by split, and messages.
+
+    `wanted` contains the training split.
+    """
     files = sorted(snapshot.rglob("*.parquet"))
     folders = sorted({path.relative_to(snapshot).parent.as_posix() for path in files})
     if not folder and len(folders) > 1:
@@ -156,14 +159,16 @@ def files_by_split(
         folder = usual[0]
     chosen = [path for path in files if not folder or path.is_relative_to(snapshot / folder)]
     splits: dict[Split, list[Path]] = {}
-    for split, names in _FILE_NAMES.items():
-        found = ([p for p in chosen if re.match(rf"{n}(\b|[-_.])", p.name)] for n in names)
+    for split in wanted:
+        prefixes = _FILE_NAMES[split]
+        found = ([p for p in chosen if re.match(rf"{n}(\b|[-_.])", p.name)] for n in prefixes)
         splits[split] = next(filter(None, found), [])
     missing = [split.value for split, paths in splits.items() if not paths]
     if not missing:
         return splits, []
+    keys = "data.train_files=..., " * (not splits[Split.train]) + "data.eval_files=..."
     return splits, [
         f"data.name = {name}: no Parquet file of its {' or '.join(missing)} split was found among "
         f"{', '.join(path.name for path in chosen) or 'no files at all'}.\n"
-        f"Name the files: data.train_files=..., data.eval_files=..."
+        f"Name the files: {keys}"
     ]

@@ -159,7 +159,7 @@ def _read(sets: ProblemSets, with_solutions: bool) -> list[str]:
     hub: dict[Split, list[Path]] = {}
     faults: list[str] = []
     if train_files is None and name != EMBEDDED:
-        hub, faults = hub_files(config.name)
+        hub, faults = hub_files(config.name, [*Split] if eval_files is None else [Split.train])
     # Rewards know the data set by its name; accuracies tell those of a mixture apart.
     own = {"dataset": sets.name} if sets.name else {}
     label = {"dataset": train_files[0].stem if train_files else config.name}
