@@ -10,9 +10,12 @@ Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168, for the `#### 42` f
 
 import re
 from collections import deque
+from collections.abc import Iterator
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any
+
+from hybridrl.rewards.base import checked_by, one_of, value_problems
 
 MARKER = "####"
 _CURRENCY = "$\u20ac\u00a3\u00a5"  # dollar, euro, pound, yen
@@ -38,6 +41,12 @@ class Mode(StrEnum):
     flexible = "flexible"
 
 
+def mode_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
+    """Check the mode."""
+    return value_problems(f"{key}.args", {"mode": Mode.strict} | args, {"mode": one_of(Mode)})
+
+
+@checked_by(mode_problems)
 def score(prompt: str, response: str, example: dict[str, Any], mode: str = "strict") -> float:
     """Return 1.0 if the response's final number equals the example's answer, else 0.0.
 

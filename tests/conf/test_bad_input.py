@@ -194,6 +194,12 @@ ONE_PROBLEM = [
     ),
     (["reward.function=json.nothing"], ["reward.function = json.nothing", "has no nothing"]),
     (["+reward.args.mood=good"], ["reward.args", "mood"]),
+    (["reward.args.mode=lenient"], ["reward.args.mode = lenient", "one of strict, flexible"]),
+    (["eval.rules.flexible.args.mode=3"], ["eval.rules.flexible.args.mode = 3", "one of strict"]),
+    (
+        ["environment=calculator", "environment.args.mode=x"],
+        ["environment.args.mode = x", "one of strict, flexible"],
+    ),
     (["eval.rules.flexible.function=json.x"], ["eval.rules.flexible.function = json.x"]),
     (["+eval.rules.strict=3"], ["eval.rules.strict = 3", "section"]),
     (["++actor.optim=3"], ["actor.optim = 3", "section"]),
@@ -293,9 +299,7 @@ def test_any_key_may_be_garbage_without_hiding_the_others():
         "data.solution_key",
         "data.curriculum",
         "model.path",
-        "reward.args.mode",
     }
-    text_keys |= {"eval.rules.flexible.args.mode"}
     for key in leaves(tree):
         broken = copy.deepcopy(cfg)
         OmegaConf.update(broken, key, "gar-bage", merge=False)
