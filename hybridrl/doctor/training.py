@@ -49,7 +49,7 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
     tokens = longest if supervised else min(MAX_RESPONSE_TOKENS, longest)
     buffer = config.algorithm.overlong.buffer_tokens
     return [
-        *(f"{key}={STEPS - 1}" for key, steps in warm_ups(config).items() if steps >= STEPS),
+        *(f"{key}={_warm_up(key)}" for key, steps in warm_ups(config).items() if steps >= STEPS),
         *([f"algorithm.overlong.buffer_tokens={tokens}"] if buffer > tokens else []),
         *([] if config.rollout.schedule is Schedule.sync else ["rollout.max_in_flight=null"]),
         f"trainer.total_steps={STEPS}",
@@ -73,6 +73,11 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
         "doctor=off",
         f"hydra.run.dir={run_dir}",
     ]
+
+
+def _warm_up(key: str) -> int:
+    """Return the steps of a warm-up; the actor's exceeds the critic's steps alone, or is 0."""
+    return STEPS - 1 if key == "trainer.critic_warmup_steps" else 0
 
 
 def _outcome(command: list[str], log: Path) -> Finding:

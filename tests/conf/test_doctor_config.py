@@ -37,6 +37,7 @@ def test_two_steps_of_every_recipe_can_be_had(recipe, ranks, tmp_path):
     [
         ["trainer.critic_warmup_steps=5"],
         ["actor.optim.warmup_steps=10", "critic.optim.warmup_steps=10"],
+        ["actor.optim.warmup_steps=10", "trainer.critic_warmup_steps=5"],
         ["algorithm.overlong.buffer_tokens=40"],
         ["checkpoint.keep_best=eval/accuracy_greedy"],
         ["checkpoint.keep_best=eval/accuracy", "checkpoint.every_steps=5", "eval.every_steps=5"],
