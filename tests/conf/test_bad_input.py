@@ -184,6 +184,8 @@ ONE_PROBLEM = [
         ["actor.optim.warmup_steps", "no effect", "critic_warmup_steps = 5, steps in which"],
     ),
     (["critic.optim.min_lr_ratio=0.1"], ["critic.optim.min_lr_ratio", "schedule = constant"]),
+    (["actor.total_steps=9"], ["actor.total_steps", "no effect", "schedule = constant"]),
+    (["actor.max_response_tokens=9"], ["no effect", "set algorithm.aggregation=sequence_sum"]),
     (["tracking.mlflow_uri=http://x"], ["tracking.mlflow_uri", "pip install mlflow"]),
     (["actor.worker=nowhere.MyActor"], ["actor.worker = nowhere.MyActor", "importing nowhere"]),
     (["actor.worker=MyActor"], ["actor.worker = MyActor", "dotted path"]),

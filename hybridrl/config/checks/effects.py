@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import Unusable
-from hybridrl.config.choices import Init, Layout
+from hybridrl.config.choices import Aggregation, Init, Layout
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.command.report import shown
 from hybridrl.config.estimators import SETTINGS, estimator_of, is_supervised, taking, uses_critic
@@ -97,8 +97,14 @@ RULES = (
         ", steps in which the actor is not trained",
         "raise it above trainer.critic_warmup_steps",
     ),
-    Idle("actor.optim.min_lr_ratio", "actor.optim.schedule", "constant"),
-    Idle("critic.optim.min_lr_ratio", "critic.optim.schedule", "constant"),
+    Idle("actor.optim.min_lr_ratio actor.total_steps", "actor.optim.schedule", "constant"),
+    Idle("critic.optim.min_lr_ratio critic.total_steps", "critic.optim.schedule", "constant"),
+    Idle(
+        "actor.max_response_tokens",
+        "algorithm.aggregation",
+        lambda config: config.algorithm.aggregation is not Aggregation.sequence_sum,
+        remedy="set algorithm.aggregation=sequence_sum",
+    ),
     Idle(
         _CORRECTION,
         "algorithm.loss.function",
