@@ -48,9 +48,9 @@ def shuffled(
             recent.append(problem)
             if held:  # the oldest delayed problem is far enough back now
                 heapq.heappush(waiting, place[held.popleft()])
-            for newcomer in range(known, admitted(drawn)):
+            before, known = known, admitted(drawn)
+            for newcomer in range(before, known):
                 heapq.heappush(waiting, place[newcomer])
-            known = max(known, admitted(drawn))
 
 
 def shares(weights: Sequence[float]) -> Iterator[int]:
@@ -100,11 +100,14 @@ def pacing(size: int, distinct: int, length: Fraction) -> Callable[[int], int]:
     https://arxiv.org/abs/1903.09848
     """
 
+    # In integers, as a run resumed late admits millions of times.
+    (start, whole), (end, unit) = (part.as_integer_ratio() for part in (START_SHARE, length))
+
     def admitted(drawn: int) -> int:
-        if drawn >= length:
+        if drawn * unit >= end:
             return size
-        share = START_SHARE + (1 - START_SHARE) * drawn / length
-        return max(distinct, floor(share * size))
+        share = start * end + (whole - start) * drawn * unit
+        return max(distinct, share * size // (whole * end))
 
     return admitted
 
