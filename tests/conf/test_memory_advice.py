@@ -97,6 +97,14 @@ def test_offload_is_not_advised_where_the_node_has_no_room_for_it():
     assert not any("offload" in setting for setting in advised(*tight)[0])
 
 
+def test_a_cache_larger_than_the_gpu_is_named_and_made_smaller():
+    given = ("algorithm=grpo", "rollout.kv_cache_mb=200000")
+    (problem,), _ = refused("7B", *given, machine=nodes(1))
+    assert problem.startswith("rollout.kv_cache_mb = 200000: ")
+    settings, _ = advised(problem)
+    assert refused("7B", *given, *settings, machine=nodes(1))[0] == []
+
+
 @pytest.mark.parametrize(
     ("given", "gib", "words"),
     [

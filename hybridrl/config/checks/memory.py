@@ -63,6 +63,8 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
             worst = largest(phases)
             others = ", ".join(f"{p.name} {gib(p.total)}" for p in phases if p is not worst)
             key = DECISIVE.get(worst.name, "model.path")
+            if worst.parts.get("KV cache", 0) > worst.total / 2:
+                key = "rollout.kv_cache_mb"
             yield (
                 f"{key} = {attrgetter(key)(config)}: {worst.name} needs {describe(worst)}, the GPU "
                 f"has {gib(there)}{f'; also too large: {others}' if others else ''}.\n{remedies}"

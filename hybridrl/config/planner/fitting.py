@@ -9,12 +9,17 @@ from itertools import chain, product
 from typing import Any, NamedTuple
 
 from hybridrl.config.checks.installation import frees_cache_alone
-from hybridrl.config.checks.sizes import engine_problems, tensor_parallel_problems
+from hybridrl.config.checks.sizes import (
+    cache_problems,
+    engine_problems,
+    tensor_parallel_problems,
+)
 from hybridrl.config.choices import Accumulation, Offload, SleepMode
 from hybridrl.config.planner.machine import GPU, Machine
 from hybridrl.config.planner.memory import (
     GIB,
     LEFT_FOR_CACHE,
+    MIB,
     Phase,
     gib,
     host_parts,
@@ -124,9 +129,10 @@ class MemoryCase(NamedTuple):
         return needed <= available
 
     def has_engines(self) -> bool:
-        """Return whether rollout engines of this size are possible on the GPUs."""
-        engines = engine_problems(self.config)
-        return not any(chain(engines, tensor_parallel_problems(self.config, self.shape)))
+        """Return whether rollout engines of this size are possible, and hold a sequence."""
+        of_model = (tensor_parallel_problems, cache_problems)
+        engines = (check(self.config, self.shape) for check in of_model)
+        return not any(chain(engine_problems(self.config), *engines))
 
     def may_stay_gathered(self) -> bool:
         """Return whether several shards exist, and the run fits with weights kept gathered."""
@@ -225,10 +231,14 @@ def _smaller_batches(config: RunConfig) -> Iterator[Change]:
 
 
 def _rollout_changes(config: RunConfig) -> Iterator[list[Change]]:
-    """Yield nothing, larger engines, and other shares of the GPU for them, nearest first."""
+    """Yield nothing, larger engines, and smaller caches or other shares of the GPU for them."""
     tp, share = config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization
     yield []
     yield from ([Change("rollout.tensor_parallel_size", tp * 2**power)] for power in range(1, 4))
+    if (cache := config.rollout.kv_cache_mb) is not None:  # then the share has no effect
+        halves = (cache // 2**power for power in range(1, 6))
+        yield from ([Change("rollout.kv_cache_mb", h)] for h in halves if h * MIB >= LEAST_CACHE)
+        return
     shares = sorted((tenths / 10 for tenths in range(2, 10)), key=lambda other: abs(other - share))
     yield from ([Change("rollout.gpu_memory_utilization", s)] for s in shares if s != share)
 

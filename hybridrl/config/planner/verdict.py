@@ -33,6 +33,7 @@ COSTS = {
     "fsdp.offload": "copies to the host and back",
     "actor.max_tokens_per_gpu": "more and smaller micro-batches",
     "rollout.tensor_parallel_size": "fewer, larger engines that communicate at every token",
+    "rollout.kv_cache_mb": "fewer sequences at a time",
     "rollout.gpu_memory_utilization": "a smaller KV cache: fewer sequences at a time",
 }
 
