@@ -138,3 +138,11 @@ async def misbehave_later(prompt: str, response: str, example: dict[str, Any]) -
 async def sleepy(prompt, response, example, seconds):
     await asyncio.sleep(seconds)
     return float(response)
+
+
+def used_up(prompt, response, example):
+    return example["left"].pop()
+
+
+async def used_up_later(prompt, response, example):
+    return used_up(prompt, response, example)

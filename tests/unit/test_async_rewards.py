@@ -1,4 +1,4 @@
-"""Async rewards in real processes: concurrency, order, and failures that stay alone."""
+"""Async rewards in real processes: concurrency, order, failures and changes that stay alone."""
 
 import time
 
@@ -88,3 +88,10 @@ def test_the_neighbours_of_what_kills_or_blocks_its_process_are_computed_again(
 def test_fewer_responses_may_be_under_way_than_there_are_processes():
     result = misbehaved(["dies", "good", "dies", "good"], processes=2, concurrency=1)
     assert result.scores == [FAILED, 1.0, FAILED, 1.0]
+
+
+@pytest.mark.parametrize("name", ["used_up", "used_up_later"])
+def test_what_a_reward_changes_in_its_example_no_other_response_sees(name):
+    with scorer(name) as pool:
+        result = pool.score([("", "", example := {"left": [1.0]})] * 40)
+    assert (result, example) == (ScoreResult([1.0] * 40, []), {"left": [1.0]})

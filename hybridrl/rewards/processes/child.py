@@ -1,11 +1,13 @@
 """Main loop of a reward process: receives chunks of items, sends one result per item.
 
 A task computes one item after the other; an async task has all items that it was given under way.
+Each call gets a copy of its item: those of one message may share the row of the data set.
 The process imports only the standard library and the modules of task and function. `main` leaves a
 supervisor process between parent and child.
 """
 
 import asyncio
+import copy
 import inspect
 import signal
 import traceback
@@ -80,7 +82,7 @@ async def _answer(
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            found = index, await task(item)
+            found = index, await task(copy.deepcopy(item))
     except BaseException as error:
         timed_out = limit.expired() and isinstance(error, TimeoutError)
         found = _failure(index, error, timeout_s if timed_out else None)
@@ -92,7 +94,7 @@ def _result(
 ) -> Indexed | Failure:
     """Return the item's value or failure. A task may raise anything, including SystemExit."""
     try:
-        return index, limited(task, item, timeout_s)
+        return index, limited(task, copy.deepcopy(item), timeout_s)
     except BaseException as error:
         return _failure(index, error, timeout_s if isinstance(error, ItemTimeout) else None)
 
