@@ -280,11 +280,13 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
         assert "final/  metrics.jsonl" in text
 
 
-@pytest.mark.parametrize(("steps", "more"), [(40, " trainer.total_steps=80"), (2, "")])
+@pytest.mark.parametrize(
+    ("steps", "more", "trust"), [(40, " trainer.total_steps=80", ""), (2, "", " --run-code")]
+)
 def test_summary_explains_its_numbers_and_names_the_next_commands(
-    tmp_path, monkeypatch, steps, more
+    tmp_path, monkeypatch, steps, more, trust
 ):
-    """The run has 40 steps; a callback may stop it before."""
+    """The run has 40 steps; a callback may stop it before. Its reward may be the user's."""
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "outputs" / "my run"
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
@@ -292,7 +294,7 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     accuracies = {f"eval/accuracy{suffix}": 0.5 for suffix in suffixes}
     rows = [STEP | {"step": step} | accuracies for step in (0, steps)]
     console, file = screen(terminal=False)
-    console.summary(rows, 0, run)
+    console.summary(rows, 0, run, needs_trust=bool(trust))
     text = file.getvalue()
     assert f"2 more accuracies (eval/...): {run}/metrics.jsonl" in text
     for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):
@@ -300,7 +302,7 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     assert "MFU: " not in text  # not among these numbers
     next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-3:]]
     assert next_lines == [
-        "hybridrl eval 'outputs/my run'",
+        f"hybridrl eval 'outputs/my run'{trust}",
         "hybridrl export 'outputs/my run' my_model",
         f"hybridrl resume 'outputs/my run'{more}",
     ]

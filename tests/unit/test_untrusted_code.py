@@ -8,8 +8,8 @@ from hybridrl.config.keys import leaves
 from hybridrl.config.user_code.files import names_code
 from hybridrl.config.user_code.untrusted_code import (
     ALLOWED,
+    needs_trust,
     refuse_untrusted_code,
-    untrusted_code,
 )
 from hybridrl.trainer.tracking.provenance import plain
 from tests.run_configs import run_config
@@ -62,8 +62,8 @@ def test_what_conf_names_is_ours():
 
 
 @pytest.mark.parametrize("override", ["reward=weighted", "environment=calculator", "seed=2"])
-def test_a_run_of_ours_names_no_code_of_others(override):
-    assert list(untrusted_code(plain(run_config(override)))) == []
+def test_a_run_of_ours_needs_no_trust(override):
+    assert not needs_trust(plain(run_config(override)))
 
 
 @pytest.mark.parametrize("override", ["reward.function=mine.score", "reward=gsm8k"])
@@ -97,7 +97,11 @@ def test_arguments_that_could_send_a_secret_are_refused_where_judges_run(
     monkeypatch.setenv("A_TOKEN", "secret-of-mine")
     with pytest.raises(ConfigError, match="--run-code") as caught:
         refuse_untrusted_code(config, "somewhere", runs_rewards=True)
-    assert named in str(caught.value) and "secret-of-mine" not in str(caught.value)
+    assert (
+        needs_trust(config)
+        and named in str(caught.value)
+        and "secret-of-mine" not in str(caught.value)
+    )
     refuse_untrusted_code(config, "somewhere")
 
 
@@ -114,7 +118,7 @@ def test_arguments_that_could_send_a_secret_are_refused_where_judges_run(
 def test_a_sandbox_that_is_switched_off_is_refused_where_judges_run(config, named):
     with pytest.raises(ConfigError, match="--run-code") as caught:
         refuse_untrusted_code(config, "somewhere", runs_rewards=True)
-    assert named in str(caught.value)
+    assert needs_trust(config) and named in str(caught.value)
     refuse_untrusted_code(config, "somewhere")
     refuse_untrusted_code(config, "x", [f"{named.split(' ')[0]}=none"], runs_rewards=True)
 

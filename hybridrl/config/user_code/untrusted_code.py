@@ -67,6 +67,11 @@ def untrusted_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     return ((key, value) for key, value in _texts(config) if _names_code(key, value))
 
 
+def needs_trust(config: Mapping[str, Any]) -> bool:
+    """Return whether an evaluation with this config is refused without --run-code."""
+    return any(refused(*text) for text in _texts(config) for refused, _, _ in _KINDS)
+
+
 def refuse_untrusted_code(
     config: Mapping[str, Any],
     origin: str,

@@ -139,8 +139,15 @@ class RunConsole:
         """Print a line."""
         self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
 
-    def summary(self, rows: Sequence[Metrics], failed_checkpoints: int, run_dir: Path) -> None:
-        """Print the summary of a run from its metrics."""
+    def summary(
+        self,
+        rows: Sequence[Metrics],
+        failed_checkpoints: int,
+        run_dir: Path,
+        *,
+        needs_trust: bool = False,
+    ) -> None:
+        """Print the summary of a run from its metrics; `needs_trust` as of an evaluation."""
         self.close()
         if changes := accuracy_changes(rows):
             self.console.print(_accuracy_table(changes[:MAX_ACCURACIES]))
@@ -152,7 +159,7 @@ class RunConsole:
             ("directory", str(run_dir)),
             ("files", _files(run_dir)),
             ("columns", legend(rows, self.console.width if self.console.is_terminal else None)),
-            ("next", "\n".join(_next_commands(run_dir, steps, self._total))),
+            ("next", "\n".join(_next_commands(run_dir, steps, self._total, needs_trust))),
         ]
         self.header("done", [line for line in lines if line[1]])
 
@@ -199,14 +206,14 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
     return table
 
 
-def _next_commands(run_dir: Path, steps: int, total: int) -> list[str]:
+def _next_commands(run_dir: Path, steps: int, total: int, needs_trust: bool) -> list[str]:
     """Return commands that go on with a run that ended after `steps` of `total` steps."""
     path = os.path.relpath(run_dir) if Path.cwd() in run_dir.parents else str(run_dir)
     run = shlex.quote(path)
     if not steps_in(checkpoints_folder(run_dir)):
         return []
     return [
-        f"hybridrl eval {run}",
+        f"hybridrl eval {run}" + " --run-code" * needs_trust,
         f"hybridrl export {run} my_model",
         f"hybridrl resume {run}" + f" trainer.total_steps={2 * steps}" * (steps >= total),
     ]

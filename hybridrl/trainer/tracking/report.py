@@ -8,6 +8,7 @@ import torch
 
 from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.untrusted_code import needs_trust
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
@@ -20,6 +21,7 @@ from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.timing.timeline import Timeline
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole
+from hybridrl.trainer.tracking.provenance import plain
 from hybridrl.trainer.tracking.rollout_log import (
     RolloutRecord,
     conversations,
@@ -178,7 +180,10 @@ class Reporter:
         """Print the summary."""
         for failure in [*self._tracker.failures(), *self._files.lines()]:
             self.warn(failure)
-        self._console.summary(self._tracker.rows, failed_checkpoints, self.run_dir)
+        trust = needs_trust(plain(self._config))
+        self._console.summary(
+            self._tracker.rows, failed_checkpoints, self.run_dir, needs_trust=trust
+        )
 
 
 def is_due(every: int, step: int) -> bool:
