@@ -39,6 +39,8 @@ def test_scripts_read_and_print(isolation):
         Case(stdin="4\n", stdout="8"),  # the second input() raises
     ]
     assert run_tests(program, cases, LIMITS, isolation) == [PASSED, PASSED, *[FAILED] * 3]
+    by_line = "import fileinput\nprint(*fileinput.input())"
+    assert run_tests(by_line, [Case(stdin="8", stdout="8")], LIMITS, isolation) == [PASSED]
     assert run_tests("print(8)\nexit()", [Case(stdout="8")], LIMITS, isolation) == [PASSED]
     assert run_tests("print(8)\nexit(1)", [Case(stdout="8")], LIMITS, isolation) == [FAILED]
 

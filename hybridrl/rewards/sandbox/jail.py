@@ -167,6 +167,7 @@ def _run(program: str, statements: str | None) -> None:
     """
     name = "__main__" if statements is None else "program"
     module = sys.modules[name] = ModuleType(name)
+    sys.argv[:] = ["program.py"]
     # Taken before the program runs, which may replace anything in this process.
     execute, stdout = exec, sys.stdout
     run_exit_functions = atexit._run_exitfuncs
