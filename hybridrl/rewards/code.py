@@ -161,7 +161,7 @@ def cases_of(tests: Any) -> list[Case]:
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         tests = json.loads(tests)
     match tests:
-        case {"inputs": inputs, "outputs": outputs}:
+        case {"inputs": inputs, "outputs": outputs} if not tests.get("fn_name"):
             pairs = zip(inputs, outputs, strict=True)
             tests = [{"input": given, "output": wanted} for given, wanted in pairs]
     cases = [_case(test) for test in (tests if isinstance(tests, list) else [tests])]
@@ -174,9 +174,11 @@ def _case(test: Any) -> Case:
     match test:
         case str() if test.strip():
             return Case(statements=test)
-        case {"input": str() as given, "output": str() as wanted}:
+        case {"input": str() as given, "output": str() as wanted} if (
+            test.get("testtype") != "functional"  # arguments and result, as in LiveCodeBench
+        ):
             return Case(stdin=given, stdout=wanted)
     raise ValueError(
         f"a test of the example is {str(test)[:80]!r}, expected statements such as "
-        f"'assert f(1) == 2', or input and output as texts"
+        f"'assert f(1) == 2', or a script's (not a function's) input and output as texts"
     )

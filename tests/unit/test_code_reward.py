@@ -45,8 +45,8 @@ def test_grades(isolation):
     "tests",
     [
         [{"input": "1\n", "output": "2\n"}, {"input": "5", "output": "6"}],
-        {"inputs": ["1\n", "5"], "outputs": ["2\n", "6"]},
-        json.dumps([{"input": "1\n", "output": "2\n"}]),
+        {"inputs": ["1\n", "5"], "outputs": ["2\n", "6"], "fn_name": None},
+        json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}]),
         json.dumps({"inputs": ["1"], "outputs": ["2"]}),
     ],
 )
@@ -84,7 +84,8 @@ def test_forms_of_tests(tests, cases):
         [{"input": "1"}],
         [{"input": 1, "output": 2}],
         {"inputs": ["1"], "outputs": []},
-        {"fn_name": "f"},
+        {"inputs": ["1"], "outputs": ["2"], "fn_name": "f"},
+        [{"input": "1", "output": "2", "testtype": "functional"}],
         "[",
         '["a", 3]',
     ],
