@@ -35,11 +35,11 @@ class Score(NamedTuple):
 
 # Reward of one response, (prompt, response, example, **args) -> its score; larger is better.
 #
-# prompt and response are texts, without special tokens; example is the row of the data set, whose
-# "answer" is the column named by data.answer_key; args are reward.args of the config. The score is
-# a number of at most MAX_REWARD in size, or a Score with parts. A reward runs in separate
-# processes, so it may be slow, block or crash. It must not rely on state shared between calls. It
-# may be async. calls.py also calls functions written for verl and TRL.
+# prompt is the text that the model reads, response its text without special tokens; example is a
+# copy of the row of the data set, whose "answer" is the column named by data.answer_key; args are
+# reward.args of the config. The score is a number of at most MAX_REWARD in size, or a Score with
+# parts. A reward runs in separate processes, so it may be slow, block or crash. It must not rely on
+# state shared between calls. It may be async. calls.py also calls functions for verl and TRL.
 Reward = Callable[..., float | Score | Awaitable[float | Score]]
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
