@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from hybridrl.rewards.base import checked_by, one_of, value_problems
-from hybridrl.rewards.gsm8k import MARKER, Mode
+from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.gsm8k import MARKER, Mode, mode_problems
 
 BOXED = r"\boxed"
 # Bounds on the text to parse: time grows faster than its length.
@@ -33,7 +33,7 @@ _DOLLAR = re.compile(r"\\?\$")
 
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the mode and that the package is installed."""
-    yield from value_problems(f"{key}.args", args, {"mode": one_of(Mode)})
+    yield from mode_problems(key, args)
     if importlib.util.find_spec("math_verify") is None:
         yield (
             f"{key}.function needs the package math-verify, which is not installed.\n"

@@ -11,6 +11,7 @@ import torch
 from hybridrl.app.process import import_from_here
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function, locate
+from hybridrl.config.user_code.importing import check_itself
 from hybridrl.rewards.base import MAX_REWARD, Score, as_score
 from hybridrl.rewards.gsm8k import last_number, reference_answer, score, strict_answer
 
@@ -261,6 +262,21 @@ def test_a_module_of_the_current_directory_is_found(tmp_path, monkeypatch):
 def test_what_is_wrong_with_a_function_is_named(dotted, names):
     with pytest.raises(ConfigError, match=names):
         check_reward_function("reward", dotted, {})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "hybridrl.rewards.gsm8k.score",
+        "hybridrl.environments.calculator.Calculator",
+        "hybridrl.environments.calculator_agent.run",
+    ],
+)
+def test_a_mode_that_does_not_exist_is_named_before_a_run(path):
+    check_itself("key", path, locate("key", path), {"mode": "strict"})
+    check_itself("key", path, locate("key", path), {})
+    with pytest.raises(ConfigError, match=r"key\.args\.mode = lenient, expected one of strict, "):
+        check_itself("key", path, locate("key", path), {"mode": "lenient"})
 
 
 def test_the_refusal_tells_a_missing_import_of_the_users_module(tmp_path, monkeypatch):
