@@ -114,7 +114,8 @@ async def command(
         folder, file = Path(around, "work"), Path(around, "task.json")
         folder.mkdir()
         file.write_text(text)
-        variables |= {TASK_FILE: str(file)} | ({TASK: text} if len(text) < LONGEST_TASK else {})
+        variables |= {TASK_FILE: str(file), "PWD": str(folder)}  # PWD: no shell has set it
+        variables |= {TASK: text} if len(text) < LONGEST_TASK else {}
         run = partial(_run, folder, os.environ | variables, memory_mb)
         ended = await run(command)
         if function is None or ended.code:

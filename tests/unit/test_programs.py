@@ -194,6 +194,7 @@ def test_the_last_line_of_a_command_is_its_reward(commands):
     script = (
         "task = json.loads(os.environ['HYBRIDRL_TASK']); print('thinking'); "
         "assert os.environ['OPENAI_BASE_URL'] == 'http://x/v1'; assert not os.listdir('.'); "
+        "assert os.path.samefile('.', os.environ['PWD']); "
         "assert os.environ['ANTHROPIC_BASE_URL'] == 'http://x'; "
         "print(json.dumps({'reward': len(task['messages'])}))"
     )
