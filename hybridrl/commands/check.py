@@ -124,7 +124,10 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
             return scorer.score(reward_items(asked, texts, [[]] * len(asked)))
 
         answers = max(forms, key=lambda texts: fmean(scored(texts).scores))
-        others = [*answers[1:], *answers[:1]]
+        others = [
+            next((other for other in answers[row:] + answers[:row] if other != answer), "")
+            for row, answer in enumerate(answers)
+        ]
         kinds = {
             "reference answers": scored(answers),
             "answers of other problems": scored(others),

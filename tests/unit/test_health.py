@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from hybridrl.commands.check import _reward_lines
 from hybridrl.config.keys import leaves
 from hybridrl.config.sections.tracking import HealthConfig
 from hybridrl.data.ragged import Ragged
@@ -404,6 +405,13 @@ def test_a_reward_that_does_not_fit_is_a_warning():
     assert "reward 0" in text and "data.answer_key = answer" in text
     (failed,) = said("hybridrl.rewards.gsm8k.score", prompt("blue", color="sky")).warnings
     assert "the reward fails" in failed and "question, answer, color" in failed
+
+
+def test_a_row_with_the_same_answer_is_no_wrong_answer_to_compare_with():
+    """As where a file is sorted by its labels."""
+    asked = [prompt(answer) for answer in ("1", "1", "1", "2")]
+    config = run_config("reward.args.mode=flexible", "reward.num_processes=1")
+    assert "  answers of other problems: mean 0.000, from 0 to 0" in _reward_lines(asked, config)
 
 
 def test_each_data_set_of_a_mixture_has_a_line():
