@@ -21,8 +21,8 @@ import numpy as np
 
 from hybridrl.data.batch import NO_VERSION
 
-# Token ids of a text; the second argument is true at the beginning of a sequence.
-Encode = Callable[[str, bool], list[int]]
+# Token ids of a text behind a token; None: at the beginning of a sequence.
+Encode = Callable[[str, int | None], list[int]]
 # Characters around the place where texts part, in examples.
 SHOWN_CHARS = 40
 
@@ -100,11 +100,11 @@ class EpisodeRecord:
         if not matches:
             if self.sequences and not self.branch:
                 self.branch = _departure(self.sequences[-1].text, text)
-            return Start(self.encode(text, True), text, None, -1)
+            return Start(self.encode(text, None), text, None, -1)
         length, sequence, index = max(matches, key=lambda match: match[0])
         rest = text[length:]
         ids = sequence.ids[: sequence.turns[index].end]
-        return Start([*ids, *self.encode(rest, False)] if rest else ids, text, sequence, index)
+        return Start([*ids, *self.encode(rest, ids[-1])] if rest else ids, text, sequence, index)
 
     def add(
         self,

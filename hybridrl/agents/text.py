@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.tokenizer import plain_text, rendered, stop_tokens, token_ids
+from hybridrl.data.sources.tokenizer import (
+    ids_after,
+    plain_text,
+    rendered,
+    stop_tokens,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,14 +52,14 @@ class ModelText:
             return plain_text(list(messages))
         return rendered(self._tokenizer, messages, **{"add_generation_prompt": True} | options)
 
-    def encode(self, text: str, is_start: bool) -> list[int]:
-        """Return the token ids of a text, at the beginning of a sequence or later."""
-        if is_start:
-            return [*self._encode_start(text, not self._tokenizer.chat_template)]
-        return self._encode(text, False)
+    def encode(self, text: str, last: int | None) -> list[int]:
+        """Return the token ids of a text after the token `last`; None: at the beginning."""
+        if last is None:
+            return [*self._encode_start(text)]
+        return ids_after(self._tokenizer, [last], [text])[0]
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return token_ids(self._tokenizer, [text], special=special)[0]
+    def _encode(self, text: str) -> list[int]:
+        return token_ids(self._tokenizer, [text], special=not self._tokenizer.chat_template)[0]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of tokens, with special tokens or without."""

@@ -284,7 +284,7 @@ def test_other_sampling_may_be_masked(served):
 def test_biased_tokens_are_sampled_and_not_trained(served):
     episode = served.episode(other_sampling=OtherSampling.mask)
     client = client_of(served, episode.key)
-    (wanted,) = served.endpoint.policy.text.encode("7", False)
+    (wanted,) = served.endpoint.policy.text.encode("7", None)
     answer = chat(client, QUESTION, logit_bias={str(wanted): 100}, max_tokens=4)
     assert said(answer)["content"] == "7777"
     assert not served.batch(episode).response_mask.values.any()
@@ -718,7 +718,7 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     """Whatever form a client gives the JSON of its arguments."""
     policy, episode = served.endpoint.policy, served.episode()
     raw = 'Well.\n<tool_call>\n{"name": "add",   "arguments": {"b": 4, "a": 3}}\n</tool_call>'
-    tokens = [*policy.text.encode(raw, False), served.endpoint.end_token]
+    tokens = [*policy.text.encode(raw, None), served.endpoint.end_token]
     one = Completion(0, "1", 5, raw, raw, "stop", None, tokens, [-1.0] * len(tokens))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     message, reason = message_of(policy, episode, one, tools)

@@ -15,7 +15,7 @@ from hybridrl.trainer.agents.batch import EpisodeResult, batch_of, check_turns
 PROMPT = "<u>2 + 3?<a>"
 
 
-def encode(text: str, is_start: bool) -> list[int]:
+def encode(text: str, last: int | None) -> list[int]:
     """A token per two characters: not what a model would sample."""
     return [100 * len(text[k : k + 2]) + ord(text[k]) for k in range(0, len(text), 2)]
 
@@ -38,9 +38,9 @@ def test_sampled_tokens_are_never_tokenised_again():
     record = EpisodeRecord(encode)
     first = sampled(record, PROMPT, "five<e>")
     again = record.start(PROMPT + "five<e><u>more?<a>")
-    assert encode("five<e>", False) != first
-    assert again.prompt == [*encode(PROMPT, True), *first, *encode("<u>more?<a>", False)]
-    assert record.start(PROMPT + "five<e>").prompt == [*encode(PROMPT, True), *first]
+    assert encode("five<e>", None) != first
+    assert again.prompt == [*encode(PROMPT, None), *first, *encode("<u>more?<a>", first[-1])]
+    assert record.start(PROMPT + "five<e>").prompt == [*encode(PROMPT, None), *first]
 
 
 def test_stripped_thinking_begins_another_sequence_with_an_example():
@@ -51,7 +51,7 @@ def test_stripped_thinking_begins_another_sequence_with_an_example():
     assert len(record.sequences) == 2
     assert "'five<e><u>more?<a>'" in record.branch and "'<think>hm</think>five<e>'" in record.branch
     assert batch.responses.rows()[1].tolist() == second
-    assert record.sequences[1].ids[:-6] == encode(PROMPT + "five<e><u>more?<a>", True)
+    assert record.sequences[1].ids[:-6] == encode(PROMPT + "five<e><u>more?<a>", None)
 
 
 def test_two_continuations_of_a_turn_train_it_once():
@@ -73,7 +73,7 @@ def test_a_request_may_go_back_to_an_earlier_turn():
         text += answer + "<u>go<a>"
     back = record.start(PROMPT + "one<u>other<a>")
     assert back.prompt[: len(record.sequences[0].ids)] != record.sequences[0].ids
-    assert back.prompt[len(encode(PROMPT, True)) :][:3] == [ord(c) for c in "one"]
+    assert back.prompt[len(encode(PROMPT, None)) :][:3] == [ord(c) for c in "one"]
     assert not record.branch
 
 

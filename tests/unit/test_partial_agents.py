@@ -51,7 +51,7 @@ class Agents:
             key = f"key{len(self.begun)}"
             self.begun.append((step, asked.prompt_id, sample))
             self.lengths[key] = min(self.longest, int(self.draw.lognormvariate(1, 1)))
-            record = EpisodeRecord(lambda text, is_start: [1, 2])
+            record = EpisodeRecord(lambda text, last: [1, 2])
             episode = SimpleNamespace(key=key, engine=engine, record=record)
             new.append(Running(asked, episode, Future()))
         self.open |= {one.episode.key: one for one in new}

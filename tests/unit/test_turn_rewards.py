@@ -22,7 +22,7 @@ Turns = Sequence[tuple[int, bool]]
 
 def record(turns: Turns) -> EpisodeRecord:
     """An episode whose turn k has the name k and two tokens."""
-    made = EpisodeRecord(lambda text, is_start: [ord(letter) for letter in text])
+    made = EpisodeRecord(lambda text, last: [ord(letter) for letter in text])
     texts: dict[int, str] = {}
     for k, (conversation, trained) in enumerate(turns):
         text = texts.get(conversation, chr(97 + conversation))

@@ -1,7 +1,10 @@
 """Answers as token ids behind what was sampled, and the tokens at which turns end."""
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
+from hybridrl.agents.text import ModelText
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.tokenizer import TurnTokens, load_tokenizer
 from tests.role_configs import model_config
@@ -54,6 +57,20 @@ def test_behind_the_end_token_the_answer_is_a_message(tokenizer):
     before = whole[: whole.index(END) + 1]
     (answer,) = turns(tokenizer).answers(["20"], [END])
     assert before + answer == whole
+
+
+def test_an_answer_is_tokenised_as_behind_the_end_token():
+    """Phi-3's end token takes the newline with it, and each text gets a space at its beginning."""
+    vocab = {text: k for k, text in enumerate(["?", "▁", "2", "0", "\n"])}
+    plain = Tokenizer(models.BPE(vocab, [], unk_token="?"))
+    plain.normalizer = normalizers.Prepend("▁")
+    plain.add_special_tokens([AddedToken(text, rstrip=True) for text in ("<|end|>", "<|user|>")])
+    template = "{% for m in messages %}<|user|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    (answer,) = TurnTokens(tokenizer, [end], (), "user").answers(["20"], [end])
+    assert tokenizer.convert_ids_to_tokens(answer) == ["<|user|>", "▁", "2", "0", "<|end|>"]
+    assert ModelText(tokenizer, [end]).encode("\n<|user|>\n20<|end|>\n", end) == answer
 
 
 def test_without_a_template_an_answer_is_a_paragraph(tmp_path):

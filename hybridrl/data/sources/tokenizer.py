@@ -1,7 +1,7 @@
 """Tokenizer and chat template of a model: prompts, and the turns of conversations.
 
-Sampled tokens are never tokenised again. An environment's answer is tokenised by itself and
-appended:
+Sampled tokens are never tokenised again. An environment's answer is tokenised behind the last of
+them and appended:
 
     turn ended with a stop string           the answer's text alone
     turn ended with the model's end token   the answer as a message, with the text that the chat
@@ -91,6 +91,22 @@ def token_ids(
         return []
     encoded: Any = tokenizer(list(texts), add_special_tokens=special)
     return encoded["input_ids"]
+
+
+def ids_after(
+    tokenizer: "PreTrainedTokenizerBase", last: Sequence[int], texts: Sequence[str]
+) -> list[list[int]]:
+    """Tokenise texts that follow the tokens `last`, one each.
+
+    Some tokenizers put a space before a text by itself, or drop white space after a special token.
+    So a text is tokenised together with that of the token before, if that stays one token.
+    """
+    before = [tokenizer.decode([token]) for token in last]
+    both = token_ids(tokenizer, [a + b for a, b in zip(before, texts, strict=True)], special=False)
+    return [
+        ids[1:] if ids[:1] == [token] else token_ids(tokenizer, [text], special=False)[0]
+        for ids, token, text in zip(both, last, texts, strict=True)
+    ]
 
 
 def rendered(
@@ -230,7 +246,7 @@ class TurnTokens:
             text if last in stops else self._frame[0] + text + self._frame[1]
             for text, last in zip(texts, last_tokens, strict=True)
         ]
-        return self.encode(framed)
+        return ids_after(self._tokenizer, last_tokens, framed)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise texts without adding special tokens."""

@@ -103,7 +103,7 @@ def check_turns(batch: RolloutBatch, sequences: Sequence[TokenSequence]) -> None
 
 
 def _nothing(episode: EpisodeResult, end_token: int, version: int) -> TokenSequence:
-    record = EpisodeRecord(lambda text, is_start: episode.prompt)
+    record = EpisodeRecord(lambda text, last: episode.prompt)
     start = record.start("")
     record.add(start, [end_token], [0.0], [version], "", trained=False, truncated=False)
     return record.sequences[0]
