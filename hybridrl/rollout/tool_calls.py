@@ -40,7 +40,13 @@ def load_parser(name: str, tokenizer: Any) -> ParseTools:
 
     def parse(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
         request = ChatCompletionRequest(messages=[], tools=list(tools))
-        found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+        parser = parser_class(tokenizer, request.tools)
+        try:
+            found = parser.extract_tool_calls(text, request)
+        except NotImplementedError:
+            raise
+        except Exception:  # some parsers raise any class at a malformed call
+            return Parsed(text, [])
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
         return Parsed(found.content or "", calls)
 

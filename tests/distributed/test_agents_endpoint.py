@@ -733,8 +733,9 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     assert raw not in rendered(policy, episode, [QUESTION, changed], tools).text
 
 
-def test_a_parser_that_cannot_read_a_text_is_refused(served):
-    tokenizer = served.endpoint.policy.text._tokenizer
+def test_what_a_parser_cannot_read_is_text_and_one_without_texts_is_refused(served):
+    tokenizer, malformed = served.endpoint.policy.text._tokenizer, '<|action_start|><|plugin|>{"a"'
+    assert load_parser("internlm", tokenizer)(malformed, TOOLS) == (malformed, [])
     with pytest.raises(ConfigError, match="= openai does not read"):
         load_parser("openai", tokenizer)
 
