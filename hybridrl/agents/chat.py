@@ -163,6 +163,8 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
         raise RequestError(f"These tool_calls are no calls: {calls!r}.", param="messages")
+    if not calls:  # clients send null; some templates look for the key alone
+        found.pop("tool_calls", None)
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if None in texts:

@@ -722,7 +722,7 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     one = Completion(0, "1", 5, raw, raw, "stop", None, tokens, [-1.0] * len(tokens))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     message, reason = message_of(policy, episode, one, tools)
-    (call,) = message["tool_calls"]
+    (call,), plain = message["tool_calls"], {"role": "assistant", "content": "4"}
     assert reason == "tool_calls" and message["content"].strip() == "Well."
     assert json.loads(call["function"]["arguments"]) == {"a": 3, "b": 4}
     call["function"]["arguments"] = '{"a":3,"b":4}'
@@ -731,6 +731,9 @@ def test_a_tool_call_is_parsed_and_rendered_again_as_it_was_sampled(served):
     assert f"<|assistant|>{raw}<|end|><|tool|>7<|assistant|>" in text
     changed = message | {"content": "Well!"}
     assert raw not in rendered(policy, episode, [QUESTION, changed], tools).text
+    for none in (None, []):
+        callless = plain | {"tool_calls": none}
+        assert rendered(policy, episode, [QUESTION, callless], tools).messages[1] == plain
 
 
 def test_what_a_parser_cannot_read_is_text_and_one_without_texts_is_refused(served):
