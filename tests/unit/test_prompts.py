@@ -110,6 +110,19 @@ def test_what_the_template_refuses_is_named_with_its_line(config, model):
     assert f"{config.train_files}:3: unknown role tool" in problems[0]
 
 
+def test_tokens_that_the_model_lacks_are_named(config, tmp_path):
+    """Others of the tokenizer, which no prompt has, are no problem: Gemma 3 has one for images."""
+    model = model_config(model_folder(tmp_path / "model", [*QUESTIONS, "image"]))
+    ids = [token for prompt in load_prompts(config, model, 100).train for token in prompt.token_ids]
+    file = Path(model.path) / "config.json"
+    file.write_text(json.dumps({"vocab_size": max(ids)}))
+    (problem,) = problems_of(config, model, 100)
+    assert "12 of 12 prompts have tokens" in problem and f"such as {max(ids)} (" in problem
+    assert f"{config.train_files}:1: config.json has vocab_size = {max(ids)}." in problem
+    file.write_text(json.dumps({"vocab_size": max(ids) + 1}))
+    assert problems_of(config, model, 100) == []
+
+
 def test_too_long_prompts_are_an_error_with_line_length_and_limit(config, model):
     # Question i has 4 + 2 i words, the template adds 2 tokens; of the training problems 0 to 9
     # those from 7 on (20 tokens) exceed 19, and both held-out ones (26 and 28) do.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -21,6 +21,10 @@ from hybridrl.data.sources.problem_sets import (
 )
 from hybridrl.data.sources.rows import Message, SourceProblem, first_faults
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
+from hybridrl.models.resolve import read_model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,14 @@ def load_prompts(
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
     sets = load_problem_sets(config, with_solutions=max_answer_tokens is not None)
-    renderer = Renderer(load_tokenizer(model))
+    tokenizer = load_tokenizer(model)
+    renderer = Renderer(tokenizer)
     answers = None if max_answer_tokens is None else AnswerTokens(model)
     rendered = _rendered(config, sets, renderer, answers)
     kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
     for name, (train, held_out) in rendered.items():
         _note_unknown_tokens(kept, [*train, *held_out], renderer)
+        faults += _without_embedding(model, tokenizer, [*train, *held_out])
         if max_answer_tokens is not None:
             faults += _too_long(train, config, max_answer_tokens, answers=True)
             short = [prompt for prompt in train if len(prompt.answer_ids) <= max_answer_tokens]
@@ -316,6 +322,28 @@ def _too_long(
         f"{key} = {limit}, but {len(longer)} of {len(prompts)} {what} are longer{few_shot}.\n"
         f"{listed}\n"
         f"Set {key}={max(longer)[0]}, or drop these problems: data.too_long_prompts=drop"
+    ]
+
+
+def _without_embedding(
+    model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]
+) -> list[str]:
+    """Report tokens in prompts that were added to the tokenizer and not to the model."""
+    size = read_model_config(model.path).get("vocab_size")
+    if type(size) is not int or max(tokenizer.get_vocab().values()) < size:
+        return []
+    found = [(max(prompt.token_ids, default=0), prompt.where) for prompt in prompts]
+    lacking = [one for one in found if one[0] >= size]
+    if not lacking:
+        return []
+    token, where = lacking[0]
+    return [
+        f"model.path = {model.path}: {len(lacking)} of {len(prompts)} prompts have tokens that the "
+        f"tokenizer has and the model lacks, such as {token} "
+        f"({tokenizer.convert_ids_to_tokens(token)}) in {where}: config.json has vocab_size = "
+        f"{size}.\n"
+        f"Save the model with resized embeddings (resize_token_embeddings), or take the tokenizer "
+        f"and chat template that belong to it."
     ]
 
 
