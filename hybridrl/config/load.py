@@ -13,7 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.memory import memory_problems
-from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH, reward_model_shape
+from hybridrl.config.checks.reward_model import (
+    REWARD_MODEL_PATH,
+    policy_shape,
+    reward_model_shape,
+)
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.derive import choose_for_memory, derive, machine_of, name_adapted_layers
@@ -22,7 +26,7 @@ from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.fitting import Change
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys
 from hybridrl.config.typed import (
@@ -80,7 +84,7 @@ def examine(
     config = typed_run(cfg, report)
     machine = machine_of(config, machine)
     derive(config, machine, report)
-    shape = _read(lambda: model_shape(read_model(config.model.path)), report, broken="model.path")
+    shape = _read(lambda: policy_shape(config.model.path, read_model), report, broken="model.path")
     name_adapted_layers(config, shape)
     reward_shape = _read(
         lambda: (

@@ -95,6 +95,12 @@ def test_one_mistake_gets_one_problem(overrides, changes, words):
     assert not missing, (missing, found)
 
 
+def test_a_reward_model_is_no_policy():
+    policy = TINY | {"architectures": ["Qwen2ForSequenceClassification"]}
+    (problem,) = with_reward_model(policy=policy).report.problems
+    assert "embedded is a Qwen2ForSequenceClassification, expected a language model" in problem
+
+
 def test_it_asks_for_its_checkpoint():
     (found,) = problems("hardware=cpu", "reward_model=default")
     assert found.startswith("reward_model.model.path is missing.\nSet reward_model.model.path=")

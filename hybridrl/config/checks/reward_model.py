@@ -1,4 +1,4 @@
-"""Checks of the reward model: its head, sizes, and use of its scores.
+"""Checks of the reward model: its head, sizes, and use of its scores; and that the policy is none.
 
 Its input is the policy's token ids, in the packed micro-batches of the policy's update.
 models/vocabulary.py compares the two vocabularies.
@@ -39,6 +39,23 @@ def reward_model_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -
     if problem := _head_problem(path, config):
         raise ConfigError(problem)
     return shape
+
+
+def policy_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -> ModelShape:
+    """Return the sizes of the policy; `read_model` gives its config.json.
+
+    Raises:
+        ConfigError: the model cannot be read, is not supported, or is a reward model.
+    """
+    config = read_model(path)
+    for name in config.get("architectures") or []:
+        if str(name).endswith(ARCHITECTURE):
+            raise ConfigError(
+                f"model.path = {path} is a {name}, expected a language model: vLLM does not sample "
+                f"from a classifier.\n"
+                f"Set model.path to the policy. A reward model is {REWARD_MODEL_PATH}."
+            )
+    return model_shape(config)
 
 
 def named(path: str) -> str:
