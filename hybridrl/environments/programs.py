@@ -6,11 +6,13 @@
 commands.py runs other programs.
 """
 
+import os
 import resource
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from hybridrl.config.user_code.classes import locate
 from hybridrl.environments.output import EpisodeOutput
@@ -69,6 +71,7 @@ def program_task(
     async def episode(job: Job) -> Reward:
         # A repeated episode begins anew: the endpoint knows it by the second half of the key.
         key = f"{job.key}.{secrets.token_hex(4)}"
+        bypass_proxies(job.url)
         client = AsyncOpenAI(
             base_url=job.url, api_key=key, http_client=http, max_retries=0, timeout=None
         )
@@ -76,6 +79,14 @@ def program_task(
             return as_reward(await program(job.task, client, **args), function)
 
     return episode
+
+
+def bypass_proxies(url: str) -> None:
+    """Exclude an address from the proxies of all clients here and in commands."""
+    host, names = urlsplit(url).hostname or "", ("no_proxy", "NO_PROXY")
+    known = next(filter(None, map(os.environ.get, names)), "")
+    if known != "*" and host not in known.split(","):
+        os.environ.update(dict.fromkeys(names, f"{known},{host}".lstrip(",")))
 
 
 def as_reward(found: Any, function: str) -> Reward:

@@ -174,8 +174,11 @@ COMMAND = "import json, os; exec(json.loads(os.environ['HYBRIDRL_TASK'])['exampl
 @pytest.fixture(scope="module")
 def commands() -> Iterator[ProgramPool]:
     """Runs the answer of a task as a program."""
-    with ProgramPool(config(**command_settings(None))) as pool:
-        yield pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "here")
+        patch.delenv("no_proxy", raising=False)
+        with ProgramPool(config(**command_settings(None))) as pool:
+            yield pool
 
 
 def command_settings(judge: str | None) -> dict[str, Any]:
@@ -196,6 +199,7 @@ def test_the_last_line_of_a_command_is_its_reward(commands):
         "assert os.environ['OPENAI_BASE_URL'] == 'http://x/v1'; assert not os.listdir('.'); "
         "assert os.path.samefile('.', os.environ['PWD']); "
         "assert os.environ['ANTHROPIC_BASE_URL'] == 'http://x'; "
+        "assert os.environ['NO_PROXY'] == os.environ['no_proxy'] == 'here,x'; "
         "print(json.dumps({'reward': len(task['messages'])}))"
     )
     assert run(commands, script) == Reward(1.0, {})
