@@ -21,6 +21,7 @@ IGNORED = frozenset(
     {
         *("model", "user", "metadata", "store", "stream_options", "service_tier", "include"),
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "timeout"),
+        *("prompt_cache_options", "cache_control"),
         *("parallel_tool_calls", "reasoning_effort", "verbosity"),
     }
 )

@@ -228,6 +228,7 @@ def test_messages_of_anthropic_streamed_or_not(served):
         for e in (one, other)
     ]
     asked = {"model": "policy", "max_tokens": 40, "system": "Be brief.", "messages": [QUESTION]}
+    asked |= {"cache_control": {"type": "ephemeral"}}
     whole = clients[0].messages.create(**asked)
     with clients[1].messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
