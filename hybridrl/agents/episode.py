@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from hybridrl.agents.record import EpisodeRecord
@@ -144,6 +144,10 @@ class Completion:
     def has_ended(self) -> bool:
         """True if it is complete."""
         return self.reason != CANCELLED
+
+    def begun(self) -> "Completion":
+        """Return it as it was before its end, for the first event of a stream."""
+        return replace(self, reason=CANCELLED, stop=None)
 
 
 def message_key(message: dict[str, Any]) -> str:

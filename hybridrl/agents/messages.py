@@ -75,7 +75,7 @@ class Messages(Format):
         async for one, piece in pieces:
             if not is_begun:
                 is_begun = True
-                yield _event("message_start", message=self._message(one, []))
+                yield _event("message_start", message=self._message(one.begun(), []))
                 if not request.tools:
                     yield _begin(0, {"type": "text", "text": ""})
             if not request.tools and piece:

@@ -112,7 +112,7 @@ class Responses(Format):
             message = self._message(one, "", "in_progress")
             if not is_begun:
                 is_begun = True
-                head = self._response(request, one, [])
+                head = self._response(request, one.begun(), [])
                 yield line("created", response=head)
                 yield line("in_progress", response=head)
                 for text in opened(message, first) if not request.tools else ():

@@ -252,6 +252,15 @@ def test_messages_of_anthropic_streamed_or_not(served):
         clients[0].messages.create(**asked)
 
 
+def test_a_stream_begins_without_an_end_though_its_only_token_is_the_last(served):
+    key, asked = served.episode().key, {"model": "policy", "stream": True}
+    first, *_ = client_of(served, key).responses.create(**asked, input="?", max_output_tokens=1)
+    assert (first.response.status, first.response.usage) == ("in_progress", None)
+    client = anthropic.Anthropic(base_url=served.url[:-3], api_key=key, max_retries=0)
+    first, *_ = client.messages.create(**asked, max_tokens=1, messages=[QUESTION])
+    assert first.message.stop_reason is None
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [
