@@ -10,7 +10,6 @@ from hybridrl.rollout.tool_calls import Parsed
 # Name of the constraint among the sampling parameters of vLLM.
 STRUCTURED = "structured_outputs"
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
-_REFERENCED = ("$defs", "definitions")
 
 
 class Constraint(NamedTuple):
@@ -102,13 +101,11 @@ def _of_calls(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Constraint:
     """Return the constraint to a call {"name", "arguments"} of one of these tools."""
     if not tools:
         raise RequestError(f"tool_choice = {choice!r}, but no tool has it.", param="tool_choice")
-    calls, referenced = [], dict[str, dict[str, Any]]()
-    for tool in tools:
-        function = tool["function"]
-        arguments = dict(function.get("parameters") or NO_PARAMETERS)
-        for key in _REFERENCED:  # references start at the root of the schema
-            referenced.setdefault(key, {}).update(arguments.pop(key, {}))
-        parts = {"name": {"const": function["name"]}, "arguments": arguments}
+    calls, schemas = [], dict[str, Any]()
+    for number, tool in enumerate(tools):
+        function, place = tool["function"], f"#/$defs/{number}"
+        schemas[str(number)] = _moved(function.get("parameters") or NO_PARAMETERS, place)
+        parts = {"name": {"const": function["name"]}, "arguments": {"$ref": place}}
         calls.append(
             {
                 "type": "object",
@@ -117,5 +114,17 @@ def _of_calls(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Constraint:
                 "additionalProperties": False,
             }
         )
-    schema = {"anyOf": calls} | {key: value for key, value in referenced.items() if value}
+    schema = {"anyOf": calls, "$defs": schemas}
     return Constraint("tool_choice", choice, {"json": schema}, is_call=True)
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema that is no longer the root, but at `place`: its references start there."""
+    if isinstance(schema, Mapping):
+        return {
+            key: place + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, place)
+            for key, value in schema.items()
+        }
+    return [_moved(one, place) for one in schema] if isinstance(schema, list) else schema

@@ -210,7 +210,7 @@ def test_responses_streamed_or_not(served):
 
 def test_a_streamed_response_with_tools_has_its_text_or_call_in_pieces(served):
     tool = {"type": "function"} | TOOLS[0]["function"]
-    asked = {"model": "policy", "input": QUESTION["content"], "max_output_tokens": 40}
+    asked = {"model": "policy", "input": QUESTION["content"], "max_output_tokens": 60}
     for choice, kind in (("auto", "response.output_text"), ("required", "function_call_arguments")):
         client = client_of(served, served.episode(other_sampling=OtherSampling.mask).key)
         seen = [*client.responses.create(**asked, tools=[tool], tool_choice=choice, stream=True)]
