@@ -13,9 +13,6 @@ TINY = QWEN | {
     "vocab_size": 65,
     "max_position_embeddings": 256,
 }
-# A reward model of that size; the same file passes as a policy's.
-REWARD_MODEL = TINY | {
-    "architectures": ["Qwen2ForSequenceClassification"],
-    "id2label": {"0": "LABEL_0"},
-}
+# What the config.json of a reward model adds.
+REWARD_HEAD = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 QWEN_1_5B = model_shape(QWEN2_5["1.5B"])

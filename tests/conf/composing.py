@@ -13,7 +13,7 @@ from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.fitting import FASTEST
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 from hybridrl.main import conf_dir
-from tests.model_shapes import QWEN, TINY
+from tests.model_shapes import QWEN, REWARD_HEAD, TINY
 
 REPO = Path(__file__).resolve().parents[2]
 LAPTOP = Machine((Node("laptop", cores=2, memory_bytes=32 * GIB),))
@@ -41,14 +41,23 @@ def examined(
     model: dict[str, Any] | None = None,
     config_dir: Path | None = None,
 ) -> Examined:
-    """A config examined as main does, but for the model's files and the data."""
+    """A config examined as main does, but for the model's files and the data.
+
+    A reward model has the config.json of the policy, with a head.
+    """
     cfg = composed(overrides, config_dir)
     runtime = HydraConfig.get().runtime
     recipes = recipe_files(runtime.choices, runtime.config_sources)
     provenance = provenance_of(overrides, recipes)
     on_gpu = "hardware=gpu" in overrides
-    config_json = model or (QWEN if on_gpu else TINY)
-    return examine(cfg, machine=machine, read_model=lambda path: config_json, provenance=provenance)
+    policy = model or (QWEN if on_gpu else TINY)
+    files = {OmegaConf.select(cfg, "reward_model.model.path"): policy | REWARD_HEAD}
+    return examine(
+        cfg,
+        machine=machine,
+        read_model=lambda path: files.get(path, policy),
+        provenance=provenance,
+    )
 
 
 def problems(*overrides: str, **kwargs: Any) -> list[str]:

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
 from hybridrl.config.user_code.classes import check_reward_function
-from tests.model_shapes import REWARD_MODEL
 
 FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))
 # Where there is no bubblewrap, the default is refused: tests/unit/test_sandbox.py.
@@ -114,7 +113,7 @@ def test_the_pages_commands_pass_all_checks(overrides, tmp_path, monkeypatch):
     for module, source in examples().items():
         (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    assert problems("hardware=cpu", *overrides, model=REWARD_MODEL) == []
+    assert problems("hardware=cpu", *overrides) == []
 
 
 def test_the_pages_functions_do_what_they_say():

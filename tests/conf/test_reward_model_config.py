@@ -15,9 +15,8 @@ from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.plan_text import plan
 from hybridrl.models.resolve import read_model_config
-from tests.model_shapes import QWEN, REWARD_MODEL, TINY
+from tests.model_shapes import QWEN, REWARD_HEAD, TINY
 
-HEAD = {key: REWARD_MODEL[key] for key in ("architectures", "id2label")}
 WITH = ("reward_model=default", "reward_model.model.path=/rm")
 
 
@@ -25,7 +24,7 @@ def with_reward_model(*overrides, machine=LAPTOP, policy=TINY, **changes):
     """A config examined with the policy's config.json and a reward model's at /rm."""
     hardware = [] if "hardware=gpu" in overrides else ["hardware=cpu"]
     overrides = [*hardware, *WITH, *overrides]
-    files = {"/rm": policy | HEAD | changes}
+    files = {"/rm": policy | REWARD_HEAD | changes}
     return examine(
         composed(overrides),
         machine=machine,
@@ -96,8 +95,7 @@ def test_one_mistake_gets_one_problem(overrides, changes, words):
 
 
 def test_a_reward_model_is_no_policy():
-    policy = TINY | {"architectures": ["Qwen2ForSequenceClassification"]}
-    (problem,) = with_reward_model(policy=policy).report.problems
+    (problem,) = with_reward_model(policy=TINY | REWARD_HEAD).report.problems
     assert "embedded is a Qwen2ForSequenceClassification, expected a language model" in problem
 
 
@@ -187,7 +185,7 @@ def test_the_plan_shows_it():
 def test_other_tokens_are_refused_before_anything_starts(tmp_path):
     policy = REPO / "hybridrl" / "models" / "tiny"
     (tmp_path / "config.json").write_text(
-        json.dumps(json.loads((policy / "config.json").read_text()) | HEAD)
+        json.dumps(json.loads((policy / "config.json").read_text()) | REWARD_HEAD)
     )
     text = (policy / "tokenizer.json").read_text()
     tokenizer = json.loads(text)
