@@ -38,20 +38,22 @@ def load_parser(name: str, tokenizer: Any) -> ParseTools:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"agent.tool_parser = {name} does not fit the model: {error}") from error
 
-    def parse(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    def parser_of(tools: Sequence[dict[str, Any]]) -> Callable[[str], Any]:
         request = ChatCompletionRequest(messages=[], tools=list(tools))
         parser = parser_class(tokenizer, request.tools)
+        return lambda text: parser.extract_tool_calls(text, request)
+
+    def parse(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+        extract = parser_of(tools)
         try:
-            found = parser.extract_tool_calls(text, request)
-        except NotImplementedError:
-            raise
+            found = extract(text)
         except Exception:  # some parsers raise any class at a malformed call
             return Parsed(text, [])
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
         return Parsed(found.content or "", calls)
 
-    try:
-        parse("", [{"type": "function", "function": {"name": "any"}}])
+    try:  # a parser that fails at any text must not pass for one that finds no calls
+        parser_of([{"type": "function", "function": {"name": "any"}}])("")
     except NotImplementedError as error:
         raise ConfigError(
             f"agent.tool_parser = {name} does not read whole texts, only streams of tokens: take "

@@ -751,6 +751,10 @@ def test_what_a_parser_cannot_read_is_text_and_one_without_texts_is_refused(serv
     assert load_parser("internlm", tokenizer)(malformed, TOOLS) == (malformed, [])
     with pytest.raises(ConfigError, match="= openai does not read"):
         load_parser("openai", tokenizer)
+    broken = patch("vllm.tool_parsers.hermes_tool_parser.Hermes2ProToolParser.extract_tool_calls")
+    with broken as extract, pytest.raises(RuntimeError, match="at any text"):
+        extract.side_effect = RuntimeError("at any text")
+        load_parser("hermes", tokenizer)
 
 
 def test_arguments_that_are_no_object_are_text(served):
