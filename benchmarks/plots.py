@@ -210,7 +210,7 @@ def draw(plot: Plot, folder: Path) -> Path:
     axes.set_xscale("log" if plot.log else "linear")
     axes.set_xlabel(plot.unit, fontsize=8)
     axes.tick_params(axis="x", labelsize=7)
-    axes.margins(x=0.1)
+    axes.margins(x=0.1, y=0.02)
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(plot.title, fontsize=10, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=len(bars), fontsize=7, frameon=False)
