@@ -135,8 +135,8 @@ class MemoryCase(NamedTuple):
         return not any(chain(engine_problems(self.config), *engines))
 
     def may_stay_gathered(self) -> bool:
-        """Return whether several shards exist, and the run fits with weights kept gathered."""
-        return self.config.fsdp.shards > 1 and self.changed([STAYS_GATHERED]).fits(ROOM)
+        """Return whether the run fits with weights kept gathered."""
+        return self.changed([STAYS_GATHERED]).fits(ROOM)
 
     def seconds(self) -> float:
         """Estimate a step."""
