@@ -99,6 +99,10 @@ def timeline(step: int, ranks: int) -> dict[str, Any]:
     return {"step": step, "seconds": 12.5, "num_ranks": ranks, "sections": sections}
 
 
+# Overrides that `hybridrl train` adds to those that were typed.
+ADDED = ["hardware=cpu", "hardware.reason='this machine has no GPU'", "hydra.run.dir='/runs/made'"]
+
+
 def manifest(steps: int, overrides: list[str]) -> dict[str, Any]:
     values = dict(text.lstrip("+").split("=") for text in overrides)
     config = {
@@ -113,7 +117,7 @@ def manifest(steps: int, overrides: list[str]) -> dict[str, Any]:
         "run": "made",
         "seed": 1,
         "started": "2026-01-01T10:00:00+00:00",
-        "argv": ["hybridrl/main.py", *overrides],
+        "argv": ["hybridrl/main.py", *overrides, *ADDED],
         "overrides": overrides,
         "config_dirs": [],
         "resumed_from": None,

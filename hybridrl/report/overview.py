@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridrl.app.compose import conf_dir
 from hybridrl.app.runs import RESULT_FILE, STATES, RunOnDisk, accuracy_text, state_of
+from hybridrl.config.command.command_line import DIRECTORIES
 from hybridrl.config.command.provenance import Source, provenance_of, recipe_files
 from hybridrl.config.command.report import shown
 from hybridrl.config.keys import leaves
@@ -123,11 +124,17 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command to type; `hybridrl train` leaves its second word out of sys.argv."""
-    program, words = "".join(argv[:1]), shlex.join(argv[1:])
-    return (
-        f"hybridrl train {words}" if Path(program).name in TRAIN else f"{program} {words}".strip()
-    )
+    """Return the command that was typed: `hybridrl train` leaves its second word out of sys.argv,
+    and adds the hardware, if it chose that, and last the folder.
+    """
+    program, words = "".join(argv[:1]), list(argv[1:])
+    if Path(program).name not in TRAIN:
+        return f"{program} {shlex.join(words)}".strip()
+    keys = [word.partition("=")[0] for word in words]
+    added = {keys.index(key) for key in NOT_TYPED if NOT_TYPED[-1] in keys}
+    added.update([place for place, key in enumerate(keys) if key in DIRECTORIES][-1:])
+    typed = [word for place, word in enumerate(words) if place not in added]
+    return f"hybridrl train {shlex.join(typed)}"
 
 
 def _data(facts: DataSetSummary) -> str:
