@@ -16,6 +16,7 @@ from hybridrl.trainer.tracking.summary import (
     SUPERVISED_COLUMNS,
     Eta,
     duration_text,
+    legend,
     step_line,
     step_row,
     title_row,
@@ -292,7 +293,8 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     suffixes = ("", "_flexible", "_greedy", "_seen", "_unseen", "_steps")
     accuracies = {f"eval/accuracy{suffix}": 0.5 for suffix in suffixes}
-    rows = [STEP | {"step": step} | accuracies for step in (0, steps)]
+    cut = {"response/truncated_fraction": 0.1}
+    rows = [STEP | cut | {"step": step} | accuracies for step in (0, steps)]
     console, file = screen(terminal=False)
     console.summary(rows, 0, run, needs_trust=bool(trust))
     text = file.getvalue()
@@ -300,6 +302,8 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):
         assert column in text
     assert "MFU: " not in text  # not among these numbers
+    explained = [part.partition(":")[0] for part in legend(rows).split("; ")]
+    assert [title for title in explained if title not in step_line(rows[1], 40, "?")] == []
     next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-3:]]
     assert next_lines == [
         f"hybridrl eval 'outputs/my run'{trust}",

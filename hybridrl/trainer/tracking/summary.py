@@ -128,7 +128,6 @@ def step_row(metrics: Metrics, terminal: int, columns: Columns = COLUMNS) -> str
 def step_line(metrics: Metrics, total_steps: int, eta: str, columns: Columns = COLUMNS) -> str:
     """Format one step as a log line: known numbers with their names."""
     texts = _texts(metrics, columns)
-    texts.pop("response/truncated_fraction", None)
     parts = [f"step {texts.pop('step')}/{total_steps}"]
     seconds = texts.pop("time/step_s", None)
     titles = {column.metric: column.title for column in columns}
