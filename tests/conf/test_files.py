@@ -85,6 +85,21 @@ def test_recipe_files_and_recipe_folders_are_one_to_one():
     assert all((REPO / "recipes" / name / "README.md").is_file() for name in folders)
 
 
+def test_the_first_page_has_the_accuracies_of_the_recipes_pages():
+    row = re.compile(r"\(recipes/(\w+)/.* \| ([\d.]+) to ([\d.]+) \| ([\d.]+) to ([\d.]+) \|")
+    rows = row.findall((REPO / "README.md").read_text())
+    assert len(rows) > 9
+    for name, greedy, better_greedy, sampled, better_sampled in rows:
+        page = (REPO / "recipes" / name / "README.md").read_text()
+        found = [
+            re.search(rf"^\|(?: 1 \|)? {step} \| ([\d.]+) \S+ [\d.]+ \| ([\d.]+)", page, re.M)
+            for step in (0, 30)
+        ]
+        assert [one and one.groups() for one in found] == [
+            *((greedy, sampled), (better_greedy, better_sampled))
+        ], name
+
+
 def test_the_composed_config_has_at_most_167_leaves():
     """Besides the thresholds, one for each health check."""
     cfg = composed(["+recipe=gsm8k_ppo", "hardware=cpu"])

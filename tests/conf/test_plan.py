@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, examined
@@ -27,6 +28,7 @@ PUBLISHED = {
     "32B": 32_763_876_352,
     "72B": 72_706_203_648,
 }
+REPO = Path(__file__).resolve().parents[2]
 SEVEN_B, ONE_B = "+recipe=qwen2_5_7b_grpo_8gpu", "+recipe=qwen2_5_1_5b_grpo_1gpu"
 
 
@@ -100,6 +102,13 @@ def test_one_and_a_half_b_on_one_gpu_leaves_the_allocator_room():
     assert 25 < made.case.seconds() < 75
     reason = made.examined.config.hardware.reason
     assert f"chosen for its memory: {' '.join(settings)}" in reason
+
+
+def test_the_page_of_the_first_recipe_has_the_planned_memory():
+    page = (REPO / "recipes" / "gsm8k_ppo" / "README.md").read_text()
+    for recipe in ("gsm8k_ppo", "gsm8k_grpo"):
+        peak = planned(f"+recipe={recipe}", count=1).case.peak() / GIB
+        assert f" {peak:.1f} GiB" in page
 
 
 def test_a_kv_cache_that_is_kept_does_not_sleep():
