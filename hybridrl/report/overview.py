@@ -84,7 +84,7 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "messages": messages(said),
         "result": {
             "accuracy": last.get("eval/accuracy"),
-            "ci95": last.get("eval/ci95"),
+            "+-": last.get("eval/ci95"),
             "reward": last.get("reward/mean"),
             "KL": last.get("actor/kl"),
             "steps": steps,

@@ -265,7 +265,7 @@ def test_a_sweep_is_compared_in_a_table_curves_and_parallel_coordinates(opened, 
     rows = [
         row.locator("th,td").all_text_contents() for row in page.locator("#runs_table tr").all()
     ]
-    assert rows[0][:2] == ["run", "accuracy"] and rows[0][-1] == "actor.optim.lr"
+    assert rows[0][:3] == ["run", "accuracy", "+-"] and rows[0][-1] == "actor.optim.lr"
     assert [row[-1] for row in rows[1:]] == ["0.0001", "1e-05"]  # best first
     assert page.locator("#parallel .axis-title").all_text_contents() == [
         "lr",
@@ -276,6 +276,9 @@ def test_a_sweep_is_compared_in_a_table_curves_and_parallel_coordinates(opened, 
     plot = page.locator(".plot").first
     plot.locator(".xtitle").wait_for()
     assert plot.evaluate("node => node.data.map(trace => trace.x.length)") == [11, 21]
+    styles = page.locator(".plot").nth(2).locator(".legendtext")
+    styles.first.wait_for()
+    assert styles.all_text_contents() == ["accuracy", "accuracy_greedy"]
     page.click("#run_legend button:first-child")
     assert plot.evaluate("node => node.data.map(trace => trace.x.length)") == [21]
     page.click("[data-tab=responses]")

@@ -55,7 +55,7 @@ function nameRuns() {
 function showRuns() {
   if (runs.length < 2) return;
   $("#runs").hidden = false;
-  const keys = varied(), numbers = ["accuracy", "ci95", "reward", "KL", "steps", "minutes"];
+  const keys = varied(), numbers = ["accuracy", "+-", "reward", "KL", "steps", "minutes"];
   const rank = (run) => run.result.accuracy ?? -Infinity;
   const sorted = [...runs].sort((a, b) => rank(b) - rank(a) || 0);
   $("#runs_table").replaceChildren(
@@ -139,7 +139,7 @@ function traces(panel) {
       const count = y.filter((value) => value !== null).length, several = runs.length > 1;
       const color = PALETTE[(several ? r : m) % PALETTE.length], dash = DASHES[several ? m % DASHES.length : Math.floor(m / PALETTE.length) % DASHES.length];
       const label = literal([panel.names.length > 1 || !several ? shortName(name, panel.names, "/") : "", several ? run.label : ""].filter(Boolean).join(" "));
-      const base = { x, type: "scatter", connectgaps: name.startsWith("eval/") || count < y.length / 2, line: { color, dash, width: 1.6 }, marker: { color, size: 5 }, mode: count < 30 ? "lines+markers" : "lines", legendgroup: `${r} ${name}` };
+      const base = { x, type: "scatter", connectgaps: name.startsWith("eval/") || count < y.length / 2, line: { color, dash, width: 1.6 }, marker: { color, size: 5 }, mode: count < 30 ? "lines+markers" : "lines", legendgroup: `${r} ${name}`, showlegend: !several };
       const width = name.startsWith("eval/accuracy") && run.series[name.replace("eval/accuracy", "eval/ci95")];
       if (width) {
         const known = y.map((_, i) => i).filter((i) => y[i] !== null && width[i] !== null);
@@ -151,6 +151,12 @@ function traces(panel) {
     })
   );
   return found;
+}
+
+// Of several runs: which metric has which line style.
+function lineStyles(names) {
+  if (runs.length === 1 || names.length === 1) return [];
+  return names.map((name, m) => ({ x: [null], y: [null], type: "scatter", mode: "lines", line: { color: "#888", dash: DASHES[m % DASHES.length], width: 1.6 }, legendgroup: name, name: literal(shortName(name, names, "/")), hoverinfo: "skip" }));
 }
 
 function wallUnit() {
@@ -166,12 +172,12 @@ function draw(panel) {
     title: { text: literal(panel.title) + (panel.unit ? ` <span style="font-size:11px">${literal(panel.unit)}</span>` : ""), font: { size: 13 }, x: 0.02, y: 0.97, yanchor: "top" },
     margin: { l: 8, r: 12, t: 34, b: 8 },
     xaxis: { ...style.xaxis, title: { text: x, standoff: 4 }, ...(zoom ? { range: [...zoom] } : {}) },
-    showlegend: runs.length === 1 && lines > 1 && lines <= 6,
+    showlegend: (runs.length === 1 ? lines : panel.names.length) > 1 && panel.names.length <= 6,
     yaxis: { ...style.yaxis, rangemode: new Set(data.flatMap((trace) => trace.y).filter((y) => y !== null)).size > 1 ? "normal" : "tozero" },
-    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", font: { size: 10 } },
+    legend: { ...(runs.length > 1 ? { itemclick: false, itemdoubleclick: false } : {}), orientation: "h", yref: "container", y: 0, yanchor: "bottom", font: { size: 10 } },
     hovermode: lines <= 14 ? "x unified" : "closest",
   };
-  Plotly.react(panel.node, data, layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "pan2d"] });
+  Plotly.react(panel.node, [...data, ...lineStyles(panel.names)], layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "pan2d"] });
   if (!panel.isDrawn) panel.node.on("plotly_relayout", link);
   panel.isDrawn = true;
 }
