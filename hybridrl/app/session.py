@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import training_ranks
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Pool, Workers, build_workers, role_configs
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
@@ -154,7 +156,16 @@ def open_trainer(
         hosts = [("", host.describe()) for host in workers.pool.hosts]
         console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics() | (data if resume is None else {})
+        stack.push(partial(_finish_checkpoint, trainer.checkpoints))
         yield trainer
+
+
+def _finish_checkpoint(
+    checkpoints: Checkpointer, kind: type[BaseException] | None, *_: object
+) -> None:
+    """Commit the checkpoint that is being written, also after an error, but of the workers."""
+    if kind is None or (issubclass(kind, Exception) and not issubclass(kind, WorkerError)):
+        checkpoints.finish()
 
 
 def _evaluator(

@@ -96,13 +96,14 @@ def failing(folder: Path) -> None:
     before = state()
     long = [*SMALL, "trainer.total_steps=500", "trainer.save_final_model=false"]
     try:
-        hybridrl.train(long, [Fails()], folder=folder / "failed")
+        hybridrl.train([*long, "checkpoint.every_steps=1"], [Fails()], folder=folder / "failed")
     except hybridrl.RunStopped as error:
         assert "Fails.on_step_end failed" in str(error) and "a mistake at step 1" in str(error)
     else:
         raise AssertionError("it went on")
     ended = json.loads((folder / "failed" / "result.json").read_text())
     assert ended["status"] == "failed"
+    assert (folder / "failed" / "checkpoints" / "step_00000001").is_dir()
     result = hybridrl.train([*long, "eval.every_steps=1"], [Calls(1)], folder=folder / "stopped")
     assert result.step == 1 and result.accuracy == result.metrics["eval/accuracy"]
     assert state() == before
