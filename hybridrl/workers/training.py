@@ -195,12 +195,13 @@ class Training:
     def report(self) -> dict[str, float]:
         """Compute the metrics of all steps, equal on all ranks; a collective.
 
-        loss is a mean over mini-batches, sums become means over tokens. grad_norm is the mean
-        before clipping over steps taken, with 0 for mini-batches without a counted token; NaN if
-        none was taken. skipped_steps had a non-finite loss or gradient; skipped_last of them are
-        at the end.
+        loss is a mean over mini-batches, sums become means over tokens, NaN without a counted one.
+        grad_norm is the mean before clipping over steps taken, with 0 for mini-batches without a
+        counted token; NaN if none was taken. skipped_steps had a non-finite loss or gradient;
+        skipped_last of them are at the end.
         """
         position.at("metrics")
+        num_tokens = self.num_tokens or math.nan
         total = torch.stack(self.losses).sum()
         # Ranks that share sequences all report the same tokens.
         shared = self.fsdp.ulysses_size
@@ -212,7 +213,7 @@ class Training:
         taken = [norm for norm, skip in zip(norms, skipped, strict=True) if not skip]
         return {
             "loss": loss,
-            **{name: value / max(self.num_tokens, 1) for name, value in sums.items()},
+            **{name: value / num_tokens for name, value in sums.items()},
             **(self._over_ranks(self.maxima, dist.ReduceOp.MAX) if self.maxima else {}),
             "grad_norm": sum(taken) / len(taken) if taken else math.nan,
             "skipped_steps": float(sum(skipped)),

@@ -215,6 +215,7 @@ def test_a_mini_batch_without_tokens_has_loss_and_gradient_zero(found):
     assert not changed_weights, "moments of the step before would have moved them"
     assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0.0
     assert metrics["actor/log_ratio_max"] == 0.0
+    assert math.isnan(metrics["actor/entropy"]), "0 would be a collapse"
     assert found["critic"]["critic/loss"] == found["critic"]["critic/grad_norm"] == 0.0
 
 

@@ -167,8 +167,9 @@ def test_healthy_steps_raise_nothing():
     untrained = [first | {"actor/grad_norm": norm} for norm in (0.0, math.nan)]
     solved = GOOD | {"reward/mean": 0.9, "actor/entropy": 0.01, "eval/accuracy": 0.9}
     again = {"eval/accuracy": 0.8, "eval/ci95": 0.1, "eval/failed": 0.0}
+    uncounted = GOOD | {"actor/entropy": math.nan}
     rest = [again, {}, SLOW | {"eval/accuracy": None}, GOOD | again, SLOW | again]
-    assert found(*untrained, first, GOOD, at_limits, solved, *rest) == [[]] * 11
+    assert found(*untrained, first, GOOD, uncounted, at_limits, solved, *rest) == [[]] * 12
 
 
 def test_one_update_a_step_does_not_move_its_own_ratio():

@@ -1,5 +1,6 @@
 """Judges: from a step's metrics to a sentence of evidence, or None while all is well."""
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ class Seen:
     place: Callable[[int], str] = "engine {}".format
 
     def get(self, metric: str) -> float | None:
-        """Return a metric of the step; None if it has none."""
-        return self.row.get(metric)
+        """Return a metric of the step; None if it has none, or NaN."""
+        value = self.row.get(metric)
+        return None if value is None or math.isnan(value) else value
 
     def first(self, metric: str) -> float | None:
         """Return the run's first value of a metric, the step's if there was none before."""
