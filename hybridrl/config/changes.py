@@ -8,10 +8,11 @@ from hybridrl.config.keys import leaves
 from hybridrl.config.links import LINKS
 from hybridrl.config.schema_keys import is_free
 
+STEPS = "trainer.total_steps"
 # key -> keys that link to it by default; those are reported only if they differ from it.
 FOLLOWING = {
     "seed": ("model.seed", "rollout.seed"),
-    "trainer.total_steps": ("actor.total_steps", "critic.total_steps", "data.curriculum_steps"),
+    STEPS: ("actor.total_steps", "critic.total_steps", "data.curriculum_steps"),
 }
 # Files named in a message.
 MAX_FILES_SHOWN = 3
@@ -77,6 +78,12 @@ def changes(
         for key in sorted(reported)
     ]
     return sorted(found, key=lambda change: not change.matters)
+
+
+def may_grow(config: Mapping[str, Any]) -> bool:
+    """Return whether a run of this resolved config can be resumed with more steps."""
+    own = _own_leaves(config)
+    return not any(_matters(key, own) for key in FOLLOWING[STEPS] if own.get(key) == own[STEPS])
 
 
 def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hybridrl.config.changes import may_grow
 from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import count_text, evaluation_steps, header_lines
+from hybridrl.trainer.tracking.provenance import plain
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, pick_samples
 from hybridrl.trainer.tracking.summary import (
     SUPERVISED_COLUMNS,
@@ -282,10 +284,15 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "more", "trust"), [(40, " trainer.total_steps=80", ""), (2, "", " --run-code")]
+    ("steps", "schedule", "more", "trust"),
+    [
+        (40, "constant", [" trainer.total_steps=80"], ""),
+        (40, "cosine", [], ""),
+        (2, "cosine", [""], " --run-code"),
+    ],
 )
 def test_summary_explains_its_numbers_and_names_the_next_commands(
-    tmp_path, monkeypatch, steps, more, trust
+    tmp_path, monkeypatch, steps, schedule, more, trust
 ):
     """The run has 40 steps; a callback may stop it before. Its reward may be the user's."""
     monkeypatch.chdir(tmp_path)
@@ -296,7 +303,8 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     cut = {"response/truncated_fraction": 0.1}
     rows = [STEP | cut | {"step": step} | accuracies for step in (0, steps)]
     console, file = screen(terminal=False)
-    console.summary(rows, 0, run, needs_trust=bool(trust))
+    grows = may_grow(plain(run_config(f"actor.optim.schedule={schedule}")))
+    console.summary(rows, 0, run, needs_trust=bool(trust), may_grow=grows)
     text = file.getvalue()
     assert f"2 more accuracies (eval/...): {run}/metrics.jsonl" in text
     for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):
@@ -304,11 +312,12 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     assert "MFU: " not in text  # not among these numbers
     explained = [part.partition(":")[0] for part in legend(rows).split("; ")]
     assert [title for title in explained if title not in step_line(rows[1], 40, "?")] == []
-    next_lines = [line.removeprefix("next").strip() for line in text.splitlines()[-3:]]
+    _, commands = text.split("\nnext")
+    next_lines = [line.strip() for line in commands.splitlines()]
     assert next_lines == [
         f"hybridrl eval 'outputs/my run'{trust}",
         "hybridrl export 'outputs/my run' my_model",
-        f"hybridrl resume 'outputs/my run'{more}",
+        *(f"hybridrl resume 'outputs/my run'{overrides}" for overrides in more),
     ]
 
 

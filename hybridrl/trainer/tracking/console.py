@@ -146,20 +146,26 @@ class RunConsole:
         run_dir: Path,
         *,
         needs_trust: bool = False,
+        may_grow: bool = True,
     ) -> None:
-        """Print the summary of a run from its metrics; `needs_trust` as of an evaluation."""
+        """Print the summary of a run from its metrics.
+
+        `needs_trust` is as of an evaluation; a run that `may_grow` can be resumed with more steps.
+        """
         self.close()
         if changes := accuracy_changes(rows):
             self.console.print(_accuracy_table(changes[:MAX_ACCURACIES]))
             if (more := len(changes) - MAX_ACCURACIES) > 0:
                 self.note(f"{more} more accuracies (eval/...): {run_dir / METRICS_FILE}")
         steps = max([int(row["step"] or 0) for row in rows], default=0)
+        grown = [f" trainer.total_steps={2 * steps}"] * may_grow
+        overrides = grown if steps >= self._total else [""]
         lines = [
             *summary_lines(rows, failed_checkpoints),
             ("directory", str(run_dir)),
             ("files", _files(run_dir)),
             ("columns", legend(rows, self.console.width if self.console.is_terminal else None)),
-            ("next", "\n".join(_next_commands(run_dir, steps, self._total, needs_trust))),
+            ("next", "\n".join(_next_commands(run_dir, overrides, needs_trust))),
         ]
         self.header("done", [line for line in lines if line[1]])
 
@@ -206,8 +212,8 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
     return table
 
 
-def _next_commands(run_dir: Path, steps: int, total: int, needs_trust: bool) -> list[str]:
-    """Return commands that go on with a run that ended after `steps` of `total` steps."""
+def _next_commands(run_dir: Path, overrides: Sequence[str], needs_trust: bool) -> list[str]:
+    """Return commands that go on with a run, resumed with each of the `overrides`."""
     path = os.path.relpath(run_dir) if Path.cwd() in run_dir.parents else str(run_dir)
     run = shlex.quote(path)
     if not steps_in(checkpoints_folder(run_dir)):
@@ -215,7 +221,7 @@ def _next_commands(run_dir: Path, steps: int, total: int, needs_trust: bool) -> 
     return [
         f"hybridrl eval {run}" + " --run-code" * needs_trust,
         f"hybridrl export {run} my_model",
-        f"hybridrl resume {run}" + f" trainer.total_steps={2 * steps}" * (steps >= total),
+        *(f"hybridrl resume {run}{override}" for override in overrides),
     ]
 
 

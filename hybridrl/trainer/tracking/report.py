@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hybridrl.config.changes import may_grow
 from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.untrusted_code import needs_trust
@@ -180,9 +181,13 @@ class Reporter:
         """Print the summary."""
         for failure in [*self._tracker.failures(), *self._files.lines()]:
             self.warn(failure)
-        trust = needs_trust(plain(self._config))
+        config = plain(self._config)
         self._console.summary(
-            self._tracker.rows, failed_checkpoints, self.run_dir, needs_trust=trust
+            self._tracker.rows,
+            failed_checkpoints,
+            self.run_dir,
+            needs_trust=needs_trust(config),
+            may_grow=may_grow(config),
         )
 
 
