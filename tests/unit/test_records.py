@@ -71,6 +71,8 @@ LOG_2 = 0.6931472
     [
         # Ratios 2, 2, 1/2 and 1; 2, which does not count, and 1/2. Advantages +, -, -, +; +, +.
         ("ppo_clip", [True, False, True, False, False, False]),
+        # The bound of 1.9 cuts the second, too.
+        ("dual_clip", [True, True, True, False, False, False]),
         # One ratio for each response: 2 ** (1/4) and 1/2.
         ("gspo", [True, False, False, True, False, False]),
         ("cispo", None),
@@ -85,8 +87,8 @@ def test_a_token_is_clipped_on_the_side_where_the_loss_is_cut(loss, cut):
         loss_mask=ragged([True, True, True, True], [False, True]),
     )
     new = torch.tensor([LOG_2, LOG_2, -LOG_2, 0.0, LOG_2, -LOG_2]) - 1.0
-    config = FunctionConfig(function=loss, args={"clip_low": 0.2, "clip_high": 0.18})
-    found = clipped(batch, new, config)
+    args = {"clip_low": 0.2, "clip_high": 0.18, "max_ratio": 1.9}
+    found = clipped(batch, new, FunctionConfig(function=loss, args=args))
     assert (None if found is None else found.tolist()) == cut
 
 

@@ -59,6 +59,8 @@ def clipped(batch: RolloutBatch, log_probs: Tensor, loss: FunctionConfig) -> Ten
     ratio, advantages = log_ratio.exp(), batch.advantages.values
     above = (ratio > 1 + loss.args["clip_high"]) & (advantages > 0)
     below = (ratio < 1 - loss.args["clip_low"]) & (advantages < 0)
+    if loss.function == "dual_clip":
+        below |= (ratio > loss.args["max_ratio"]) & (advantages < 0)
     return (above | below) & mask
 
 
