@@ -184,6 +184,8 @@ def test_gspo_clips_more_tokens():
 
 def test_groups_matter_only_where_they_are_compared():
     assert found(UNMIXED) == [["unmixed_groups"]]
+    ((warning,),), _ = examined(UNMIXED, overrides=["algorithm=dapo"])
+    assert "algorithm=dapo" not in warning
     assert found(UNMIXED, overrides=["algorithm=ppo"]) == [[]]
     assert found(CONSTANT) == found(CONSTANT, overrides=["algorithm=ppo"]) == [["constant_reward"]]
 

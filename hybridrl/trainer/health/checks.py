@@ -80,8 +80,8 @@ CHECKS = {
     ),
     "unmixed_groups": Check(
         unmixed_groups,
-        "Raise rollout.responses_per_prompt, use problems that the model solves sometimes, or set "
-        "algorithm=dapo, which replaces such prompts.",
+        "Raise rollout.responses_per_prompt, use problems that the model solves sometimes, or "
+        "raise algorithm.max_sampling_rounds, which replaces such prompts.",
     ),
     "wrong_form": Check(
         wrong_form,
