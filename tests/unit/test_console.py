@@ -296,6 +296,7 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
 ):
     """The run has 40 steps; a callback may stop it before. Its reward may be the user's."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
     run = tmp_path / "outputs" / "my run"
     (run / "checkpoints" / "step_00000002").mkdir(parents=True)
     suffixes = ("", "_flexible", "_greedy", "_seen", "_unseen", "_steps")
@@ -319,6 +320,23 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
         "hybridrl export 'outputs/my run' my_model",
         *(f"hybridrl resume 'outputs/my run'{overrides}" for overrides in more),
     ]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_the_next_commands_work_where_the_user_is(tmp_path, monkeypatch, is_gone):
+    """`hybridrl resume` enters the directory of the first start, which may be removed later."""
+    run, first = tmp_path / "runs" / "mine", tmp_path / "runs"
+    (run / "checkpoints" / "step_00000002").mkdir(parents=True)
+    if is_gone:
+        first = tmp_path / "gone"
+        first.mkdir()
+    monkeypatch.chdir(first)
+    monkeypatch.setenv("PWD", str(first if is_gone else tmp_path))
+    if is_gone:
+        first.rmdir()
+    console, file = screen(terminal=False)
+    console.summary([STEP | {"step": 1}], 0, run)
+    assert f"hybridrl eval {run}\n" in file.getvalue()
 
 
 def test_summary_says_how_well_the_devices_were_used(tmp_path):

@@ -8,6 +8,7 @@ import os
 import shlex
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich import box
@@ -214,8 +215,12 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
 
 def _next_commands(run_dir: Path, overrides: Sequence[str], needs_trust: bool) -> list[str]:
     """Return commands that go on with a run, resumed with each of the `overrides`."""
-    path = os.path.relpath(run_dir) if Path.cwd() in run_dir.parents else str(run_dir)
-    run = shlex.quote(path)
+    run = str(run_dir)
+    with suppress(OSError):  # the directory was removed meanwhile
+        # `hybridrl resume` leaves the directory of the user's shell.
+        if os.path.samefile(os.environ.get("PWD", ""), ".") and Path.cwd() in run_dir.parents:
+            run = os.path.relpath(run_dir)
+    run = shlex.quote(run)
     if not steps_in(checkpoints_folder(run_dir)):
         return []
     return [
