@@ -84,11 +84,11 @@ REPORT = "tracking.report"
 
 def main() -> None:
     """Run the command line; exits by SystemExit unless all goes well."""
-    set_up_process()
     guard_standard_output()
     # Hydra raises its errors instead of printing tracebacks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exit_codes():
+        set_up_process()
         line = parse_argv(sys.argv[1:])
         found = compose_line(line) if line.composes else None
         claimed, checked = None, None

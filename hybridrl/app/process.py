@@ -50,8 +50,15 @@ def _has_locks(folder: Path) -> bool:
 
 def import_from_here() -> None:
     """Add the current directory to sys.path, for the user's rewards and workers."""
-    if os.getcwd() not in sys.path:  # a console script has its own folder instead
-        sys.path.insert(0, os.getcwd())
+    if (here := _current_directory()) not in sys.path:  # a console script has its own instead
+        sys.path.insert(0, here)
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("The current directory was removed.\nGo to another.") from error
 
 
 @contextmanager
@@ -63,6 +70,7 @@ def exit_codes() -> Iterator[None]:
     """
     try:
         with signal_guard():
+            _current_directory()
             yield
     except ConfigError as error:
         show_problems(error)

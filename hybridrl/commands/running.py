@@ -46,8 +46,8 @@ def argument_parser(
 
 def run_command(command: Callable[[], None]) -> None:
     """Run a command; exits by SystemExit, with the codes of `exit_codes`, unless all goes well."""
-    set_up_process()
     with exit_codes():
+        set_up_process()
         try:
             command()
         except DamagedCheckpoint as error:  # damage that shows only in use

@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.nodes < 1 or (options.nodes > 1 and options.join is None):
         parser.error("--nodes: expected a number of nodes, with --join")
-    import_from_here()
     with exit_codes():
+        import_from_here()
         if options.join is not None and not listens_here(options.join):
             serve(options.join, JOIN_S)
             sys.exit(0)

@@ -19,7 +19,7 @@ from hybridrl import cli
 from hybridrl.app.process import exit_codes, set_up_process
 from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.commands import check, init
+from hybridrl.commands import check, init, resume, runs
 from hybridrl.commands.evaluation import session
 from hybridrl.commands.evaluation.session import Totals
 from hybridrl.commands.running import (
@@ -114,6 +114,20 @@ def test_a_misspelt_command_is_named(monkeypatch, capsys):
         2,
         "no command trian. Did you mean train?\n",
     )
+
+
+@pytest.mark.parametrize("command", [resume, runs])
+def test_a_current_directory_that_was_removed_is_told(
+    command, own_process, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["hybridrl", "latest"])
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 2
+    assert "The current directory was removed.\n" in capsys.readouterr().err
 
 
 def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, capsys):
