@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -34,7 +35,7 @@ from hybridrl.app.before_start import (
     show_plan,
 )
 from hybridrl.app.compose import conf_dir, stored_weight_problems
-from hybridrl.app.folders import Claim
+from hybridrl.app.folders import HYDRA, Claim, kept_unless_begun
 from hybridrl.app.launch import Checked, Prepared, train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
@@ -99,7 +100,8 @@ def main() -> None:
             claimed, checked = started
         start = time.time()
         try:
-            _call_hydra(line, checked)
+            with nullcontext() if claimed is None else kept_unless_begun(claimed.folder):
+                _call_hydra(line, checked)
         except INPUT_ERRORS as error:
             # After the jobs it is the sweeper's, such as Optuna's if none has an accuracy.
             if not (claimed and line.sweeps and read_results(claimed.folder, start)):
@@ -107,7 +109,7 @@ def main() -> None:
             sys.stderr.write(f"{problem_of(error)}\n")
         except SystemExit as end:
             if end.code == EXIT_CONFIG and claimed is not None:
-                claimed.release(".hydra", "main.log")
+                claimed.release(HYDRA, "main.log")
             raise
         except KeyboardInterrupt:
             _end_sweep(line, found, claimed, start)

@@ -3,6 +3,8 @@
 import copy
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,11 +14,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hybridrl.app.launch import LOCK_FILE
+from hybridrl.app.runs import run_at
 from hybridrl.config.checks.checkpoint import NEW_EACH_TIME
 from hybridrl.config.command.command_line import Precomposed
 
 # Link beside the runs to the one that was started last.
 LATEST = "latest"
+
+
+# Hydra's files in a run's folder.
+HYDRA = ".hydra"
 
 
 class Claim(NamedTuple):
@@ -32,6 +39,23 @@ class Claim(NamedTuple):
             if not {*names} <= {*written, LOCK_FILE}:
                 return
             shutil.rmtree(folder)
+
+
+@contextmanager
+def kept_unless_begun(folder: Path) -> Iterator[None]:
+    """Restore Hydra's files of the run in a folder unless the block begins it again.
+
+    Hydra writes them before a start can be refused.
+    """
+    earlier = run_at(folder)
+    files = [] if earlier is None else [*(folder / HYDRA).glob("*.yaml")]
+    written = {file: file.read_bytes() for file in files}
+    try:
+        yield
+    finally:
+        if run_at(folder) == earlier:
+            for file, content in written.items():
+                file.write_bytes(content)
 
 
 def template(hydra: DictConfig, key: str) -> str:

@@ -270,6 +270,8 @@ def test_a_finished_run_has_nothing_left_to_do(reference):
 
 @pytest.mark.slow
 def test_the_command_refuses_with_code_2(reference, copied, tmp_path):
+    files = [*(reference[0] / ".hydra").iterdir()]
+    before = [file.read_bytes() for file in files]
     for step in steps_in(copied):
         spoil(copied, step)
     told = refused(copied, *EVERYTHING)
@@ -281,6 +283,7 @@ def test_the_command_refuses_with_code_2(reference, copied, tmp_path):
     flip_one_bit(model / "model.safetensors")
     told = refused(reference[0], *EVERYTHING, f"model.path={model}")
     assert "(other files: model.safetensors), was embedded" in told
+    assert before == [file.read_bytes() for file in files] != []
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.app.folders import claim, link_latest
+from hybridrl.app.folders import claim, kept_unless_begun, link_latest
 from hybridrl.app.runs import find_runs, run_at, state_of
 from hybridrl.commands.resume import arguments, find_run
 from hybridrl.commands.running import UsageError
@@ -170,6 +170,21 @@ def test_what_a_refused_run_made_is_removed_and_nothing_else(tmp_path):
     given = claim(tmp_path, is_new=False)
     given.release()
     assert tmp_path.is_dir()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_hydras_files_are_of_the_run_that_began_last(tmp_path, begins):
+    folder = make_run(tmp_path / "run")
+    file = folder / ".hydra" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text("seed: 1")
+    with pytest.raises(SystemExit), kept_unless_begun(folder):
+        file.write_text("seed: 2")
+        if begins:
+            shutil.rmtree(folder / "checkpoints")
+            make_run(folder, "11:00")
+        raise SystemExit(2)
+    assert file.read_text() == ("seed: 2" if begins else "seed: 1")
 
 
 def test_the_latest_run_in_outputs_has_a_link(tmp_path, monkeypatch):
