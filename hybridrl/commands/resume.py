@@ -85,7 +85,7 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
 
     Raises:
         UsageError: the manifest has no command, as after a start from Python with callbacks, or it
-            has a secret, which manifests hide.
+            has a secret, which manifests hide; or `overrides` name another folder.
     """
     if "overrides" not in run.manifest:
         raise UsageError(
@@ -95,6 +95,12 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
         )
     own = [_as_started(str(override), run) for override in run.manifest["overrides"]]
     changed = {_key(override) for override in overrides}
+    if RUN_DIR in changed:
+        raise UsageError(
+            f"{RUN_DIR}: a run is resumed in its folder.\n"
+            f"To begin another one from its checkpoint: hybridrl train resume={run.folder} "
+            f"{RUN_DIR}=<new folder> and its other settings."
+        )
     new = changed | {"resume"}
     if any(_key(override) == "hardware.reason" for override in own):
         new |= {"hardware", "hardware.reason"}  # it was not chosen by the user
@@ -107,7 +113,8 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
     begin = quoted(began) if began and not steps_in(checkpoints_folder(run.folder)) else AUTO
     words = [*kept, *overrides, *([] if "resume" in changed else [f"resume={begin}"])]
     words.append(f"{RUN_DIR}={quoted(str(run.folder.resolve()))}")
-    folders = [quoted(f"file://{folder}") for folder in run.manifest["config_dirs"]]
+    dirs = [each if "://" in each else f"file://{each}" for each in run.manifest["config_dirs"]]
+    folders = [quoted(each) for each in dirs]
     return [*words, f"hydra.searchpath=[{','.join(folders)}]"] if folders else words
 
 

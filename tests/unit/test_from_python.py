@@ -120,10 +120,11 @@ def test_a_run_of_overrides_records_the_command_that_resumes_it(tmp_path):
         return hybridrl.Trainer(config, callbacks, folder=tmp_path)._run.prepared.checked.command
 
     own = [*DRY[:2], "seed=7", f"--config-dir={ROOT / 'examples'}"]
+    own.append("hydra.searchpath=[pkg://hydra.conf]")
     assert command(own) == {
         "overrides": own[:3],
         "directory": os.getcwd(),
-        "config_dirs": [str(ROOT / "examples")],
+        "config_dirs": [str(ROOT / "examples"), "pkg://hydra.conf"],
     }
     assert command(own, hybridrl.Callback()) == {}
     assert command(hybridrl.Trainer(own, folder=tmp_path).config) == {}

@@ -112,14 +112,17 @@ def test_a_resume_is_the_runs_own_command_with_changes(tmp_path):
     own = ["+recipe=x", "trainer.total_steps=5", "resume=auto", "+tag=a"]
     own += ["hardware=cpu", "hardware.reason='found here'", "model.path=outputs/latest"]
     config = {"trainer": {"total_steps": 5}, "model": {"path": "/outputs/old"}}
-    folder = make_run(tmp_path / "run", overrides=own, config_dirs=["/my conf"], config=config)
+    dirs = ["/my conf", "pkg://my.conf"]
+    folder = make_run(tmp_path / "run", overrides=own, config_dirs=dirs, config=config)
     run = run_at(folder)
     assert run is not None
     assert arguments(run, ["trainer.total_steps=9", "tag=b"]) == [
         *("+recipe=x", "model.path='/outputs/old'"),
         *("trainer.total_steps=9", "tag=b", "resume=auto"),
-        *(f"hydra.run.dir='{folder}'", "hydra.searchpath=['file:///my conf']"),
+        *(f"hydra.run.dir='{folder}'", "hydra.searchpath=['file:///my conf','pkg://my.conf']"),
     ]
+    with pytest.raises(UsageError, match="a run is resumed in its folder"):
+        arguments(run, ["hydra.run.dir=/another"])
 
 
 def test_a_resume_before_the_first_checkpoint_begins_where_the_run_began(tmp_path):

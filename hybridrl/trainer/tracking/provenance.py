@@ -90,9 +90,9 @@ def command_of(overrides: Sequence[str], runtime: Any) -> dict[str, Any]:
         "overrides": [argument_without_secret(text) for text in overrides],
         "directory": runtime.cwd,
         "config_dirs": [
-            source.path
+            source.path if source.schema == "file" else f"{source.schema}://{source.path}"
             for source in sources
-            if source.schema == "file" and source.provider != "main"
+            if source.provider.endswith("command-line")  # --config-dir and hydra.searchpath
         ],
     }
 
