@@ -56,9 +56,18 @@ def import_from_here() -> None:
 
 def _current_directory() -> str:
     try:
-        return os.getcwd()
+        here = os.getcwd()
     except FileNotFoundError as error:
         raise ConfigError("The current directory was removed.\nGo to another.") from error
+    _check_utf8(here)
+    return here
+
+
+def _check_utf8(*texts: str) -> None:
+    """Refuse paths that Ray and safetensors cannot encode."""
+    for text in texts:
+        if (shown := text.encode(errors="backslashreplace").decode()) != text:
+            raise ConfigError(f"{shown}: this is not UTF-8.\nRename the file or folder.")
 
 
 @contextmanager
@@ -71,6 +80,7 @@ def exit_codes() -> Iterator[None]:
     try:
         with signal_guard():
             _current_directory()
+            _check_utf8(*sys.argv)
             yield
     except ConfigError as error:
         show_problems(error)

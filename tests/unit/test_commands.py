@@ -130,6 +130,21 @@ def test_a_current_directory_that_was_removed_is_told(
     assert "The current directory was removed.\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("at", ["directory", "argument"])
+def test_a_path_that_is_not_utf8_is_named(at, own_process, tmp_path, monkeypatch, capsys):
+    """Ray cannot start there, and safetensors opens no file there."""
+    folder = Path(os.fsdecode(b"caf\xe9"))
+    monkeypatch.chdir(tmp_path)
+    folder.mkdir()
+    monkeypatch.setattr(sys, "argv", ["hybridrl", "." if at == "directory" else str(folder)])
+    if at == "directory":
+        monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as end:
+        runs.main()
+    assert end.value.code == 2
+    assert re.search(r"caf.*: this is not UTF-8\.\n", capsys.readouterr().err)
+
+
 def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verification, "FIRST_S", 0.0)
     folder = save(tmp_path, 20)
