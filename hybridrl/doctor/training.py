@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hybridrl.config.checks.sizes import warm_ups
 from hybridrl.config.choices import Schedule
+from hybridrl.config.command.command_line import quoted
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import num_engines, training_ranks
 from hybridrl.controller.ray.head import ray_address
@@ -67,11 +68,12 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
         "checkpoint.every_steps=0",
         "checkpoint.keep_best=null",
         "resume=none",
+        "run.dry=false",
         "tracking.tensorboard=false",
         "tracking.wandb_project=null",
         "tracking.mlflow_uri=null",
         "doctor=off",
-        f"hydra.run.dir={run_dir}",
+        f"hydra.run.dir={quoted(str(run_dir))}",
     ]
 
 

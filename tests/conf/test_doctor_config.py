@@ -74,6 +74,7 @@ def two_steps_of(overrides, tmp_path):
         quick=False,
     )
     assert whole.report.problems == []
-    small = examined([*overrides, *shrunk(case, tmp_path)])
-    assert small.report.problems == []
+    # A run.dry=true of the command line, and a temporary folder with a comma.
+    small = examined([*overrides, "run.dry=true", *shrunk(case, tmp_path / "a, b")])
+    assert small.report.problems == [] and not small.config.run.dry
     return small.config
