@@ -122,8 +122,8 @@ def _token_hash() -> str:
     """Return the first characters of the SHA-256 of Ray's token, which do not reveal it."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     if not token:
-        path = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
-        try:
+        path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+        try:  # there may be no home directory
             token = Path(path).read_text().strip()
         except OSError:
             return ""

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -34,6 +35,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray import runtime
 from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.data.sources.prompts import PromptSets
+from hybridrl.doctor.ray import ray_facts
 from hybridrl.main import _how_to_resume
 from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer.checkpointing import verification
@@ -208,6 +210,16 @@ def test_compiled_kernels_are_kept_in_the_cache_but_where_the_user_says(
     set_up_process()
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+
+
+def test_a_user_without_a_home_directory_is_told_to_name_the_cache(
+    own_process, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    with pytest.raises(ConfigError, match="HYBRIDRL_CACHE=<a folder>"):
+        set_up_process()
+    assert ray_facts(None).token == ""
 
 
 def test_flash_attentions_cache_is_off_where_files_cannot_be_locked(
