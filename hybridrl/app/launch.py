@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
-from hybridrl.checkpoint.verification import verify
+from hybridrl.checkpoint.verification import Verify, verify
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
@@ -31,6 +31,7 @@ from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.distributed.background import without_collections
 from hybridrl.environments.base import trial_problems as environment_trial
+from hybridrl.models.resolve import FINAL
 from hybridrl.rewards.calls import trial_problems as reward_trial
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
@@ -95,6 +96,8 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> "RunResult":
         ConfigError: the run could not begin.
     """
     config, failed = prepared.checked.result.config, None
+    if (done := _finished(prepared.checked.result, folder)) is not None:
+        return done
     last = config.trainer.max_restarts
     for restart in range(last + 1):
         try:
@@ -117,6 +120,32 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> "RunResult":
         prepared.setup = SetupTimes(time.time())
     assert failed is not None
     raise failed
+
+
+def _finished(result: Examined, folder: Path) -> "RunResult | None":
+    """Return the result of a resumed run that has nothing left to do; None if it has to start.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or the run may not resume from it.
+    """
+    from hybridrl.app.runs import run_at, state_of
+
+    config, run = result.config, run_at(folder)
+    saved = (folder / FINAL).is_dir() or not config.trainer.save_final_model
+    steps = steps_in(checkpoints_folder(folder))
+    if config.resume != AUTO or not saved or not steps or steps[-1] < config.trainer.total_steps:
+        return None
+    if run is None or state_of(run) != "finished":
+        return None
+    with exclusive_run(folder), VerificationProgress(log.info) as watch:
+        resume = _prepare_session(result, folder, partial(verify, watch=watch)).resume
+    if resume is None or resume.state.step < config.trainer.total_steps:
+        return None
+    from hybridrl.trainer.state import RunResult
+
+    for note in resume.notes:
+        log.info("%s: %s", resume.found.folder, note)
+    return RunResult(resume.last_accuracy, folder, resume.state.step, dict(*resume.rows[-1:]))
 
 
 @contextmanager
@@ -218,7 +247,10 @@ def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[Tra
         meanwhile = stack.enter_context(ThreadPoolExecutor(1))
         watch = stack.enter_context(VerificationProgress(log.info))
         agents: Future[NodeProbes] = Future()
-        preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
+        verify_here = partial(verify, watch=watch)
+        if _is_confirmed(config):
+            verify_here = partial(verify_here, confirm=ClusterVerification(agents))
+        preparing = meanwhile.submit(_prepare_session, result, folder, verify_here)
         stack.enter_context(ray_runtime(config.cluster, config.hardware.accelerator))
         setup.mark("ray")
         if ray_address():
@@ -258,15 +290,10 @@ def _is_confirmed(config: RunConfig) -> bool:
     return config.cluster.nodes > 1 and config.resume != NONE
 
 
-def _prepare_session(
-    result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[NodeProbes]"
-) -> "RunInputs":
+def _prepare_session(result: Examined, folder: Path, verify: Verify) -> "RunInputs":
     """Return the inputs of a run; also imports torch and other heavy packages."""
     prompts = check_data(result)
     with without_collections():
         from hybridrl.app.session import read_inputs
 
-    verify_here = partial(verify, watch=watch)
-    if _is_confirmed(result.config):
-        verify_here = partial(verify, watch=watch, confirm=ClusterVerification(agents))
-    return read_inputs(result.config, folder, prompts, verify_here)
+    return read_inputs(result.config, folder, prompts, verify)

@@ -11,17 +11,21 @@ import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from hybridrl.app.session import read_inputs
+from hybridrl.app import launch
+from hybridrl.app.runs import RESULT_FILE
+from hybridrl.app.session import RunInputs, read_inputs
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.checkpoint.find import NoWholeCheckpoint
+from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import PromptSets, examine_prompts
-from hybridrl.models.resolve import EMBEDDED_FOLDER
+from hybridrl.models.resolve import EMBEDDED_FOLDER, FINAL
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.tracking.provenance import versions
 from hybridrl.trainer.tracking.tracker import METRICS_FILE
@@ -258,14 +262,30 @@ def test_a_new_run_does_not_mix_with_an_old_one(reference):
         taken_up(run_config(*CONFIG, "resume=none"), reference[0])
 
 
-def test_a_finished_run_has_nothing_left_to_do(reference):
-    config = run_config(*CONFIG)
-    resume = taken_up(config, reference[0])
-    assert f"all {STEPS} steps are done" in " ".join(resume.notes)
+def test_a_finished_run_has_nothing_left_to_do(copied, monkeypatch):
+    """Neither Ray nor a worker starts, unless its end was not reached or its model is not there."""
+
+    def inputs(result: Mock, folder: Path, verify: Verify) -> RunInputs:
+        return read_inputs(result.config, folder, prompts_of(result.config), verify)
+
+    monkeypatch.setattr(launch, "_prepare_session", inputs)
+    result = Mock(config=run_config(*CONFIG))
+    done = launch._finished(result, copied)
+    assert done is not None and done.step == STEPS == done.metrics["step"]
+    assert f"all {STEPS} steps are done" in " ".join(taken_up(result.config, copied).notes)
     longer = run_config(
         *CONFIG, f"trainer.total_steps={STEPS + 1}", "checkpoint.allow_config_changes=true"
     )
-    assert "steps are done" not in " ".join(taken_up(longer, reference[0]).notes)
+    assert launch._finished(Mock(config=longer), copied) is None
+    assert "steps are done" not in " ".join(taken_up(longer, copied).notes)
+    result.config.trainer.save_final_model = True
+    assert launch._finished(result, copied) is None
+    (copied / FINAL).mkdir()
+    assert launch._finished(result, copied) is not None
+    spoil(copied, STEPS)
+    assert launch._finished(result, copied) is None
+    (copied / RESULT_FILE).unlink()
+    assert launch._finished(result, copied) is None
 
 
 @pytest.mark.slow
@@ -292,7 +312,7 @@ def test_the_command_does_nothing_to_a_finished_run_but_says_so(copied, referenc
     with launched(tmp_path / "x", "hybridrl.cli", "resume", str(copied), env=ONE_THREAD) as run:
         output = run.output()
     assert f"all {STEPS} steps are done" in " ".join(output.split()), output
-    assert f"step {STEPS}/{STEPS}" not in output
+    assert f"step {STEPS}/{STEPS}" not in output and "-- workers" not in output
     assert_same_end(copied, reference[0])
     assert (copied / "metrics.jsonl").read_bytes() == (reference[0] / "metrics.jsonl").read_bytes()
 
