@@ -44,7 +44,7 @@ from hybridrl.app.process import (
     set_up_process,
     show_problems,
 )
-from hybridrl.app.runs import RESULT_FILE, run_at
+from hybridrl.app.runs import RESULT_FILE, keeps_result, run_at
 from hybridrl.app.sweep import (
     NOT_BEGUN_FILE,
     SWEEP_CONFIG,
@@ -156,10 +156,11 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
     guard_logging(secrets)
 
     def end(status: str, metric: float | None = None, error: str = "") -> None:
-        # A dry or refused job of a sweep leaves the result of a run that is there.
-        is_other = _in_sweep() and earlier is not None and run_at(folder) == earlier
+        # A start that did not begin leaves the result of the run that is there.
+        is_other = status != "ok" and keeps_result(folder, earlier)
         result = _result(status, metric, without_secrets(error, secrets), time.time() - start)
-        result.write(NOT_BEGUN_FILE if is_other else RESULT_FILE)
+        if _in_sweep() or not is_other:
+            result.write(NOT_BEGUN_FILE if is_other else RESULT_FILE)
         if is_on(cfg, REPORT):
             write_at_end(folder)
 

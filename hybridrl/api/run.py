@@ -21,7 +21,7 @@ from hybridrl.app.before_start import compose_line, examine
 from hybridrl.app.folders import Claim, claim, directory, template, whole_config
 from hybridrl.app.launch import Prepared, running, train_with_restarts
 from hybridrl.app.process import set_up_process
-from hybridrl.app.runs import progress, run_at
+from hybridrl.app.runs import keeps_result, progress, run_at
 from hybridrl.app.sweep import JobResult
 from hybridrl.config.checks.checkpoint import auto_problem
 from hybridrl.config.command.command_line import RUN_DIR, Precomposed, parse_argv, quoted
@@ -258,7 +258,8 @@ def _recorded(run: _Run) -> Iterator[None]:
     finally:
         if status:
             seconds, accuracy = time.time() - start, progress(run.folder).accuracy
-            JobResult(0, [], status, accuracy, seconds, str(run.folder), error).write()
+            if status == "ok" or not keeps_result(run.folder, earlier):
+                JobResult(0, [], status, accuracy, seconds, str(run.folder), error).write()
             if run.prepared.checked.result.config.tracking.report:
                 write_at_end(run.folder)
 

@@ -84,6 +84,12 @@ def run_at(folder: Path) -> RunOnDisk | None:
     return None
 
 
+def keeps_result(folder: Path, earlier: RunOnDisk | None) -> bool:
+    """Return whether a folder has the result of its run `earlier`, which a new start removes."""
+    is_there = (folder / RESULT_FILE).exists()
+    return is_there and earlier is not None and run_at(folder) == earlier
+
+
 def find_runs(folders: Iterable[Path]) -> list[RunOnDisk]:
     """Return the runs in or below folders, newest start first; links are not followed."""
     found = []

@@ -201,6 +201,16 @@ def test_a_run_that_its_workers_refuse_has_failed(tmp_path, monkeypatch):
     assert run is not None and state_of(run) == "failed"
 
 
+def test_a_start_that_is_interrupted_before_it_begins_leaves_the_result(tmp_path, monkeypatch):
+    """A finished run would be listed as stopped."""
+    folder = make_run(tmp_path / "run", status="ok")
+    monkeypatch.setattr(api, "train_with_restarts", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        hybridrl.train(DRY[:2], folder=folder)
+    run = run_at(folder)
+    assert run is not None and state_of(run) == "finished"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_module_without_shards_is_refused_by_name(dtype):
     with pytest.raises(ValueError, match=f"weight is Parameter of {dtype}: expected a float32 DT"):
