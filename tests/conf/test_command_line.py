@@ -224,9 +224,11 @@ def test_the_first_job_of_a_sweep_stands_for_it():
 
 
 def test_options_may_stand_anywhere():
-    line = parse_argv(["+recipe=x", "-m", "seed=1,2", "--config-dir", "here", "a=b"])
+    line = parse_argv(["+recipe=x", "-m", "seed=1,2", "--config-dir", "/", "a=b"])
     assert line.overrides == ["+recipe=x", "seed=1,2", "a=b"]
-    assert line.options == ["-m", "--config-dir", "here"]
+    assert line.options == ["-m", "--config-dir", "/"]
+    with pytest.raises(ConfigError, match="--config-dir here: there is no such folder"):
+        parse_argv(["--config-dir=here"])
     assert line.args.multirun
 
 

@@ -79,11 +79,14 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     --config-dir.
 
     Raises:
-        ConfigError: an argument with dashes is no option.
+        ConfigError: an argument with dashes is no option, or --config-dir is no folder.
     """
     args, unknown = get_args_parser().parse_known_intermixed_args(list(argv))
     if unknown:
         raise ConfigError(*map(_option_problem, unknown))
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        seen = f"seen from {Path.cwd()}"
+        raise ConfigError(f"--config-dir {args.config_dir}: there is no such folder ({seen}).")
     if args.config_dir is None and Path("recipe").is_dir():
         return parse_argv(["--config-dir", ".", *argv])
     overrides = list(args.overrides)
