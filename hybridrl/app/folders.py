@@ -20,8 +20,6 @@ from hybridrl.config.command.command_line import Precomposed
 
 # Link beside the runs to the one that was started last.
 LATEST = "latest"
-
-
 # Hydra's files in a run's folder.
 HYDRA = ".hydra"
 
