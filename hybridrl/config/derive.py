@@ -12,9 +12,9 @@ from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.fitting import (
+    FASTER_STILL,
     FASTEST,
     ROOM,
-    STAYS_GATHERED,
     Change,
     MemoryCase,
     cheapest,
@@ -167,13 +167,16 @@ def choose_for_memory(
     Returns:
         The values that are not the fastest; hardware.reason says so.
     """
-    nulls = [change for change in FASTEST if _is_null(config, change.key)]
+    nulls, faster_still = (
+        [change for change in changes if _is_null(config, change.key)]
+        for changes in (FASTEST, FASTER_STILL)
+    )
+    if _is_null(config, "fsdp.reshard_after_forward"):
+        config.fsdp.reshard_after_forward = True
     for change in nulls:
         _set(config, *change)
-    gathered = _is_null(config, STAYS_GATHERED.key)
-    if gathered:
-        _set(config, STAYS_GATHERED.key, True)
     found: list[Change] = []
+    faster: list[Change] = []
     with suppress(Unusable, ConfigError):  # the checks report a ConfigError with all others
         if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
             _limit_cache(config, shape, machine)
@@ -191,13 +194,15 @@ def choose_for_memory(
                     f"({then} at most, {without} otherwise)"
                 )
             case = case.changed(found)
-            if gathered and case.may_stay_gathered():
-                peak = gib(case.changed([STAYS_GATHERED]).peak())
+            for change in faster_still:
+                if case.changed([*faster, change]).fits(ROOM):
+                    faster.append(change)
+            if faster:
+                peak = gib(case.changed(faster).peak())
                 config.hardware.reason += (
-                    f"; chosen for its speed: {STAYS_GATHERED} ({peak} at most)"
+                    f"; chosen for its speed: {' '.join(map(str, faster))} ({peak} at most)"
                 )
-                _set(config, *STAYS_GATHERED)
-    for change in found:
+    for change in [*found, *faster]:
         _set(config, *change)
     return found
 

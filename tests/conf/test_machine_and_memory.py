@@ -121,9 +121,10 @@ def test_activations_and_logits_of_half_a_billion_parameters():
     the last norm 6 x 896, and of every response token its state and that one's gradient, 4 x 896.
     Logits: 2 x 151,936.
     """
-    config = examined(["hardware=gpu", "actor.mini_batch_size=1024"], machine=GPU_NODE).config
+    given = ["actor.mini_batch_size=1024", "actor.max_tokens_per_gpu=16384"]
+    config = examined(["hardware=gpu", *given], machine=GPU_NODE).config
     assert workload(config).micro_batches == 8  # 128 responses of 1024 tokens on each of 8 ranks
-    parts = gpu_phases("actor.mini_batch_size=1024", "fsdp.compile=false")["update actor"]
+    parts = gpu_phases(*given, "fsdp.compile=false")["update actor"]
     layer = 14_336 + 4_096 + 38_912
     assert parts["activations"] == 16_384 * (24 * layer + 5_376 + 3_584)
     assert parts["logits"] == 16_384 * 303_872
@@ -264,8 +265,9 @@ def test_on_cpu_vllm_stays_in_memory_and_slots_add_up():
 
 
 def test_checkpointing_keeps_less():
-    plain = examined(["hardware=gpu"], machine=GPU_NODE).config
-    less = examined(["hardware=gpu", "fsdp.activation_checkpointing=true"], machine=GPU_NODE).config
+    given = ["hardware=gpu", "actor.max_tokens_per_gpu=16384"]
+    plain = examined(given, machine=GPU_NODE).config
+    less = examined([*given, "fsdp.activation_checkpointing=true"], machine=GPU_NODE).config
     shape = model_shape(QWEN)
     kept = [rank_phases(c, shape, 140 * GIB)[4].parts["activations"] for c in (plain, less)]
     assert kept[1] < kept[0] / 10

@@ -174,7 +174,7 @@ def test_small_models_keep_the_fastest_settings(overrides, machine):
     fsdp = found.config.fsdp
     assert (fsdp.accumulation, fsdp.offload) == ("full", "none")
     assert fsdp.activation_checkpointing is False
-    assert found.config.actor.max_tokens_per_gpu == (16384 if machine is GPU_NODE else 8192)
+    assert found.config.actor.max_tokens_per_gpu == (32768 if machine is GPU_NODE else 8192)
 
 
 def test_the_memory_of_absent_gpus_counts_in_a_dry_run_alone():
@@ -290,6 +290,17 @@ def test_weights_stay_gathered_where_they_leave_room_for_the_allocator():
     freed, reason, smaller = gathers(gib=math.floor(most / ROOM))
     assert freed is True and "gather" not in reason
     assert smaller.fits(ROOM)  # without them
+
+
+def test_micro_batches_are_larger_where_they_leave_room_for_the_allocator():
+    most = planned("+recipe=gsm8k_grpo", count=1).case.peak() / GIB
+    chosen_tokens = []
+    for gib in (math.ceil(most / ROOM), math.floor(most / ROOM)):
+        config = planned("+recipe=gsm8k_grpo", count=1, gib=gib).examined.config
+        tokens = config.actor.max_tokens_per_gpu
+        chosen_tokens.append(tokens)
+        assert (f"max_tokens_per_gpu={tokens}" in config.hardware.reason) == (tokens == 32768)
+    assert chosen_tokens == [32768, 16384]
 
 
 def test_weights_of_one_shard_stay_gathered_too_and_what_is_set_stands():

@@ -60,8 +60,11 @@ FASTEST = (
     Change("rollout.sleep", SleepMode.none),
     Change("actor.max_tokens_per_gpu", 16384),
 )
-# Chosen after those, as it saves the least time.
-STAYS_GATHERED = Change("fsdp.reshard_after_forward", False)
+# Chosen after those, one by one, where they fit: they save the least time.
+FASTER_STILL = (
+    Change("fsdp.reshard_after_forward", False),
+    Change("actor.max_tokens_per_gpu", 32768),
+)
 
 
 def with_changes(config: RunConfig, changes: Iterable[Change]) -> RunConfig:
@@ -133,10 +136,6 @@ class MemoryCase(NamedTuple):
         of_model = (tensor_parallel_problems, cache_problems)
         engines = (check(self.config, self.shape) for check in of_model)
         return not any(chain(engine_problems(self.config), *engines))
-
-    def may_stay_gathered(self) -> bool:
-        """Return whether the run fits with weights kept gathered."""
-        return self.changed([STAYS_GATHERED]).fits(ROOM)
 
     def seconds(self) -> float:
         """Estimate a step."""
