@@ -34,10 +34,12 @@ def training(line: Line) -> Groups:
     """MFU with sequences of equal length, by variant of the layers."""
     settings, found = line["settings"], line["measured"]
     kept = ", kept gathered" if settings["keep_gathered"] else ""
-    length = "" if settings["length"] == 4096 else f", {settings['length']:,} tokens"
+    length = "" if settings["length"] == 4096 else f", sequences of {settings['length']:,}"
+    batch = settings["max_tokens"]
+    larger = "" if batch == 16384 else f", micro-batches of {batch:,}"
     shape = "" if settings["shape"] == "1.5b" else f"{settings['shape']}, "
     return {
-        f"{shape}{where(line)}, {variant}{kept}{length}": {
+        f"{shape}{where(line)}, {variant}{kept}{length}{larger}": {
             "update": 100 * found[variant]["equal"]["update_mfu"],
             "log-probs": 100 * found[variant]["equal"]["log_probs_mfu"],
         }
