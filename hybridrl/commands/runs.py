@@ -1,10 +1,7 @@
 """`hybridrl runs`: a table of the runs in a folder."""
 
+import sys
 from pathlib import Path
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from hybridrl.app.runs import RunOnDisk, accuracy_text, find_runs, progress, state_of
 from hybridrl.commands.running import UsageError, argument_parser, run_command
@@ -46,25 +43,24 @@ def list_runs(folders: list[Path]) -> None:
             f"no runs in {where} (seen from {Path.cwd()}).\n"
             f"Name the folder they are in: hybridrl runs FOLDER"
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(table(runs))
+    sys.stdout.write("\n".join(table(runs)) + "\n")
 
 
-def table(runs: list[RunOnDisk]) -> Table:
-    """Return the table of runs."""
-    result = Table(box=None, pad_edge=False)
-    for title in ("name", "started", "step", "accuracy", "state"):
-        result.add_column(title, no_wrap=True)
-    result.add_column("path", overflow="fold")
+def table(runs: list[RunOnDisk]) -> list[str]:
+    """Return the lines of the table, never cut or folded: paths are copied from them."""
+    rows = [("name", "started", "step", "accuracy", "state", "path")]
     for run in runs:
         numbers = progress(run.folder)
         step = "-" if numbers.step is None else numbers.step
-        result.add_row(
-            escape(run.name),
-            run.started.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
-            f"{step} of {run.total_steps}",
-            accuracy_text(numbers.accuracy, numbers.ci95),
-            state_of(run),
-            escape(str(run.folder)),
+        rows.append(
+            (
+                run.name,
+                run.started.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+                f"{step} of {run.total_steps}",
+                accuracy_text(numbers.accuracy, numbers.ci95),
+                state_of(run),
+                str(run.folder),
+            )
         )
-    return result
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -48,7 +48,8 @@ def make_run(
 def test_runs_are_listed_newest_first_with_what_is_known(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run(Path("outputs/a"), "09:00", "ok")
-    make_run(Path("multirun/sweep/0"), "11:00", "failed", run="[other]")
+    sweep = f"multirun/{'sweep' * 50}"
+    make_run(Path(sweep), "11:00", "failed", run="[other]")
     (tmp_path / "outputs/latest").symlink_to("a")
     make_run(Path("outputs/b"), "10:00", "stopped", config={"trainer": {"total_steps": 700}})
     (tmp_path / "outputs/b/metrics.jsonl").unlink()
@@ -56,7 +57,7 @@ def test_runs_are_listed_newest_first_with_what_is_known(tmp_path, monkeypatch, 
     title, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert title == ["name", "started", "step", "accuracy", "state", "path"]
     assert [row[0] for row in rows] == ["[other]", "mine", "mine"]
-    assert [row[-1] for row in rows] == ["multirun/sweep/0", "outputs/b", "outputs/a"]
+    assert [row[-1] for row in rows] == [sweep, "outputs/b", "outputs/a"]
     assert [row[-2] for row in rows] == ["failed", "stopped", "finished"]
     assert rows[0][3:9] == ["2", "of", "5", "0.500", "+-", "0.125"]
     assert rows[1][3:7] == ["-", "of", "700", "-"]
