@@ -51,6 +51,7 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     steps = max((int(row.get("step") or 0) for row in rows), default=0)
     last = {name: value for row in rows for name, value in row.items() if value is not None}
+    scored = [row for row in rows if row.get("eval/accuracy") is not None]
     accuracy = accuracy_text(last.get("eval/accuracy"), last.get("eval/ci95"))
     config = manifest.get("config", {})
     ended = STATES.get(str(result.get("status")), "unknown")
@@ -65,7 +66,7 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ("state", f"{state}, {steps} of {total or '?'} steps"),
         ("reason", str(result.get("error") or "")),
         ("time", ", ".join(times)),
-        ("final accuracy", f"{accuracy}, held out, sampled" if "eval/accuracy" in last else ""),
+        ("accuracy", f"{accuracy}, held out, sampled, step {scored[-1]['step']}" if scored else ""),
         *_manifest_facts(manifest),
         ("folder", str(folder.resolve())),
     ]

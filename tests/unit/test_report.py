@@ -79,11 +79,12 @@ def test_long_runs_keep_every_nth_step_and_all_evaluations():
 
 
 def test_the_overview_names_settings_results_and_warnings(run):
-    found = overview(run, read_run(run, 100_000)["rows"])
+    rows = read_run(run, 100_000)["rows"]
+    found = overview(run, rows)
     facts = dict(found["facts"])
     assert facts["state"] == "finished, 40 of 40 steps"
     assert facts["time"] == "8:32 in steps, 9:20 from start to end"
-    assert facts["final accuracy"] == "0.227 +- 0.040, held out, sampled"
+    assert facts["accuracy"] == "0.227 +- 0.040, held out, sampled, step 40"
     assert facts["data"].endswith("400 training, 16 held out; left out: 2 longer than 192 tokens")
     assert facts["git commit"] == "0123456789abcdef, with changes"
     assert facts["command"] == "hybridrl train +recipe=gsm8k_grpo"
@@ -92,6 +93,9 @@ def test_the_overview_names_settings_results_and_warnings(run):
     text = "The run starts anew\nfrom step 3: restart 1"
     assert found["messages"] == [("2026-01-01 10:01:02", "WARNING", text)]
     assert found["accuracies"][0] == ("greedy", "0.200 +- 0.040", "0.227 +- 0.040", "+0.027")
+    # Killed before the second evaluation: there is nothing to compare.
+    killed = overview(run, rows[:9])
+    assert killed["accuracies"] == [] and dict(killed["facts"])["accuracy"].endswith("step 0")
 
 
 def test_messages_of_runs_from_python_are_read_and_many_are_cut(tmp_path):

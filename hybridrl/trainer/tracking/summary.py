@@ -197,9 +197,11 @@ def legend(rows: Sequence[Metrics], terminal: int | None = None) -> str:
 
 
 def accuracy_changes(rows: Sequence[Metrics]) -> list[Change]:
-    """Compare the accuracies of the first and the last evaluation, the main ones first."""
+    """Compare the accuracies of the first and the last evaluation, the main ones first; a run that
+    was killed before its second one has none.
+    """
     evaluated = [row for row in rows if row.get(ACCURACY) is not None]
-    if not evaluated:
+    if len(evaluated) < 2:
         return []
     first, last = evaluated[0], evaluated[-1]
     best = next((name.removeprefix(ACCURACY) for name in first if name.startswith(BEST)), "")
