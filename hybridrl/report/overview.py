@@ -193,7 +193,8 @@ def findings(
     """List the health checks that found the run ill: check, when, first evidence, remedy."""
     found: dict[str, tuple[str, str, str, str]] = {}
     for _, _, text in said:
-        if match := FINDING.fullmatch(text):
+        # Only the first of a check: one that warns at each step would read all rows as often.
+        if (match := FINDING.fullmatch(text)) and match[2] not in found:
             step, check, evidence, remedy = match.groups()
             ill = sum(f"health/{check}" in row for row in rows)
             when = (
@@ -201,7 +202,7 @@ def findings(
                 if step is None
                 else f"step {step}, found in {ill} of {len(rows)} steps"
             )
-            found.setdefault(check, (check, when, evidence, remedy))
+            found[check] = (check, when, evidence, remedy)
     return [*found.values()]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hybridrl.commands.report import report
 from hybridrl.commands.running import UsageError
-from hybridrl.report.overview import messages, overview, read_messages
+from hybridrl.report.overview import findings, messages, overview, read_messages
 from hybridrl.report.page import find_folders, write_at_end, write_report
 from hybridrl.report.read import MAX_POINTS, read_run, series, thinned
 from hybridrl.trainer.health.checks import CHECKS
@@ -125,6 +125,19 @@ def test_findings_are_read_with_their_first_step_and_their_count(tmp_path):
     assert truncated[2].startswith("92% of the responses were cut off")
     assert truncated[3] == CHECKS["truncated"].remedy
     assert [text[:14] for _, _, text in found["messages"]] == ["other overlap:"]
+
+
+def test_a_finding_of_each_step_does_not_read_all_rows_for_each():
+    class Row(dict):
+        reads = 0
+
+        def __contains__(self, name):
+            Row.reads += 1
+            return super().__contains__(name)
+
+    said = [("", "", f"step {s}, health.failed_rewards: 1 failed.\nCorrect it.") for s in range(9)]
+    [found] = findings(said, [Row({"health/failed_rewards": 1.0})] * 9)
+    assert found[1] == "step 0, found in 9 of 9 steps" and Row.reads == 9
 
 
 def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path):
