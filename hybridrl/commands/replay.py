@@ -69,8 +69,9 @@ def _replay(folder: Path, *, runs_code: bool) -> None:
     kept = read_replay(folder, runs_code=runs_code)
     with ray_runtime(kept.config.cluster, kept.config.hardware.accelerator):
         findings = replay(kept, folder)
-    console = Console(highlight=False)
-    show(console if console.is_terminal else Console(highlight=False, width=WIDTH), findings)
+    console = Console(highlight=False, markup=False)
+    wide = Console(highlight=False, markup=False, width=WIDTH)
+    show(console if console.is_terminal else wide, findings)
     path = write_findings(folder, findings)
     console.print(f"written to {path}", soft_wrap=True)
     if not findings.is_finite:

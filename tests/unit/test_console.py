@@ -257,13 +257,13 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
     rows = [
         {"step": 0, "eval/accuracy": 0.3, "eval/accuracy_greedy": 0.5, "time/step_s": 2.0}
         | {"time/evaluate_s": 2.0, "eval/accuracy_best_of_4": 0.9, "eval/ci95_best_of_4": 0.02}
-        | {"eval/accuracy_unseen": 0.2, "eval/accuracy_flexible": 0.35},
+        | {"eval/accuracy_[/unseen]": 0.2, "eval/accuracy_flexible": 0.35},
         {"step": 1, "eval/accuracy": None, "time/step_s": 3.0, "time/rollout_s": 3.0}
         | {"reward/failed": 2.0},
         {"step": 2, "eval/accuracy": 0.75, "eval/accuracy_greedy": 0.45, "time/step_s": 5.0}
         | {"time/rollout_s": 3.0, "time/evaluate_s": 1.0, "reward/failed": 0.0}
         | {"eval/accuracy_best_of_4": 0.95, "eval/ci95_best_of_4": 0.01}
-        | {"eval/accuracy_unseen": 0.6, "eval/accuracy_flexible": 0.8},
+        | {"eval/accuracy_[/unseen]": 0.6, "eval/accuracy_flexible": 0.8},
     ]
     (tmp_path / "final").mkdir()
     (tmp_path / "metrics.jsonl").touch()
@@ -274,7 +274,7 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
         assert re.search(r"sampled +0\.300 +0\.750 +\+0\.450", text)
         assert re.search(r"greedy +0\.500 +0\.450 +-0\.050", text)
         assert re.search(r"best of 4 +0\.900 \+- 0\.020 +0\.950 \+- 0\.010 +\+0\.050", text)
-        assert re.search(r"unseen +0\.200 +0\.600 +\+0\.400", text)
+        assert re.search(r"\[/unseen\] +0\.200 +0\.600 +\+0\.400", text)
         assert "flexible" not in text and "1 more accuracies" in text
         assert "metrics.jsonl" in text
         assert "2 in 0:10 (5.0 s each)" in text

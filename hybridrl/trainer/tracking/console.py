@@ -209,7 +209,7 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
             for pair in (before, after)
         ]
         style = "green" if gain > 0 else "red" if gain < 0 else ""
-        table.add_row(name, *values, Text(f"{gain:+.3f}", style=style))
+        table.add_row(Text(name), *values, Text(f"{gain:+.3f}", style=style))
     return table
 
 
