@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 from hybridrl.config.estimators import estimator_of
@@ -46,7 +47,7 @@ class Seen:
 
     def first(self, metric: str) -> float | None:
         """Return the run's first value of a metric, the step's if there was none before."""
-        rows = (*self.before[:100], self.row)
+        rows = chain(self.before, [self.row])
         return next((row[metric] for row in rows if row.get(metric) is not None), None)
 
     def last(self, metric: str) -> float | None:
