@@ -112,7 +112,11 @@ def found(*rows, overrides=()):
         ({"actor/lr": 0.0}, "no_learning_rate", "the actor's learning rate is 0"),
         ({"critic/lr": 0.0}, "no_learning_rate", "the critic's learning rate is 0"),
         ({"actor/skipped_steps": 2.0}, "skipped_updates", "2 updates of the actor"),
-        ({"critic/skipped_steps": 2.0}, "skipped_updates", "2 updates of the critic"),
+        (
+            {"actor/skipped_steps": 1.0, "critic/skipped_steps": 2.0},
+            "skipped_updates",
+            "not finite; 2 updates of the critic",
+        ),
         ({"critic/explained_variance": -2.0}, "blind_critic", "explained variance -2"),
         ({DIFFERENCE: 0.07}, "mismatch", "engine 0 (engine 0) vLLM's log-probs differ"),
         ({"rollout/adapter_share": 0.1}, "missing_adapters", "show 10% of what the adapters"),

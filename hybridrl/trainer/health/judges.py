@@ -70,11 +70,13 @@ def below(text: str, *metrics: str) -> Judge:
 
 def _comparing(is_ill: Callable[[float, float], bool], text: str, metrics: Sequence[str]) -> Judge:
     def judge(seen: Seen) -> str | None:
-        for metric in metrics:
-            value = seen.get(metric)
-            if value is not None and is_ill(value, seen.limit):
-                return text.format(value=value, role=metric.partition("/")[0])
-        return None
+        known = {metric: seen.get(metric) for metric in metrics}
+        found = [
+            text.format(value=value, role=metric.partition("/")[0])
+            for metric, value in known.items()
+            if value is not None and is_ill(value, seen.limit)
+        ]
+        return "; ".join(found) or None
 
     return judge
 
