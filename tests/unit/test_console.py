@@ -277,7 +277,7 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
         assert re.search(r"\[/unseen\] +0\.200 +0\.600 +\+0\.400", text)
         assert "flexible" not in text and "1 more accuracies" in text
         assert "metrics.jsonl" in text
-        assert "2 in 0:10 (5.0 s each)" in text
+        assert "2 in 0:10 (3.5 s each without evaluations)" in text
         assert "rollout 60%, eval 30%, other 10%" in text
         assert "2 failed" in text
         assert "final/  metrics.jsonl" in text

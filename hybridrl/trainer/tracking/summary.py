@@ -11,6 +11,7 @@ from hybridrl.trainer.tracking.header import count_text
 ACCURACY = "eval/accuracy"
 BEST = f"{ACCURACY}_best_of_"
 STEP, OUTSIDE, IDLE = "time/step_s", "time/outside_s", "idle/mean_s"
+EVALUATION = "time/evaluate_s"
 MAX_SHARES_SHOWN = 6
 
 Metrics = Mapping[str, float | None]
@@ -164,7 +165,8 @@ def summary_lines(rows: Sequence[Metrics], failed_checkpoints: int) -> list[tupl
     """Describe a run as (label, text) pairs; no row counts a loss of the last checkpoint."""
     steps = max([int(row["step"] or 0) for row in rows], default=0)
     seconds, idle, outside = (_total(rows, name) for name in (STEP, IDLE, OUTSIDE))
-    each = f"{(seconds or 0.0) / max(1, steps):.1f} s each"
+    training = (seconds or 0.0) - (_total(rows, EVALUATION) or 0.0)
+    each = f"{training / max(1, steps):.1f} s each without evaluations"
     lines = [
         ("steps", f"{steps} in {duration_text(seconds or 0.0)} ({each})"),
         ("time", phases_text(rows, MAX_SHARES_SHOWN)),
