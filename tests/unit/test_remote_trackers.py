@@ -91,12 +91,10 @@ class FakeMlflow:
     def update_run(self, run_id, status):
         self.runs[run_id].status = status
 
-    def log_param(self, run_id, key, value):
-        self.runs[run_id].params[key] = value
-
-    def log_batch(self, run_id, metrics):
-        assert self.runs[run_id].status == "RUNNING"
+    def log_batch(self, run_id, metrics=(), params=()):
+        assert self.runs[run_id].status == "RUNNING" and len(params) <= 100
         self.runs[run_id].sent += metrics
+        self.runs[run_id].params |= dict(params)
 
     def get_metric_history(self, run_id, key):
         return [metric for metric in self.runs[run_id].sent if metric.key == key]
@@ -121,7 +119,8 @@ def mlflow(monkeypatch) -> FakeMlflow:
     fake = FakeMlflow()
     modules = {"mlflow": {}, "mlflow.tracking": {"MlflowClient": fake.client}}
     modules |= {"mlflow.exceptions": {"MlflowException": FakeMlflowError}}
-    for name, content in (modules | {"mlflow.entities": {"Metric": _metric}}).items():
+    modules |= {"mlflow.entities": {"Metric": _metric, "Param": lambda *pair: pair}}
+    for name, content in modules.items():
         module = ModuleType(name)
         module.__dict__.update(content, __spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)

@@ -179,6 +179,8 @@ class WandbSink:
 
 # What MLflow refuses in a name, with all metrics of the request.
 REFUSED = re.compile(r"[^\w./\- ]")
+# Most params that MLflow takes in a request.
+MAX_PARAMS = 100
 
 
 class MLflowSink:
@@ -193,6 +195,7 @@ class MLflowSink:
         # MLflow's defaults retry a dead server for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
@@ -206,8 +209,9 @@ class MLflowSink:
             return
         self._run_id = self._client.create_run(self._experiment(name)).info.run_id
         remember_run(folder, "mlflow", self._run_id)
-        for key, value in leaves(config).items():
-            self._client.log_param(self._run_id, key, str(value)[:500])
+        params = [Param(REFUSED.sub("_", k), str(v)[:500]) for k, v in leaves(config).items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
 
     def _experiment(self, name: str) -> str:
         """Return the id of an experiment; jobs of a sweep may make it at the same time."""
