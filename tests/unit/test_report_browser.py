@@ -238,6 +238,29 @@ def test_damaged_and_short_runs_have_a_page(opened, tmp_path, damage):
     assert page.locator("#failure").is_hidden()
 
 
+def test_nothing_of_a_run_stays_beside_one_without_records(opened, tmp_path):
+    """And its timeline comes back."""
+    run = write_run(tmp_path / "run", 10, prompts=1)
+    (tmp_path / "empty" / ".hydra").mkdir(parents=True)
+    page = opened(write_report([run, tmp_path / "empty"], tmp_path / "report.html"))
+    page.click("[data-tab=responses]")
+    page.locator("#table tbody tr").first.click()
+    page.click("#all_samples")
+    shown = {
+        "responses": "#detail, #samples",
+        "tokens": "#legend",
+        "timeline": "#waits, #lanes svg",
+    }
+    for tab, records in shown.items():
+        page.click(f"[data-tab={tab}]")
+        for index in ("0", "1"):
+            page.select_option(f"#{tab}_run", index)
+            there = "".join(page.locator(records).all_text_contents())
+            assert bool(there) == (index == "0")
+    page.select_option("#timeline_run", "0")
+    assert page.locator("#lanes .yaxislayer-above text").count() == 3
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_open_and_answer_in_seconds(opened, tmp_path):
     run = write_run(tmp_path / "run", 1000, words=200, tokens=500, ranks=16, others=100)

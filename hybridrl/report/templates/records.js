@@ -30,6 +30,11 @@ function matching(run) {
 function showTable() {
   const run = inRun("responses"), found = matching(run), sign = descending ? -1 : 1;
   const value = (record) => cell(run, record, sortBy) ?? -Infinity;
+  if (chosen && !run.responses.includes(chosen)) {
+    chosen = null;
+    $("#detail").replaceChildren();
+    $("#samples").replaceChildren();
+  }
   found.sort((a, b) => sign * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0));
   $("#count").textContent = run.responses.length ? `${found.length.toLocaleString("en")} of ${run.responses.length.toLocaleString("en")} responses. ${run.notes.filter((note) => note.startsWith("Resp")).join("")}` : "No recorded responses (trainer.samples_every_steps).";
   $("#table thead").replaceChildren(el("tr", {}, ...COLUMNS.map(([name, width]) => {
@@ -118,6 +123,7 @@ function showTokens() {
   token = run.tokens.find((one) => one.step === +$("#tokens_step").value && one.response === +$("#tokens_response").value);
   pinned = null;
   $("#token_facts").hidden = true;
+  $("#legend").replaceChildren();
   if (!token) return $("#token_text").replaceChildren("No recorded tokens (tracking.token_samples).");
   const known = QUANTITIES.filter(([, of]) => of(token));
   options($("#quantity"), known.map(([name]) => [name, name]), $("#quantity").value);
@@ -188,6 +194,7 @@ function timelineSteps() {
 
 function showTimeline() {
   const one = inRun("timeline").timeline.find((step) => step.step === +$("#timeline_step").value);
+  $("#waits").replaceChildren();
   if (!one) return $("#lanes").replaceChildren("No recorded steps in timeline.jsonl (trainer.samples_every_steps).");
   const ranks = [...Array(one.num_ranks).keys()];
   const idle = (rank) => one.seconds - one.sections.reduce((sum, section) => sum + total(section.ranks[rank] ?? []), 0);
@@ -202,9 +209,10 @@ function showTimeline() {
     bar(section.name, "driver", section);
     section.ranks.forEach((spans, rank) => spans.forEach((span) => bar(span.method, lane(rank), span)));
   }
-  const style = look(), lanes = ["driver", ...ranks.map(lane)];
-  $("#lanes").style.height = `${150 + 26 * lanes.length}px`;
-  Plotly.react("lanes", [...bars.values()], { ...style, barmode: "overlay", bargap: 0.25, margin: { l: 8, r: 12, t: 10, b: 8 }, xaxis: { ...style.xaxis, title: { text: `seconds of step ${one.step}` }, range: [0, one.seconds] }, yaxis: { ...style.yaxis, categoryarray: lanes.reverse(), categoryorder: "array" }, legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }, hovermode: "closest" }, { displaylogo: false, responsive: true });
+  const style = look(), lanes = ["driver", ...ranks.map(lane)], node = el("div");
+  node.style.height = `${150 + 26 * lanes.length}px`;
+  $("#lanes").replaceChildren(node);
+  Plotly.newPlot(node, [...bars.values()], { ...style, barmode: "overlay", bargap: 0.25, margin: { l: 8, r: 12, t: 10, b: 8 }, xaxis: { ...style.xaxis, title: { text: `seconds of step ${one.step}` }, range: [0, one.seconds] }, yaxis: { ...style.yaxis, categoryarray: lanes.reverse(), categoryorder: "array" }, legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }, hovermode: "closest" }, { displaylogo: false, responsive: true });
   showWaits(one, ranks, idle);
 }
 
