@@ -173,7 +173,7 @@ CHECKS = {
     ),
     "clipped_ratio": Check(
         clipped_ratio,
-        "Lower actor.optim.lr or actor.epochs: clipped tokens teach nothing.",
+        "Lower actor.optim.lr or actor.epochs: the policy moves too far in a step.",
     ),
     "still_policy": Check(
         still_policy,
