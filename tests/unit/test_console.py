@@ -181,7 +181,9 @@ def test_progress_line_goes_away_and_the_cursor_comes_back():
 
 def test_wide_terminals_get_more_columns():
     assert "greedy" not in title_row(80)
-    assert len(step_row(EVALUATED, 80)) == len(title_row(80)) < 80
+    for log_ratio in (0.1, 20.0, 1e3):
+        row = EVALUATED | {"actor/log_ratio_max": log_ratio}
+        assert len(step_row(row, 80)) == len(title_row(80)) < 80
     assert "greedy" in title_row(140)
     assert step_row(EVALUATED, 140).endswith("rollout 50%, actor 30%, other 20%")
 

@@ -50,7 +50,8 @@ def _kl(value: float) -> str:
 
 
 def _ratio(log_ratio: float) -> str:
-    return f"{math.exp(min(log_ratio, 50.0)):.2f}"
+    ratio = math.exp(min(log_ratio, 700.0))
+    return f"{ratio:.2f}" if ratio < 1e5 else f"{ratio:.0e}"
 
 
 COLUMNS = (
