@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.errors import ConfigError
@@ -45,6 +46,17 @@ def test_an_answer_ends_with_one_end_token(config, tmp_path, template):
     """Whether the template writes it, followed by a newline, or does not; or there is none."""
     found = answers_of(config, folder(tmp_path, template))
     assert found == [f"{answer}<|end|>" for answer in ANSWERS]
+
+
+def test_an_answer_is_tokenised_as_behind_its_prompt(config, tmp_path):
+    """Llama 2's tokenizer puts a space before a text by itself."""
+    model = folder(tmp_path, None)
+    chars = sorted({*json.dumps(ROWS), "\n"})
+    plain = Tokenizer(models.BPE({text: k for k, text in enumerate(["<|end|>", "▁", *chars])}, []))
+    plain.add_special_tokens(["<|end|>"])
+    plain.normalizer, plain.decoder = normalizers.Prepend("▁"), decoders.Fuse()
+    plain.save(f"{model.path}/tokenizer.json")
+    assert answers_of(config, model) == [f"{answer}<|end|>" for answer in ANSWERS]
 
 
 def test_what_the_template_adds_to_an_answer_is_trained_on(config, tmp_path):

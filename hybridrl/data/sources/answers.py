@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.rows import Message
-from hybridrl.data.sources.tokenizer import load_tokenizer, rendered, token_ids
+from hybridrl.data.sources.tokenizer import ids_after, load_tokenizer, rendered
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 
@@ -13,8 +13,8 @@ from hybridrl.models.resolve import plain_folder
 class AnswerTokens:
     """Tokeniser of the assistant's turns that follow rendered prompts.
 
-    A turn is tokenised apart from its prompt, so that the model reads the same prompt in training
-    and in generation. It ends at the model's end token, as sampled responses do.
+    A turn is tokenised behind the last token of its prompt, which stays the same in training and in
+    generation. It ends at the model's end token, as sampled responses do.
 
     Raises:
         ConfigError: there is no such model, or it has no end token.
@@ -46,9 +46,10 @@ class AnswerTokens:
         text = rendered(self._tokenizer, [*messages, turn])
         return text.removeprefix(prompt) if text.startswith(prompt) else answer
 
-    def encode(self, turns: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of turns, each with one end token, its last."""
-        return [self._ended(ids) for ids in token_ids(self._tokenizer, turns, special=False)]
+    def encode(self, prompts: Sequence[list[int]], turns: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of turns after prompts, each with one end token, its last."""
+        last = [ids[-1] for ids in prompts]
+        return [self._ended(ids) for ids in ids_after(self._tokenizer, last, turns)]
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Cut after the first end token (a template may write a newline there), or add one."""

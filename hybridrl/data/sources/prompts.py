@@ -280,7 +280,7 @@ def prompts_of(
             "data.system_prompt=null."
         ]
     ids = renderer.encode(texts)
-    answer_ids = [[] for _ in texts] if answers is None else answers.encode(turns)
+    answer_ids = [[] for _ in texts] if answers is None else answers.encode(ids, turns)
     return [
         Prompt(
             first_id + index,

@@ -99,13 +99,19 @@ def ids_after(
     """Tokenise texts that follow the tokens `last`, one each.
 
     Some tokenizers put a space before a text by itself, or drop white space after a special token.
-    So a text is tokenised together with that of the token before, if that stays one token.
+    So a text is tokenised together with that of the token before, whose own tokens are cut off.
     """
-    before = [tokenizer.decode([token]) for token in last]
-    both = token_ids(tokenizer, [a + b for a, b in zip(before, texts, strict=True)], special=False)
+    before = {token: tokenizer.decode([token]) for token in set(last)}
+    starts = dict(
+        zip(before, token_ids(tokenizer, list(before.values()), special=False), strict=True)
+    )
+    joined = [before[token] + text for token, text in zip(last, texts, strict=True)]
+    both = token_ids(tokenizer, joined, special=False)
     return [
-        ids[1:] if ids[:1] == [token] else token_ids(tokenizer, [text], special=False)[0]
-        for ids, token, text in zip(both, last, texts, strict=True)
+        ids[len(start) :]
+        if ids[: len(start)] == start
+        else token_ids(tokenizer, [text], special=False)[0]
+        for ids, start, text in zip(both, map(starts.__getitem__, last), texts, strict=True)
     ]
 
 
