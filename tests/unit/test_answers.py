@@ -105,6 +105,18 @@ def test_a_model_without_an_end_token_is_refused(config, tmp_path):
     assert load_prompts(config, model, 50).train[0].answer_ids == []
 
 
+def test_tokens_of_answers_that_the_model_lacks_are_named(config, tmp_path):
+    """Such as <think>, added to the tokenizer alone."""
+    model = folder(tmp_path)
+    prompts = load_prompts(config, model, 50, max_answer_tokens=50).train
+    size = max(token for prompt in prompts for token in prompt.token_ids) + 1
+    assert size <= max(token for prompt in prompts for token in prompt.answer_ids)
+    (Path(model.path) / "config.json").write_text(json.dumps({"vocab_size": size}))
+    (fault,) = examine_prompts(config, model, 50, 50)[1]
+    assert "problems have tokens that the tokenizer has and the model lacks" in fault
+    assert examine_prompts(config, model, 50)[1] == []
+
+
 def test_only_answer_tokens_count_in_the_loss(config, tmp_path):
     prompts = load_prompts(config, folder(tmp_path), 50, max_answer_tokens=50).train
     batch = reference_batch(prompts)

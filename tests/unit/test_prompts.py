@@ -117,7 +117,7 @@ def test_tokens_that_the_model_lacks_are_named(config, tmp_path):
     file = Path(model.path) / "config.json"
     file.write_text(json.dumps({"vocab_size": max(ids)}))
     (problem,) = problems_of(config, model, 100)
-    assert "12 of 12 prompts have tokens" in problem and f"such as {max(ids)} (" in problem
+    assert "12 of 12 problems have tokens" in problem and f"such as {max(ids)} (" in problem
     assert f"{config.train_files}:1: config.json has vocab_size = {max(ids)}." in problem
     file.write_text(json.dumps({"vocab_size": max(ids) + 1}))
     assert problems_of(config, model, 100) == []

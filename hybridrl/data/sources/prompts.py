@@ -328,18 +328,18 @@ def _too_long(
 def _without_embedding(
     model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]
 ) -> list[str]:
-    """Report tokens in prompts that were added to the tokenizer and not to the model."""
+    """Report tokens that were added to the tokenizer and not to the model, answers' as well."""
     size = read_model_config(model.path).get("vocab_size")
     if type(size) is not int:
         return []
-    found = [(max(prompt.token_ids, default=0), prompt.where) for prompt in prompts]
+    found = [(max(p.token_ids + p.answer_ids, default=0), p.where) for p in prompts]
     lacking = [one for one in found if one[0] >= size]
     if not lacking:
         return []
     token, where = lacking[0]
     return [
-        f"model.path = {model.path}: {len(lacking)} of {len(prompts)} prompts have tokens that the "
-        f"tokenizer has and the model lacks, such as {token} "
+        f"model.path = {model.path}: {len(lacking)} of {len(prompts)} problems have tokens that "
+        f"the tokenizer has and the model lacks, such as {token} "
         f"({tokenizer.convert_ids_to_tokens(token)}) in {where}: config.json has vocab_size = "
         f"{size}.\n"
         f"Save the model with resized embeddings (resize_token_embeddings), or take the tokenizer "
