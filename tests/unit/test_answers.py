@@ -65,6 +65,12 @@ def test_what_the_template_adds_to_an_answer_is_trained_on(config, tmp_path):
     assert answers_of(config, folder(tmp_path, template))[2] == "The answer:4<|end|>"
 
 
+def test_an_answer_keeps_the_thinking_that_the_template_drops(config, tmp_path):
+    """Templates of reasoning models render earlier turns without it."""
+    template = TEMPLATE.replace("message['content'] }}", "message['content'].split(' is ')[-1] }}")
+    assert answers_of(config, folder(tmp_path, template)) == [f"{a}<|end|>" for a in ANSWERS]
+
+
 def test_a_column_of_solutions_replaces_the_answers(config, tmp_path):
     model = folder(tmp_path)
     assert answers_of(replace(config, solution_key="short"), model) == ["4<|end|>"] * 3

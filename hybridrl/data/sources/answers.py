@@ -35,7 +35,7 @@ class AnswerTokens:
         """Return what the chat template writes after `prompt` for an answer to `messages`.
 
         It is the answer alone without a template, and with one that renders the prompt otherwise
-        once an answer follows.
+        once an answer follows, or drops a part of the answer, such as its thinking.
 
         Raises:
             jinja2.TemplateError: the template raises for an answer.
@@ -44,7 +44,9 @@ class AnswerTokens:
             return answer
         turn = {"role": "assistant", "content": answer}
         text = rendered(self._tokenizer, [*messages, turn])
-        return text.removeprefix(prompt) if text.startswith(prompt) else answer
+        written = text.removeprefix(prompt)
+        is_whole = "".join(answer.split()) in "".join(written.split())
+        return written if text.startswith(prompt) and is_whole else answer
 
     def encode(self, prompts: Sequence[list[int]], turns: Sequence[str]) -> list[list[int]]:
         """Return the token ids of turns after prompts, each with one end token, its last."""
