@@ -94,7 +94,10 @@ def _length_lines(
 ) -> Iterator[str]:
     """Yield lengths of prompts and reference answers, in tokens, beside their limits."""
     every = [*prompts.train, *prompts.held_out]
-    answers = token_ids(tokenizer, [str(p.example["answer"]) for p in every], special=False)
+    answers = [prompt.answer_ids for prompt in every]  # of supervised fine-tuning
+    if not any(answers):
+        texts = [str(prompt.example["answer"]) for prompt in every]
+        answers = token_ids(tokenizer, texts, special=False)
     for what, ids, key in (
         ("prompts", [p.token_ids for p in every], "max_prompt_tokens"),
         ("answers", answers, "max_response_tokens"),

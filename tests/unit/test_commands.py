@@ -34,7 +34,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray import runtime
 from hybridrl.controller.signals import Interrupted, Preempted
-from hybridrl.data.sources.prompts import PromptSets
+from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.doctor.ray import ray_facts
 from hybridrl.main import _how_to_resume
 from hybridrl.models.resolve import resolve_model
@@ -245,3 +245,12 @@ def test_equal_rewards_are_no_problem_where_each_prompt_has_one(samples, advises
     config = run_config(f"rollout.responses_per_prompt={samples}", "actor.mini_batch_size=1")
     lines = "\n".join(check._solve_lines(PromptSets([], [], []), config))
     assert ("would learn nothing" in lines) == advises
+
+
+def test_check_measures_the_answers_that_fine_tuning_trains_on():
+    """Those of data.solution_key, with their end token, which may be far longer than the answer."""
+    prompt = Prompt(0, [5], "", "", {"answer": "4"}, {}, answer_ids=[7] * 60)
+    sets = PromptSets([prompt], [prompt], [])
+    answers = [*check._length_lines(sets, Mock(), run_config("rollout.max_response_tokens=48"))][1]
+    assert answers.startswith("answers: median 60, longest 60 tokens")
+    assert answers.endswith("rollout.max_response_tokens = 48, which 2 exceed")
