@@ -168,6 +168,20 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path, content, words):
     assert found.startswith("+recipe=mine: ") and words in found
 
 
+def test_a_group_whose_main_key_the_recipe_sets_is_refused(tmp_path):
+    """Hydra would go on with the recipe's data and reward, and say nothing."""
+    (tmp_path / "recipe").mkdir()
+    own = "data: {train_files: a.jsonl, eval_files: '${oc.env:NO}'}\nreward: {function: a.py:f}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{own}")
+    line = ["hardware=cpu", "--config-dir", str(tmp_path), "+recipe=mine"]
+    found = overrides_of(*line, "data=gsm8k", "reward=math", "model=embedded_moe")
+    assert [text.partition(", and")[0] for text in found] == [
+        "data=gsm8k: has no effect: the recipe sets data.train_files",
+        "reward=math: has no effect: the recipe sets reward.function",
+    ]
+    assert not overrides_of(*line, "data=gsm8k", "data.train_files=null")
+
+
 def test_a_recipe_that_a_built_in_one_hides_is_refused(tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "gsm8k_grpo.yaml").write_text("# @package _global_\nseed: 7\n")

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.own_functions import drop_inherited, override_leaves
+from hybridrl.config.command.provenance import hidden_choices, recipe_files
 from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import (
@@ -148,6 +149,8 @@ def precompose(
             return Precomposed(problems, None, [])
         with open_dict(cfg):
             hydra = cfg.pop("hydra")
+        runtime = hydra.runtime
+        problems += hidden_choices(usable, recipe_files(runtime.choices, runtime.config_sources))
         if not any(o.key_or_group == "hydra/sweeper" for o in parsed):
             usable = _usable(usable, lambda o: _interval_problem(o, hydra), problems)
         if underlay is not None:

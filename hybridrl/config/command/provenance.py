@@ -1,13 +1,22 @@
 """Provenance of the config's values: keys set on the command line or in a recipe, and defaults."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, cast
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config.keys import leaves, raw_tree
+
+# Keys of which one makes a group's choice what it is.
+_MAIN_KEYS = {
+    "data": ("name", "train_files", "mixture"),
+    "environment": ("function",),
+    "model": ("path",),
+    "reward": ("function",),
+}
 
 
 class Source(IntEnum):
@@ -55,6 +64,23 @@ def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> l
             own = [base for base in bases if isinstance(base, str)]
             found += [*recipe_files({"recipe": own}, config_sources), file]
     return found
+
+
+def hidden_choices(overrides: Sequence[Override], recipes: Sequence[DictConfig]) -> Iterator[str]:
+    """Yield a problem for each typed choice of a group whose main key a recipe sets as well."""
+    typed = {override.key_or_group for override in overrides}
+    trees = [leaves(raw_tree(recipe)) for recipe in recipes]
+    own = [f"{key}." for tree in trees for key, value in tree.items() if value not in (None, {})]
+    for override in overrides:
+        group = override.key_or_group
+        for key in (f"{group}.{name}" for name in _MAIN_KEYS.get(group, ())):
+            if key not in typed and any(name.startswith(f"{key}.") for name in own):
+                yield (
+                    f"{override.input_line}: has no effect: the recipe sets {key}, and keys of a "
+                    f"recipe stand above groups.\nRemove it, or set {key} on the command line, or "
+                    f"take it out of the recipe."
+                )
+                break
 
 
 def group_file(group: str, choice: str, config_sources: Sequence[Any]) -> DictConfig | None:
