@@ -21,7 +21,7 @@ from hybridrl.app.launch import check_data
 from hybridrl.commands.running import argument_parser, run_command
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
-from hybridrl.config.command.provenance import provenance_of
+from hybridrl.config.command.provenance import provenance_of, recipe_files
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
 from hybridrl.models.resolve import absolute_path, model_folder
@@ -58,8 +58,10 @@ def _check(argv: Sequence[str]) -> None:
     args = parser.parse_intermixed_args(list(argv))
     own = [] if args.config_dir is None else ["--config-dir", args.config_dir]
     found = compose_line(parse_argv([*own, *args.overrides]))
-    assert found.cfg is not None
-    result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
+    assert found.cfg is not None and found.hydra is not None
+    recipes = recipe_files(found.hydra.runtime.choices, found.hydra.runtime.config_sources)
+    provenance = provenance_of(found.overrides, recipes)
+    result = examine_config(found.cfg, find_machine(), provenance)
     prompts, config = check_data(result), result.config
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(config.model)

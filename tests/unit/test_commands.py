@@ -254,3 +254,11 @@ def test_check_measures_the_answers_that_fine_tuning_trains_on():
     answers = [*check._length_lines(sets, Mock(), run_config("rollout.max_response_tokens=48"))][1]
     assert answers.startswith("answers: median 60, longest 60 tokens")
     assert answers.endswith("rollout.max_response_tokens = 48, which 2 exceed")
+
+
+def test_check_refuses_a_recipes_keys_without_effect_as_training_does(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    own = "# @package _global_\ndata: {solution_key: answer}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(own)
+    with pytest.raises(ConfigError, match=r"data\.solution_key is set but has no effect"):
+        check._check(["--config-dir", str(tmp_path), "+recipe=mine", "--no-samples"])
