@@ -1,11 +1,14 @@
 """What belongs to an export, and what becomes of the one that is replaced."""
 
 import json
+import shutil
 
 import pytest
 
-from hybridrl.distributed.storage.export import _put_in_place
+from hybridrl.config.choices import DType
+from hybridrl.distributed.storage.export import _copy_around, _put_in_place
 from hybridrl.models.export_record import added_to, files_in
+from hybridrl.models.resolve import EMBEDDED_FOLDER
 
 
 @pytest.fixture
@@ -60,3 +63,13 @@ def test_an_export_that_a_crash_set_aside_stays_until_there_is_a_new_one(export,
     new.mkdir()
     _put_in_place(new, export)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_source_models_adapter_is_left_out(tmp_path):
+    """Merged beside its adapter, a model is whole: transformers would miss its weights."""
+    source, export = tmp_path / "source", tmp_path / "export"
+    shutil.copytree(EMBEDDED_FOLDER, source)
+    (source / "adapter_config.json").write_text("{}")
+    export.mkdir()
+    _copy_around(source, export, DType.float32)
+    assert "adapter_config.json" not in files_in(export) and "tokenizer.json" in files_in(export)

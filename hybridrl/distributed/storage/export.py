@@ -27,7 +27,7 @@ from hybridrl.models.resolve import PLAIN_FILES
 from hybridrl.models.weight_files import INDEX
 
 # Folder of adapters inside the folder of the merged model.
-ADAPTER_FOLDER = "adapter"
+ADAPTER_FOLDER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 SHARD_BYTES = 5 * 10**9
 
 
@@ -51,7 +51,7 @@ class AdapterFiles:
             "target_modules": sorted(self.lora.target_modules),
             "inference_mode": True,
         }
-        _write_json(folder / "adapter_config.json", config)
+        _write_json(folder / ADAPTER_CONFIG, config)
         shapes = {name: weight.shape for name, weight in self.weights.items()}
         parts = _parts(shapes, self.weights.__getitem__, torch.float32)
         write_parts(folder / "adapter_model.safetensors", parts)
@@ -102,7 +102,8 @@ def write_model(
 def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     """Copy all files except the weights."""
     for path in sorted(source.iterdir()):
-        is_ours = path.name == RECORD or path.name.endswith(".index.json")
+        # With adapter_config.json transformers would look for an adapter beside the whole weights.
+        is_ours = path.name in (RECORD, ADAPTER_CONFIG) or path.name.endswith(".index.json")
         if any(map(path.match, PLAIN_FILES)) and path.is_file() and not is_ours:
             with naming(path):
                 content = path.read_bytes()
