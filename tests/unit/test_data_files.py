@@ -342,3 +342,13 @@ def test_missing_difficulty_names_its_key(tmp_path):
     report = faults_of(replace(CONFIG, train_files=str(path), curriculum="level"))
     assert "data.curriculum = level" in report
     assert "Set data.curriculum to one of them" in report
+
+
+def test_splits_whose_names_begin_alike_are_not_mixed(tmp_path):
+    for split in ("train_gen", "train_sft", "test"):
+        (tmp_path / f"{split}-00000-of-00001.parquet").touch()
+    _, (fault,) = files_by_split("me/chats", tmp_path, "")
+    assert "no Parquet file of its train split" in fault and "train_sft-00000" in fault
+    for number in range(2):
+        (tmp_path / f"train-0000{number}-of-00002.parquet").touch()
+    assert len(files_by_split("me/chats", tmp_path, "")[0][Split.train]) == 2

@@ -30,6 +30,9 @@ _FILE_NAMES = {
     Split.held_out: ("test", "validation"),
 }
 
+# Not train_sft-00000-of-00001.parquet, a file of the split train_sft.
+_IN_SPLIT = r"{}(?!\w+-\d+-of-)(\b|[-_.])"
+
 
 def read_problems(
     key: str, paths: Sequence[Path], columns: Columns
@@ -161,7 +164,7 @@ def files_by_split(
     splits: dict[Split, list[Path]] = {}
     for split in wanted:
         prefixes = _FILE_NAMES[split]
-        found = ([p for p in chosen if re.match(rf"{n}(\b|[-_.])", p.name)] for n in prefixes)
+        found = ([p for p in chosen if re.match(_IN_SPLIT.format(n), p.name)] for n in prefixes)
         splits[split] = next(filter(None, found), [])
     missing = [split.value for split, paths in splits.items() if not paths]
     if not missing:
