@@ -305,6 +305,7 @@ def test_biased_tokens_are_sampled_and_not_trained(served):
     [
         {"logit_bias": {"99999": 1}},
         {"logit_bias": {"seven": 1}},
+        {"logit_bias": {"5": 1e39}},
         {"top_p": 0.0},
         {"temperature": -1.0},
         {"presence_penalty": 3.0},
