@@ -15,7 +15,7 @@ from hybridrl.rollout.tool_calls import Parsed
 
 # Parameters of apply_chat_template that are not a template's own.
 RESERVED = {
-    *("policy", "episode", "messages"),
+    *("self", "policy", "episode", "messages"),
     *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),

@@ -25,6 +25,9 @@ IGNORED = frozenset(
         *("parallel_tool_calls", "reasoning_effort", "verbosity"),
     }
 )
+# Unknown parameters that change something if they are off, and values that are off.
+ON = frozenset({"skip_special_tokens", "include_reasoning", "web_search_options"})
+OFF: tuple[Any, ...] = (None, False, "", [], {})
 # Parameters of vLLM that a run may accept for completions that are not trained.
 OTHER_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
@@ -71,7 +74,7 @@ class SamplingRequest(BaseModel):
             RequestError: the run refuses a sampling parameter, or does not know one.
         """
         for name, value in (self.model_extra or {}).items():
-            if name not in IGNORED and value not in (None, False, "", [], {}):
+            if name not in IGNORED and value not in ((None, True) if name in ON else OFF):
                 raise refused_parameter(name, value, "The endpoint does not know it. Leave it out.")
         given = {name: vars(self)[name] for name in OTHER_SAMPLING}
         other, constraint = other_sampling(episode.settings, given), self.constraint()

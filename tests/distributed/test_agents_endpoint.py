@@ -273,6 +273,7 @@ def test_a_stream_begins_without_an_end_though_its_only_token_is_the_last(served
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
+        ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens"),
         ({"extra_body": {"max_tokens": 0}}, "max_tokens"),
     ],
 )
@@ -443,6 +444,7 @@ def test_errors_are_those_that_the_sdk_expects(served):
         ("?", {"tools": [nameless]}),
         ("?", {"tools": [formless]}),
         ("?", {"extra_body": {"chat_template_kwargs": {"tokenize": True}}}),
+        ("?", {"extra_body": {"chat_template_kwargs": {"self": True}}}),
     ):
         with pytest.raises(openai.BadRequestError):
             chat(client, {"role": "user", "content": content}, **options)
