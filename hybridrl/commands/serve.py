@@ -1,5 +1,6 @@
 """`hybridrl serve`: the endpoint of agents over the weights of a checkpoint or a model."""
 
+import re
 import secrets
 import sys
 import tempfile
@@ -51,9 +52,13 @@ def _serve(argv: Sequence[str]) -> None:
     add("--port", type=int, default=0, help="port to listen on (a free one)")
     add("--key", help="key that clients send (a random one)")
     add("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (the run's)")
-    add("--other-sampling", choices=[*OtherSampling], help="as agent.other_sampling (the run's)")
+    choices = [one.value for one in OtherSampling]
+    add("--other-sampling", choices=choices, help="as agent.other_sampling (the run's)")
     add("--run-code", action="store_true", help="trust the checkpoint's config, as hybridrl eval")
     args = parser.parse_intermixed_args(list(argv))
+    key = args.key or secrets.token_urlsafe(16)
+    if not re.fullmatch(r"[\w-]+", key, re.ASCII):
+        raise UsageError("--key has other characters than letters, digits, - and _.\nRemove them.")
     subject, machine = find_subject(args.subject), find_machine()
     line = parse_argv(args.overrides)
     config = evaluation_config(
@@ -71,7 +76,6 @@ def _serve(argv: Sequence[str]) -> None:
     model_folder(config.model)  # downloads once, not in every worker
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)
-    key = (args.key or secrets.token_urlsafe(16)).replace(".", "-")
     found = None if subject.checkpoint is None else subject.checkpoint.manifest.config.get("agent")
     agent = found or {"tool_parser": None, "other_sampling": OtherSampling.refuse}
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:

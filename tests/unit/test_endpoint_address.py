@@ -39,3 +39,16 @@ def test_serve_does_not_start_on_an_address_that_it_cannot_use(taken, monkeypatc
             serve.main()
         assert end.value.code == 2
         assert f"- --host {host} --port {port}, but" in capsys.readouterr().err
+
+
+def test_serve_refuses_a_wrong_option(monkeypatch, capsys):
+    """The endpoint reads what follows a dot in a key as another part."""
+    for option, value, message in (
+        ("--key", "my.key", "--key has other characters than letters"),
+        ("--other-sampling", "none", "invalid choice: 'none'"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["hybridrl", "embedded", option, value])
+        with pytest.raises(SystemExit) as end:
+            serve.main()
+        told = capsys.readouterr().err
+        assert end.value.code == 2 and message in told and "OtherSampling" not in told
