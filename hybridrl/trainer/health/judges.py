@@ -70,11 +70,10 @@ def below(text: str, *metrics: str) -> Judge:
 
 def _comparing(is_ill: Callable[[float, float], bool], text: str, metrics: Sequence[str]) -> Judge:
     def judge(seen: Seen) -> str | None:
-        known = {metric: seen.get(metric) for metric in metrics}
         found = [
             text.format(value=value, role=metric.partition("/")[0])
-            for metric, value in known.items()
-            if value is not None and is_ill(value, seen.limit)
+            for metric in metrics
+            if (value := seen.get(metric)) is not None and is_ill(value, seen.limit)
         ]
         return "; ".join(found) or None
 
