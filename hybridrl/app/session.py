@@ -166,6 +166,8 @@ def _finish_checkpoint(
     """Commit the checkpoint that is being written, also after an error, but of the workers."""
     if kind is None or (issubclass(kind, Exception) and not issubclass(kind, WorkerError)):
         checkpoints.finish()
+    else:
+        checkpoints.close()
 
 
 def _evaluator(

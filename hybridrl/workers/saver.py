@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 RNG = "rng."
 # Size of a weight's state relative to the weight: the weight and two moments.
 WITH_MOMENTS = 3
-# Seconds between two polls of a save, and maximum wait in `close`: the pool allows five seconds
-# for all roles of a process.
+# Seconds between two notes of a save's progress, and maximum wait in `close`: the pool allows five
+# seconds for all roles of a process.
 LOOK_S, CLOSE_S = 1.0, 2.0
 
 
@@ -91,12 +91,6 @@ class SaverWorker(Worker):
         gib = staging.num_bytes / 2**30
         logger.info("%.2f GiB of training state copied in %.2f s", gib, blocked_s)
         self.saving = self.saver.begin(Path(folder), STATE, blocked_s)
-
-    @on_all_ranks(Dispatch.BROADCAST)
-    def poll_save(self) -> SaveResult | None:
-        """Return the result of the last save on this rank, None while it runs."""
-        assert self.saving is not None, "no save has begun"
-        return self.saving.result() if self.saving.done() else None
 
     @on_all_ranks(Dispatch.BROADCAST)
     def finish_save(self) -> SaveResult:

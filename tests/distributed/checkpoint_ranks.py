@@ -22,6 +22,7 @@ from hybridrl.config.choices import Offload
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.storage.saving import read_results
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
@@ -175,7 +176,7 @@ def original(folder, model):
     saver.begin_save(str(folder / "plain"))
     with emptied(roles):
         found["result"] = saver.finish_save()
-    found["polled"] = saver.poll_save()
+    found["stored"] = read_results(folder / "plain")
     found["draws"] = draws()
     buffer = host_memory(saver)
     saver.begin_save(str(folder / "meanwhile"))

@@ -86,12 +86,12 @@ def test_a_subclass_adds_to_the_state(ranks):
 def test_files_are_named_with_size_and_checksum(folder, ranks):
     """Each rank names what it wrote."""
     together = {}
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         result = rank["original"]["result"]
         assert result.error is None
         assert result.blocked_s > 0 and result.seconds > 0
         assert result.num_bytes == sum(record.size for record in result.files.values())
-        assert rank["original"]["polled"] == result
+        assert rank["original"]["stored"][number] == result
         together |= result.files
     state = folder / "plain" / "state"
     assert together == {f"state/{path.name}": digest(path) for path in state.iterdir()}

@@ -4,6 +4,7 @@ Staging                      Saver's thread, on every rank
 host copy of the shards  ->  choice of the rank that writes each shard: replicas are written once
                          ->  shard-00001.safetensors, ..: header, then bytes from the host copy
                          ->  fsync; errors of one rank reach all
+                         ->  saved.json: results of all ranks, for the driver
 
 The format is that of torch's Hugging Face storage: safetensors with the shards' offsets in the
 header. torch's own writer copies a rank's state three times before the first write. This one writes
@@ -17,8 +18,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -39,6 +40,9 @@ from hybridrl.distributed.torch_compat import CUSTOM_METADATA_KEY, SAVED_OFFSETS
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+# Results of a finished save, in its folder: the driver needs no worker to find them.
+RESULTS = "saved.json"
 
 
 class StagedShard(NamedTuple):
@@ -156,11 +160,17 @@ class Saver:
                 files[name] = self._write(folder / name, shards)
         except OSError as failure:
             error = str(failure)
+            with suppress(OSError):  # room for the results on a full disk
+                (folder / name).unlink()
         error = next(filter(None, self._gathered(error)), None)
         seconds = time.perf_counter() - start
         logger.info("checkpoint: %s", error or f"{self.written / 2**30:.2f} GiB in {seconds:.1f} s")
         files, num_bytes = (files, self.written) if error is None else ({}, 0)
-        return SaveResult(files, num_bytes, blocked_s, seconds, error)
+        result = SaveResult(files, num_bytes, blocked_s, seconds, error)
+        results = self._gathered(result)
+        if dist.get_rank() == 0:
+            _write_results(folder, results)
+        return result
 
     @garbage_collection_off()
     def _own_shards(self) -> dict[str, StagedShard]:
@@ -206,3 +216,34 @@ class Saver:
         values: list[_T] = [value] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+
+def _write_results(folder: Path, results: list[SaveResult]) -> None:
+    part = folder / f"{RESULTS}.part"
+    try:
+        part.write_text(json.dumps([asdict(result) for result in results]))
+        part.rename(folder / RESULTS)
+    except OSError as error:  # `finish_save` returns them
+        logger.warning("the results of a save could not be written: %s", error)
+
+
+def read_results(folder: Path) -> list[SaveResult] | None:
+    """Return the results of the save into a folder, by rank; None while it runs.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    try:
+        ranks = json.loads((folder / RESULTS).read_text())
+    except FileNotFoundError:
+        return None
+    return [
+        SaveResult(**rank | {"files": {k: FileRecord(**v) for k, v in rank["files"].items()}})
+        for rank in ranks
+    ]
+
+
+def remove_results(folder: Path) -> None:
+    """Remove the results of a save: they are no part of a checkpoint."""
+    for name in (RESULTS, f"{RESULTS}.part"):
+        (folder / name).unlink(missing_ok=True)

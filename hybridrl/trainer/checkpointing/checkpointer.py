@@ -1,9 +1,10 @@
 """Asynchronous checkpoints: begun at the end of a step, committed when all shards are on disk.
 
-    step k       copy the state to host memory; training continues  begin
-    meanwhile    every rank writes its shards in the background
-    step k + n   all ranks are done: manifest, rename, retention    commit
-    meanwhile    a thread removes the files of pruned checkpoints
+    step k     copy the state to host memory; training continues  begin
+    meanwhile  every rank writes its shards in the background
+    then       all ranks are done: manifest, rename, retention    a thread here; so a checkpoint
+               counts as soon as it is whole, however long the next step takes
+    meanwhile  a thread removes the files of pruned checkpoints
 
 One save runs at a time: the next waits for it and for the removals. A disk error costs only that
 checkpoint: the run continues with a warning and keeps the earlier ones.
@@ -12,9 +13,11 @@ checkpoint: the run continues with a warning and keeps the earlier ones.
 import difflib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Event, Lock
 
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.commit import clean
@@ -24,7 +27,8 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from hybridrl.checkpoint.verification import digest
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.distributed.storage.saving import SaveResult
+from hybridrl.distributed.background import run_in_background
+from hybridrl.distributed.storage.saving import SaveResult, read_results, remove_results
 from hybridrl.trainer.checkpointing.base_models import Fingerprints
 from hybridrl.trainer.state import LoopState
 from hybridrl.trainer.tracking.provenance import plain, versions
@@ -33,16 +37,22 @@ from hybridrl.trainer.tracking.report import is_due
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, float | None]
+# Seconds between two looks of the committing thread.
+LOOK_S = 0.2
 
 
 @dataclass
 class PendingSave:
-    """Checkpoint of a step that is being written into `partial`, with the step's metrics."""
+    """Checkpoint of a step that is being written into `partial`.
+
+    `row` has the step's metrics; None: not reported yet. `ended`: the writing is over.
+    """
 
     partial: Path
     step: int
     driver: FileRecord
-    row: Row
+    row: Row | None
+    ended: Event = field(default_factory=Event)
 
 
 class Checkpointer:
@@ -78,6 +88,9 @@ class Checkpointer:
         self._warn = warn
         self._removal = commit.Removal(run_dir)
         self._writing: PendingSave | None = None
+        # Held during a commit.
+        self._lock = Lock()
+        self._watching: Future[None] | None = None
         self._last: tuple[int, Row] = (-1, {})
         self._lacked_best = False
         folder = checkpoints_folder(run_dir)
@@ -136,7 +149,9 @@ class Checkpointer:
             return
         self._saver.call("begin_save", str(partial))
         known, row = self._last
-        self._writing = PendingSave(partial, step, driver, row if known == step else {})
+        writing = PendingSave(partial, step, driver, row if known == step else None)
+        self._writing = writing
+        self._watching = run_in_background(self._watch, writing, name="commit checkpoint")
 
     def logged(self, step: int, row: Row) -> None:
         """Record a step's metrics, also for the pending save of that step."""
@@ -145,19 +160,39 @@ class Checkpointer:
             self._writing.row = row
 
     def poll(self) -> None:
-        """Commit the pending save if all ranks are done."""
-        if self._writing is not None:
-            results: list[SaveResult | None] = self._saver.call("poll_save")
-            done = [result for result in results if result is not None]
-            if len(done) == len(results):
-                self._end(self._writing, done)
-        self._check_removal(self._removal.failure(wait=False))
+        """Commit the pending save if all ranks are done; calls no worker."""
+        with self._lock:
+            writing = self._writing
+            results = None if writing is None else _results_of(writing)
+            if writing is not None and results is not None:
+                self._writing = None
+                writing.ended.set()
+                self._end(writing, results)
+            self._check_removal(self._removal.failure(wait=False))
 
     def finish(self) -> None:
         """Wait for the pending save and commit it; wait for removals, too."""
-        if self._writing is not None:
-            self._end(self._writing, self._saver.call("finish_save"))
+        with self._lock:
+            writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.ended.set()
+            self._end(writing, self._saver.call("finish_save"))
+        if self._watching is not None:
+            self._watching.result()
         self._check_removal(self._removal.failure(wait=True))
+
+    def close(self) -> None:
+        """Give up the pending save unless it is whole."""
+        self.poll()
+        with self._lock:
+            writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.ended.set()
+
+    def _watch(self, writing: PendingSave) -> None:
+        """Commit a save as soon as all ranks are done."""
+        while not writing.ended.wait(LOOK_S):
+            self.poll()
 
     def write_state(self, folder: Path) -> None:
         """Write the workers' state into a new folder, synchronously.
@@ -171,9 +206,9 @@ class Checkpointer:
         error = next((result.error for result in self._saver.call("finish_save")), None)
         if error is not None:
             raise OSError(error)
+        remove_results(folder)
 
     def _end(self, writing: PendingSave, results: list[SaveResult]) -> None:
-        self._writing = None
         error = results[0].error or self._commit(writing, results)
         if error is not None:
             self._failed(writing.step, error, writing.partial)
@@ -196,10 +231,11 @@ class Checkpointer:
         if best is None or self._lacked_best or not self.is_due(writing.step):
             return
         name = best.removeprefix("-")
-        if writing.row.get(name) is not None:
+        row = writing.row or {}
+        if row.get(name) is not None:
             return
         self._lacked_best = True
-        near = [] if name in writing.row else difflib.get_close_matches(name, writing.row, n=1)
+        near = [] if name in row else difflib.get_close_matches(name, row, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         self._warn(
             f"checkpoint.keep_best = {best}: step {writing.step} has no such metric, so its "
@@ -217,11 +253,12 @@ class Checkpointer:
             config=self._plain_config,
             versions=self._versions,
             world_size=len(results),
-            metrics=dict(writing.row),
+            metrics=dict(writing.row or {}),
             files=files,
             models=self._models,
         )
         try:
+            remove_results(writing.partial)
             self._sync()
             self.newest = commit.commit(writing.partial, manifest)
         except (OSError, DamagedCheckpoint) as error:
@@ -237,3 +274,11 @@ class Checkpointer:
         self.failures += 1
         kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
         self._warn(f"the checkpoint of step {step} could not be written: {why}; {kept}")
+
+
+def _results_of(writing: PendingSave) -> list[SaveResult] | None:
+    """Return the results of a save whose step has been reported; None while it runs."""
+    try:
+        return None if writing.row is None else read_results(writing.partial)
+    except OSError:  # of a network file system, which may answer again
+        return None

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from hybridrl.checkpoint.files import checkpoints_folder
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.config.schema import RoleConfig
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
+from hybridrl.trainer.checkpointing.checkpointer import LOOK_S, Checkpointer
 from hybridrl.trainer.state import LoopState
 from hybridrl.workers.base import Dispatch, Worker, dispatch_of
 from hybridrl.workers.saver import SaverWorker
@@ -122,6 +123,14 @@ class OneProcess:
         filler.unlink()
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait at most 20 seconds."""
+    end = time.monotonic() + 20.0
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def state(step: int) -> LoopState:
     """That of a loop after a step."""
     return LoopState(step, 8 * step, {}, None, step, True, {}, {})
@@ -140,7 +149,7 @@ def everything(disk: Path) -> dict[str, Any]:
     """What each of the cases finds, on an empty disk, by its name."""
     found = {}
     with one_rank():
-        for case in (full_disks, not_removed, slowly_removed, without_the_metric):
+        for case in (full_disks, by_itself, not_removed, slowly_removed, without_the_metric):
             (disk / case.__name__).mkdir()
             found[case.__name__] = case(disk / case.__name__)
     return found
@@ -158,13 +167,38 @@ def full_disks(run_dir: Path) -> dict[str, After]:
         found["shards"] = run.save(4)
         assert run.checkpoints.save_now(state(5)) is None
     found["at the end"] = run.after()
-    run.begin(6)
+    run.warnings.clear()
+    run.checkpoints.begin(state(6))
     run.saver.saving.result(60.0)
     with run.filled():
+        run.checkpoints.logged(6, {})
         run.checkpoints.poll()
         found["manifest"] = run.after()
     found["after"] = run.save(7)
     assert run.checkpoints.save_now(state(7)) == run.checkpoints.newest
+    return found
+
+
+def by_itself(run_dir: Path) -> dict[str, After]:
+    """Saves during a step that does not end: before its metrics are known, then; without room."""
+    found, run = {}, OneProcess(run_dir)
+
+    def is_over() -> bool:
+        return not any(name.endswith(".partial") for name in run.after().names)
+
+    run.checkpoints.begin(state(1))
+    run.saver.saving.result(60.0)
+    time.sleep(3 * LOOK_S)
+    found["not reported"] = run.after()
+    run.checkpoints.logged(1, {})
+    wait_until(is_over)
+    found["reported"] = run.after()
+    run.checkpoints.finish()
+    with run.filled(room=2**16):
+        run.begin(2)
+        wait_until(is_over)
+        found["no room"] = run.after()
+    run.checkpoints.finish()
     return found
 
 
@@ -188,7 +222,7 @@ def slowly_removed(run_dir: Path) -> list[After]:
     run.save(1)
 
     def hook(event: str, _: object) -> None:
-        if event == "os.remove":
+        if event == "os.remove" and threading.current_thread().name == "removal":
             may_go.wait(10.0)
 
     sys.addaudithook(hook)

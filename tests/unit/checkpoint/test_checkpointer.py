@@ -55,6 +55,16 @@ def test_once_there_is_room_saves_are_whole(found):
     assert outcomes["after"] == After(5, [], ["step_00000002", "step_00000007"], 7)
 
 
+def test_a_save_counts_as_soon_as_it_is_whole_however_long_the_step_takes(found):
+    """Its manifest has the metrics of its step, so it waits for those alone."""
+    outcomes = found["by_itself"]
+    assert outcomes["not reported"] == After(0, [], [".step_00000001.partial"], None)
+    assert outcomes["reported"] == After(0, [], ["step_00000001"], 1)
+    no_room = outcomes["no room"]
+    assert (no_room.failures, no_room.names, no_room.newest) == (1, ["step_00000001"], 1)
+    assert "No space left on device" in no_room.warnings[0]
+
+
 @pytest.mark.parametrize("place", ["", "driver.json"])
 def test_an_old_checkpoint_that_cannot_go_is_told_and_new_ones_are_whole(found, place):
     for step, after in enumerate(found["not_removed"][place], start=3):
