@@ -213,6 +213,8 @@ start_ray() {
     arguments+=(--head --port="$(ray_port 0)" --ray-client-server-port="$(ray_port 7)")
     arguments+=(--include-dashboard=false)
   fi
+  # Ray's default of 15 leaves the workers nothing beside a busy program.
+  export RAY_worker_niceness=${RAY_worker_niceness:-0}
   echo "ray start on $ADDRESS ($INTERFACE), NCCL_IB_HCA=${NCCL_IB_HCA:-not set}"
   local code=0
   supervise ray start "${arguments[@]}" || code=$?

@@ -25,7 +25,7 @@ KERNEL_FOLDERS = {
 
 
 def set_up_process() -> None:
-    """Set up kernel caches, memory and imports."""
+    """Set up kernel caches, memory, threads and imports."""
     for variable, folder in KERNEL_FOLDERS.items():
         os.environ.setdefault(variable, str(cache_folder() / folder))
     # Without locks FlashAttention would wait for one and fail.
@@ -34,6 +34,9 @@ def set_up_process() -> None:
     # Large CPU tensors in 2 MiB pages: with 4 KiB pages, allocating a batch takes longer than
     # computing it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Threads that wait for others sleep. Spinning ones, OpenMP's default, take the cores from
+    # those that they wait for as soon as anything else runs on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import_from_here()
 
 

@@ -180,6 +180,12 @@ def test_broadcast_lists_ranks_and_rank_zero_answers_alone(groups):
     assert groups["single"].call("who") == 0
 
 
+def test_workers_have_the_drivers_priority(groups):
+    """Ray's default of 15 leaves them nothing beside a busy program."""
+    found = [psutil.Process(host.pid).nice() for host in groups["single"].hosts]
+    assert found == [psutil.Process().nice()] * 2
+
+
 def test_process_environment(groups):
     first, second = groups["single"].call("about")
     assert first["pid"] != second["pid"]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from controller_run import pool_config
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
-from hybridrl.config.choices import NVLinkMulticast
+from hybridrl.config.choices import Accelerator, NVLinkMulticast
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.controller import processes
@@ -51,6 +52,14 @@ sys.meta_path.insert(0, Without)
 def environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_a_ray_that_does_not_start_is_told_in_a_few_lines(tmp_path):
+    cluster = replace(pool_config(tmp_path).cluster, gpus_per_node=-1)
+    told = r"Ray did not start(.|\n)*Load of this machine"
+    with pytest.raises(ConfigError, match=told), ray_runtime(cluster, Accelerator.cpu):
+        pass
+    assert not ray.is_initialized()
 
 
 def run_script(folder, mode, **environment):

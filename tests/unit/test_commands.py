@@ -199,6 +199,17 @@ def test_a_failure_with_the_folder_in_its_place_stays_what_it_is(tmp_path):
         raise RuntimeError("mine")
 
 
+@pytest.mark.parametrize(
+    ("users", "kept"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")]
+)
+def test_threads_that_wait_sleep_unless_the_user_chose(
+    own_process, monkeypatch, tmp_path, users, kept
+):
+    monkeypatch.setattr(os, "environ", {"HYBRIDRL_CACHE": str(tmp_path)} | users)
+    set_up_process()
+    assert os.environ["OMP_WAIT_POLICY"] == kept
+
+
 def test_compiled_kernels_are_kept_in_the_cache_but_where_the_user_says(
     own_process, monkeypatch, tmp_path
 ):

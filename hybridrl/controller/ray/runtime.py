@@ -63,6 +63,15 @@ PASSED_ON = (
 )
 # The only secret that workers need: it loads gated models and data sets.
 DOWNLOAD_TOKEN = "HF_TOKEN"
+# Ray's defaults that do not suit a run, by variable. Others were looked at and stay: workers that
+# start before they are asked for become ranks, objects beyond the store go to the run's temporary
+# folder, and a raylet that is busy or suspended for less than 45 s is not given up.
+OTHER_DEFAULTS = {
+    # 15 in Ray: any other program on the machine would take nearly all of the cores.
+    "RAY_worker_niceness": "0",
+    # Ray kills ranks when 95 % of the memory are in use: of 2 TiB, 100 GiB are left.
+    "RAY_min_memory_free_bytes": str(2**30),
+}
 # Workers must see all GPUs of their node: vLLM's custom all-reduce indexes them by rank.
 ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
@@ -186,24 +195,36 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
     # ray.init may swallow an exception of a signal; it takes a few seconds.
     with (
         shielded(),
-        _environment(folder),
+        _environment(folder, cluster.start_timeout_s),
         compat.loopback_only(),
         compat.keep_signal_handlers(),
         compat.own_process_groups(),
         compat.essential_processes(),
         compat.prompt_registration(),
     ):
-        ray.init(
-            address="local",
-            num_cpus=slots,
-            num_gpus=slots if accelerator is Accelerator.gpu else 0,
-            object_store_memory=store_bytes,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(folder / "r"),
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=slots,
+                num_gpus=slots if accelerator is Accelerator.gpu else 0,
+                object_store_memory=store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(folder / "r"),
+            )
+        except Exception as error:  # Ray raises this class itself
+            raise _not_started(error, time.perf_counter() - start) from error
     logger.debug("Ray started in %.1f s", time.perf_counter() - start)
+
+
+def _not_started(error: Exception, seconds: float) -> ConfigError:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return ConfigError(
+        f"Ray did not start ({seconds:.0f} s): {str(error).strip() or type(error).__name__}\n"
+        f"Load of this machine: {load}. If other programs keep its cores or its disk busy, wait "
+        f"for them and try again. Else `hybridrl doctor` finds limits that Ray needs."
+    )
 
 
 def _stop(folder: Path) -> None:
@@ -229,9 +250,12 @@ def _stop(folder: Path) -> None:
 
 
 @contextmanager
-def _environment(folder: Path) -> Iterator[None]:
+def _environment(folder: Path, start_timeout_s: float) -> Iterator[None]:
     """Set the environment that Ray's processes inherit; restore this process's afterwards."""
     new = ALL_GPUS_VISIBLE | {MARK: str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    # A slow disk takes longer than Ray's 60 s to import Ray.
+    others = OTHER_DEFAULTS | {"RAY_worker_register_timeout_seconds": f"{start_timeout_s:.0f}"}
+    new |= {name: value for name, value in others.items() if name not in os.environ}
     if "VLLM_RPC_BASE_PATH" not in os.environ:
         # Sockets between ranks of a vLLM engine, which else stay behind in the temporary folder.
         new |= {"VLLM_RPC_BASE_PATH": str(folder)}

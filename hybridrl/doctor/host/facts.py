@@ -77,7 +77,8 @@ class Ulimits(NamedTuple):
 class HostFacts(NamedTuple):
     """Measurements of one node: usable cores, variables `OF_INTEREST`, InfiniBand devices, ...
 
-    `shared_memory` is None if there is no /dev/shm.
+    `shared_memory` is None if there is no /dev/shm. `niceness` is that of the probing process: on a
+    node of a joined cluster one of Ray's workers.
     """
 
     shared_memory: DiskSpace | None
@@ -88,6 +89,7 @@ class HostFacts(NamedTuple):
     versions: dict[str, str]
     temporary: tuple[DiskSpace, ...]
     infiniband: tuple[str, ...]
+    niceness: int
 
 
 def host_facts() -> HostFacts:
@@ -101,6 +103,7 @@ def host_facts() -> HostFacts:
         versions=versions(),
         temporary=temporary(),
         infiniband=tuple(sorted(path.name for path in INFINIBAND.glob("*"))),
+        niceness=os.nice(0),
     )
 
 

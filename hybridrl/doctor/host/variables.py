@@ -72,7 +72,7 @@ def judge_variables(
     """Judge host.variables of each node, the first with the environment of the driver."""
     found: list[Finding] = []
     for node, fact in facts.items():
-        rules = [*_bad_values(fact.environment, config)]
+        rules = [*_bad_values(fact.environment, config), _niceness(fact.niceness)]
         if not found:
             rules += _of_driver(driver, fact.cores, config)
         found += apply("host.variables", node, rules, "no harmful variable is set")
@@ -88,6 +88,16 @@ def _bad_values(environment: Environment, config: RunConfig) -> Iterator[Rule]:
         beside = "" if opposite in ("", "0") else f"; it contradicts {other}={opposite}"
         verdict = warns_if(value and (not bad or value.strip().lower() in bad))
         yield verdict, f"{name}={value}: {effect}{beside}", f"unset {name}"
+
+
+def _niceness(niceness: int) -> Rule:
+    """Return the rule for the niceness of worker processes; Ray's default is 15."""
+    return (
+        warns_if(niceness > 0),
+        f"worker processes have niceness {niceness}: any other program on the node takes nearly "
+        "all of the cores",
+        "export RAY_worker_niceness=0 before `ray start` on each node, and start without nice",
+    )
 
 
 def _of_driver(driver: Environment, cores: int, config: RunConfig) -> list[Rule]:

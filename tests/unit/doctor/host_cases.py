@@ -52,6 +52,7 @@ def facts(**changes: Any) -> HostFacts:
         versions={"python": "3.11.7", "torch": "2.11.0", "driver": "570.1"},
         temporary=(DiskSpace("/tmp", 99 * GIB, 99 * GIB),),
         infiniband=(),
+        niceness=0,
     )
     return healthy._replace(**changes)
 

@@ -246,6 +246,12 @@ def test_another_driver_warns():
     assert_finds(finding, "host.versions", Verdict.warn, "driver 550 here", "the same driver")
 
 
+def test_workers_that_give_way_to_other_programs_are_named(cpu):
+    """As those of a Ray that was started without RAY_worker_niceness."""
+    finding = the(judge_variables({"a": facts(niceness=15)}, {}, cpu), "host.variables")
+    assert_finds(finding, "host.variables", Verdict.warn, "niceness 15", "RAY_worker_niceness=0")
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
