@@ -1,5 +1,6 @@
-"""docs/troubleshooting.md and docs/multi_node.md: every check, key, port and variable exists."""
+"""docs/troubleshooting.md and docs/multi_node.md: every check, message, key and port exists."""
 
+import ast
 import re
 import shlex
 
@@ -43,6 +44,24 @@ ITEMS = {
 }
 
 
+# A value in a message: of str.format, or of logging.
+VALUE = re.compile(r"\{[^{}]*\}|%[sdgr]|%\.\d+f")
+
+
+def messages() -> list[str]:
+    """All texts in the package's code, with `...` for each value."""
+    trees = [ast.parse(file.read_text()) for file in (REPO / "hybridrl").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = [
+        "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+    ]
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    texts += [value for value in constants if isinstance(value, str)]
+    return [" ".join(VALUE.sub("...", text).split()) for text in texts]
+
+
 def commands(page: str) -> list[list[str]]:
     """The arguments of every hybridrl.main and hybridrl.doctor in a page's code blocks."""
     blocks = "\n".join(
@@ -72,6 +91,16 @@ def test_every_check_leads_somewhere():
     named = {check for entry in ENTRIES.values() for check in CODE.findall(entry["Checks"])}
     named |= {*re.findall(r"^\| `(\S+)` \|", TROUBLES, re.MULTILINE)}
     assert set(CHECKS) == named
+
+
+def test_every_message_of_one_machine_is_printed_by_the_code():
+    """Messages stand in the first column, with `...` for values; symptoms have no blank in them."""
+    part = TROUBLES[TROUBLES.index("## One machine") : TROUBLES.index("## Several nodes")]
+    cells = re.findall(r"^\| (.*?) \| ", part, re.MULTILINE)
+    quoted = [text for cell in cells for text in CODE.findall(cell) if " " in text]
+    assert len(quoted) > 30
+    known = messages()
+    assert [text for text in quoted if not any(text in message for message in known)] == []
 
 
 @pytest.mark.parametrize("page", [TROUBLES, NODES], ids=["troubleshooting", "multi_node"])
