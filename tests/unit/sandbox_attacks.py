@@ -26,9 +26,9 @@ REPO = Path(__file__).resolve().parents[2]
 LIBC = ctypes.CDLL(None, use_errno=True)
 SECRET = "s3cret-" + secrets.token_hex(8)
 CALLS = (
-    *("add_key", "bpf", "clone3", "finit_module", "fork", "io_uring_setup", "kexec_load"),
-    *("keyctl", "perf_event_open", "process_vm_readv", "reboot", "request_key", "syslog"),
-    *("userfaultfd", "vfork"),
+    *("add_key", "bpf", "clone3", "close_range", "finit_module", "fork", "io_uring_setup"),
+    *("kexec_load", "keyctl", "perf_event_open", "process_vm_readv", "reboot", "request_key"),
+    *("syslog", "userfaultfd", "vfork"),
 )
 # Every attack is a function that returns something true if it has worked, or raises OSError. `v`
 # holds the victims, `call` makes a system call by its name.
@@ -81,6 +81,13 @@ def children(start):
     if pid == 0:
         os._exit(0)
     checked(pid)
+    return True
+def thread(flags):
+    "Whether a thread can be made with these flags; it calls abs(0) and ends."
+    stack = ctypes.create_string_buffer(2**16)
+    top = ctypes.c_void_p(ctypes.addressof(stack) + 2**15 & -16)
+    checked(libc.clone(libc.abs, top, 0x10900 | flags, None))  # CLONE_VM, _SIGHAND, _THREAD
+    time.sleep(0.1)
     return True
 clone_arguments = struct.pack("@8Q", 0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0)
 def many_files(number):
@@ -178,6 +185,8 @@ ATTACKS = {
     "raised_limit": "raised_limit()",
     "core_dump": "resource.getrlimit(resource.RLIMIT_CORE) != (0, 0)",
     "threads": "threads()",
+    "descriptors_of_its_own": "call('close_range', 2**31, 2**31, 2)",  # CLOSE_RANGE_UNSHARE
+    "thread_with_descriptors_of_its_own": "thread(0)",
     "fork": "children(os.fork)",
     "bare_fork": "children(lambda: libc.syscall(v['calls']['fork']))",
     "clone3": "children(lambda: libc.syscall(v['calls']['clone3'], clone_arguments, 64))",
@@ -235,6 +244,7 @@ WORK_OUTSIDE = (
         *("times_outside", "fork", "subprocess", "exec", "threads", "tcp", "udp", "netlink"),
         *("unix_datagram", "abstract_datagram", "sysv_memory", "posix_queue", "pidfd"),
         *("uncounted_memory", "shared_memory_files", "limit_of_others", "priority_of_others"),
+        *("descriptors_of_its_own", "thread_with_descriptors_of_its_own"),
     ),
     ("owner_signal",),
     ("signal",),

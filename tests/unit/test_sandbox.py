@@ -186,6 +186,47 @@ def test_memory_is_limited(isolation):
     assert outcome("x = bytearray(2**30)", isolation) is FAILED
 
 
+# Each thread would have a table of its own with the most descriptors that a process may open.
+FULL_SOCKETS = """
+import ctypes, socket, threading
+libc, held, end = ctypes.CDLL(None), [], threading.Event()
+def fill():
+    libc.syscall(436, 2**31, 2**31, 2)  # close_range, CLOSE_RANGE_UNSHARE
+    pairs = []
+    try:
+        while sum(held) < 2**29:
+            pairs.append(socket.socketpair())
+            for one in pairs[-1]:
+                one.setblocking(False)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+                held.append(one.send(bytes(2**20)))
+    except OSError: pass
+    begun.release()
+    end.wait()
+begun = threading.Semaphore(0)
+threading.stack_size(2**16)
+for _ in range(60):
+    threading.Thread(target=fill, daemon=True).start()
+    begun.acquire()
+end.set()
+"""
+
+
+@in_bubblewrap
+def test_memory_of_sockets_is_limited():
+    statements = f"assert 2**20 < sum(held) < {LIMITS.memory_mb << 20}"
+    assert outcome(FULL_SOCKETS, BUBBLEWRAP, statements, seconds_per_test=10.0) is PASSED
+
+
+@both
+def test_descriptors_may_be_closed_by_range_and_marked_to_close(isolation):
+    program = (
+        "import ctypes, os\nos.pipe()\nfound = ctypes.CDLL(None).syscall(436, 4, 63, 4)\n"
+        "inherited = os.get_inheritable(4)\nos.closerange(4, 64)\nleft = os.path.exists(4)"
+    )
+    assert outcome(program, isolation, "assert (found, inherited, left) == (0, 0, 0)") is PASSED
+
+
 @both
 def test_output_is_limited(isolation):
     start = time.monotonic()

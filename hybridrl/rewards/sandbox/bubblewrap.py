@@ -40,10 +40,11 @@ _KEYS = ("add_key", "keyctl", "request_key")
 _KERNEL = ("bpf", "io_uring_setup", "perf_event_open", "syslog", "userfaultfd")
 REFUSED = (*_PROCESSES, *_SOCKETS, *_MEMORY, *_KEYS, *_KERNEL)
 
-# seccomp.h, linux/sched.h
+# seccomp.h, linux/sched.h, linux/close_range.h
 _ALLOW, _ERRNO, _NO_SUCH_CALL = 0x7FFF0000, 0x00050000, -1
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
-_CLONE_THREAD = 0x00010000
+_CLONE_FILES, _CLONE_THREAD = 0x00000400, 0x00010000
+_CLOSE_RANGE_UNSHARE = 2
 
 
 class SandboxError(RuntimeError):
@@ -100,8 +101,9 @@ def call_filter() -> bytes:
     """Build the seccomp filter of programs under test, in the kernel's format, with libseccomp.
 
     It refuses calls outside the reach of namespaces and limits: new processes (their memory is not
-    added up), memory and keys outside of files, sockets without network namespace, and kernel
-    interfaces that programs do not need. Threads, files and pipes are allowed.
+    added up), more tables of descriptors (each may hold sockets full of data), memory and keys
+    outside of files, sockets without network namespace, and kernel interfaces that programs do not
+    need. Threads, files and pipes are allowed.
 
     Raises:
         SandboxError: libseccomp is missing or cannot build a rule.
@@ -122,7 +124,9 @@ def call_filter() -> bytes:
 
     for call in REFUSED:
         refuse(call, errno.EPERM)
-    refuse("clone", errno.EPERM, 0, _MASKED_EQUAL, _CLONE_THREAD, 0)
+    for needed in (_CLONE_THREAD, _CLONE_FILES):
+        refuse("clone", errno.EPERM, 0, _MASKED_EQUAL, needed, 0)
+    refuse("close_range", errno.EPERM, 2, _MASKED_EQUAL, *[_CLOSE_RANGE_UNSHARE] * 2)
     refuse("clone3", errno.ENOSYS)  # flags are not visible to seccomp; libc falls back to clone
     refuse("prlimit64", errno.EPERM, 0, _NOT_EQUAL, 0, 0)  # of another process
     with os.fdopen(os.memfd_create("filter"), "rb") as file:
