@@ -23,6 +23,7 @@ from hybridrl.config.user_code.importing import check_import
 from hybridrl.config.user_code.signatures import check_arguments
 from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
 from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.processes.messages import END_S
 
 # Variables of a command's environment: the task as JSON and a file with it, the endpoint.
 TASK, TASK_FILE, URLS, KEYS = (
@@ -35,8 +36,6 @@ TASK, TASK_FILE, URLS, KEYS = (
 LONGEST_TASK = 2**17 - 100
 # End of a command's output in one line of the log, and what is kept in memory.
 LINE_CHARS, MAX_OUTPUT_BYTES = 300, 2**20
-# Seconds for a command to end after SIGTERM.
-END_S = 5.0
 _SUPERVISED = (
     "import os, signal, sys; sys.path.append(sys.argv[1]); "
     "from hybridrl.config.user_code.supervisor import supervise; "

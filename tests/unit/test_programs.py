@@ -356,6 +356,13 @@ def test_a_command_needs_no_more_memory_than_its_limit(commands):
     assert isinstance(found, Failure) and "MemoryError" in found.reason
 
 
+def test_a_command_that_is_hard_to_end_costs_its_own_episode_alone(commands):
+    """It stops its supervisor. Its process, which runs other episodes too, must not be killed."""
+    script = "import signal, time; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(60)"
+    found = run(commands, script)
+    assert isinstance(found, Failure) and found.reason == "took longer than 2 s"
+
+
 def test_a_command_that_forks_and_never_ends_leaves_nothing(commands, tmp_path):
     """Its children leave its session and group, and refuse to end."""
     pids = tmp_path / "pids"

@@ -9,7 +9,6 @@ processes that left their group, session or parent.
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,29 +67,31 @@ def _watch(worker: int) -> int:
     """Wait for the worker's end or SIGTERM, kill all that is left, return the exit code."""
     status: int | None = None
     while status is None and signal.sigwait(_AWAITED) == signal.SIGCHLD:
-        status = dict(_reap(os.WNOHANG)).get(worker)
-    for pid, ended in _reap(0, kills=True):
-        status = ended if pid == worker else status
+        status = _reap(-1, os.WNOHANG).get(worker)
+    # A process may start others until it is dead, hence again.
+    while left := _descendants():
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        # Parents before their children, whose parent is then this process.
+        for pid in left:
+            status = _reap(pid, 0).get(worker, status)
     assert status is not None
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else SIGNAL_CODES - code
 
 
-def _reap(options: int, *, kills: bool = False) -> Iterator[tuple[int, int]]:
-    """Yield ids and statuses of ended children; with `kills`, kill and yield all of them."""
+def _reap(child: int, options: int) -> dict[int, int]:
+    """Wait for children as waitpid does; return the statuses of those that ended, by id."""
+    ended: dict[int, int] = {}
     with suppress(ChildProcessError):
-        while True:
-            for pid in _descendants() if kills else ():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            pid, status = os.waitpid(-1, options)
-            if pid == 0:
-                return
-            yield pid, status
+        while (found := os.waitpid(child, options))[0]:
+            ended |= [found]
+    return ended
 
 
 def _descendants() -> list[int]:
-    """Return all descendants of this process."""
+    """Return all descendants of this process, each after its parent."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended meanwhile

@@ -23,6 +23,8 @@ Indexed = tuple[int, Any]
 # Index of the setup; its value is whether the function is async.
 START = -1
 
+# Seconds after its time limit in which an async item may end what it has started.
+END_S = 2.0
 MAX_MESSAGE_BYTES = 256 * 2**20
 # User code that closes or writes descriptors by number uses low numbers.
 _HIGH_DESCRIPTOR = 2**15

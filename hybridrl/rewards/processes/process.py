@@ -18,10 +18,18 @@ from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end
-from hybridrl.rewards.processes.messages import MAX_MESSAGE_BYTES, START, Indexed, Setup, parsed
+from hybridrl.rewards.processes.messages import (
+    END_S,
+    MAX_MESSAGE_BYTES,
+    START,
+    Indexed,
+    Setup,
+    parsed,
+)
 
 START_TIMEOUT_S = 120.0
-# Seconds after the time limit at which a process that did not interrupt its item is killed.
+# Seconds after the time limit, and END_S if it is async, at which a process that did not interrupt
+# its item is killed.
 KILL_AFTER_S = 1.0
 _READ_BYTES = 2**16
 
@@ -49,7 +57,7 @@ class RewardProcess:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._answer_timeout_s = setup.timeout_s + KILL_AFTER_S
+        self._timeout_s = setup.timeout_s
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
         self._line = bytearray()  # of which the end has not arrived
@@ -92,6 +100,11 @@ class RewardProcess:
             yield index, found
             del self.pending[index]
             self.deadline = time.monotonic() + self._answer_timeout_s
+
+    @property
+    def _answer_timeout_s(self) -> float:
+        """Seconds in which it must answer."""
+        return self._timeout_s + KILL_AFTER_S + (END_S if self.is_async else 0.0)
 
     @property
     def first(self) -> int:
