@@ -6,14 +6,15 @@ Each is a process of its own below a supervisor, which ends all that it has star
 """
 
 import asyncio
+import functools
 import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -21,9 +22,10 @@ from hybridrl.config.errors import raised_problems
 from hybridrl.config.user_code.classes import function_at, locate
 from hybridrl.config.user_code.importing import check_import
 from hybridrl.config.user_code.signatures import check_arguments
+from hybridrl.config.user_code.supervisor import remove
 from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
 from hybridrl.rewards.base import checked_by
-from hybridrl.rewards.processes.messages import END_S
+from hybridrl.rewards.processes.messages import END_S, FOLDER
 
 # Variables of a command's environment: the task as JSON and a file with it, the endpoint.
 TASK, TASK_FILE, URLS, KEYS = (
@@ -109,13 +111,13 @@ async def command(
     url, function = str(client.base_url).rstrip("/"), reward["function"]
     variables = dict.fromkeys(URLS, url) | dict.fromkeys(KEYS, client.api_key)
     variables["ANTHROPIC_BASE_URL"], text = url.removesuffix("/v1"), json.dumps(asdict(task))
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as around:
-        folder, file = Path(around, "work"), Path(around, "task.json")
+    with _own_folder() as around:
+        folder, file = around / "work", around / "task.json"
         folder.mkdir()
         file.write_text(text)
         variables |= {TASK_FILE: str(file), "PWD": str(folder)}  # PWD: no shell has set it
         variables |= {TASK: text} if len(text) < LONGEST_TASK else {}
-        run = partial(_run, folder, os.environ | variables, memory_mb)
+        run = functools.partial(_run, folder, os.environ | variables, memory_mb)
         ended = await run(command)
         if function is None or ended.code:
             return _reward(ended, command[0])
@@ -128,6 +130,26 @@ async def command(
             # -P: no module is imported from the command's folder.
             judged = [sys.executable, "-P", "-c", _JUDGE, paths, function]
             return _reward(await run(judged, stdin), function)
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Yield a folder of an episode, removed afterwards, or else with the process.
+
+    In the background: time and failure of the removal are not those of the episode.
+    """
+    folder = tempfile.mkdtemp(dir=_process_folder())
+    try:
+        yield Path(folder)
+    finally:
+        asyncio.get_running_loop().run_in_executor(None, remove, folder)
+
+
+@functools.cache
+def _process_folder() -> str:
+    """Make the folder of this process; return its path."""
+    os.mkdir(os.environ[FOLDER], 0o700)
+    return os.environ[FOLDER]
 
 
 def judge(path: str) -> None:
@@ -189,7 +211,7 @@ async def _run(
         stderr=asyncio.subprocess.PIPE,
         cwd=folder,
         env=environment,
-        preexec_fn=partial(limit_memory, memory_mb),
+        preexec_fn=functools.partial(limit_memory, memory_mb),
         process_group=0,
     )
     stdout, both = bytearray(), bytearray()

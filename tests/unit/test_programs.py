@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from hybridrl.environments.programs import Job, Reward, Task
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.trainer.agents.programs import ProgramPool
+from tests.unit.scorers import wait_for
 
 PROGRAM = """
 import asyncio, os, time
@@ -354,6 +356,50 @@ def test_a_command_that_floods_its_output_is_read_to_its_end(commands):
 def test_a_command_needs_no_more_memory_than_its_limit(commands):
     found = run(commands, "bytearray(2**30); print(1)")
     assert isinstance(found, Failure) and "MemoryError" in found.reason
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The folder for temporary files, by itself."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return folder
+
+
+def test_folders_of_episodes_that_have_not_ended_go_with_their_pool(temporary):
+    settings = config(**command_settings(None))
+    settings.timeout_s = 60.0
+    with ProgramPool(settings) as pool:
+        pool.begin([job("import time; time.sleep(60)")])
+        assert wait_for(lambda: [*temporary.glob("**/task.json")])
+    assert not [*temporary.iterdir()]
+
+
+def test_a_folder_that_is_hard_to_remove_costs_no_reward(temporary):
+    script = (
+        "here = os.getcwd()\nfor _ in range(3000): os.mkdir('x'); os.chdir('x')\n"
+        "os.mkdir(f'{here}/closed', 0o500); print(1)"
+    )
+    with ProgramPool(config(**command_settings(None))) as pool:
+        assert run(pool, script) == Reward(1.0, {})
+        assert wait_for(lambda: not [*temporary.glob("*/*")])
+
+
+def test_a_folder_that_cannot_be_removed_costs_no_reward_and_is_named_once(temporary, caplog):
+    """One with an immutable file."""
+    script = "import subprocess; open('x', 'w').close(); subprocess.run(['chattr', '+i', 'x']); "
+    settings = config(**command_settings(None))
+    settings.num_processes = 1
+    with ProgramPool(settings) as pool:
+        assert results(pool, [job(f"{script}print(1)")] * 3) == [Reward(1.0, {})] * 3
+    left = [*temporary.glob("*/*/work/x")]
+    if not left:
+        pytest.skip("this user, or the file system of this folder, makes no file immutable")
+    subprocess.run(["chattr", "-i", *left])
+    (warning,) = [record.getMessage() for record in caplog.records if "cannot" in record.msg]
+    assert len(left) == 3 and str(left[0].parents[2]) in warning
 
 
 def test_a_command_that_is_hard_to_end_costs_its_own_episode_alone(commands):

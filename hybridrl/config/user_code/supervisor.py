@@ -20,9 +20,14 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 END_TIMEOUT_S = 5.0
 # Exit codes from here on: the worker was killed by signal code - SIGNAL_CODES.
 SIGNAL_CODES = 128
+# Folders that their owner may not list or change are opened.
+_REMOVE = (
+    'rm -rf "$1" 2>/dev/null || '
+    '{ find "$1" -type d ! -perm -700 -exec chmod 700 {} \\; 2>/dev/null; rm -rf "$1"; }'
+)
 
 
-def supervise(parent: int, fd: int) -> None:
+def supervise(parent: int, fd: int, folder: str = "") -> None:
     """Fork; the child returns as the worker, this process becomes its supervisor.
 
     The supervisor exits after the worker, at SIGTERM, or when its parent dies, and first kills all
@@ -31,6 +36,7 @@ def supervise(parent: int, fd: int) -> None:
     Args:
         parent: id of the parent process.
         fd: closed in the supervisor, so that the other end sees the worker's exit.
+        folder: removed by the supervisor before it exits.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -41,7 +47,9 @@ def supervise(parent: int, fd: int) -> None:
     worker = os.fork()
     if worker:
         os.close(fd)
-        os._exit(_watch(worker))
+        code = _watch(worker)
+        remove(folder)
+        os._exit(code)
     os.setpgid(0, 0)  # a signal to its own group spares the supervisor
     end_with(supervisor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
@@ -55,6 +63,18 @@ def end(process: subprocess.Popen[Any]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def remove(folder: str) -> str:
+    """Remove a folder and all below it, however deep; return why some is left, or an empty text."""
+    if not os.path.lexists(folder):
+        return ""
+    try:
+        command = ["sh", "-c", _REMOVE, "sh", folder]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    except OSError as error:
+        return str(error)
+    return done.stderr.decode(errors="replace").partition("\n")[0]
 
 
 def describe_exit(code: int) -> str:

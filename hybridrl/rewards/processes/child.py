@@ -9,6 +9,7 @@ supervisor process between parent and child.
 import asyncio
 import copy
 import inspect
+import os
 import signal
 import traceback
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,14 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.supervisor import supervise
 from hybridrl.config.user_code.tracebacks import user_traceback
-from hybridrl.rewards.processes.messages import START, ChildEnd, Failure, FailureKind, Indexed
+from hybridrl.rewards.processes.messages import (
+    FOLDER,
+    START,
+    ChildEnd,
+    Failure,
+    FailureKind,
+    Indexed,
+)
 
 _MAX_REASON_CHARS = 500
 # For asyncio.to_thread in rewards; started as needed. Python's default follows the cores.
@@ -34,7 +42,7 @@ class ItemTimeout(BaseException):
 
 def main(fd: int, parent: int) -> None:
     """Serve the parent of this process id until it closes the connection `fd` or dies."""
-    supervise(parent, fd)
+    supervise(parent, fd, os.environ[FOLDER])
     link = ChildEnd(fd)
     setup = link.receive()
     try:

@@ -23,6 +23,9 @@ Indexed = tuple[int, Any]
 # Index of the setup; its value is whether the function is async.
 START = -1
 
+# Variable with the path for temporary files of a process: who needs a folder there makes it, and it
+# goes with the process.
+FOLDER = "HYBRIDRL_PROCESS_FOLDER"
 # Seconds after its time limit in which an async item may end what it has started.
 END_S = 2.0
 MAX_MESSAGE_BYTES = 256 * 2**20

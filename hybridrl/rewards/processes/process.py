@@ -5,11 +5,14 @@ spawned by multiprocessing, which would import the main module and torch.
 """
 
 import json
+import logging
 import os
 import pickle
+import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,15 +20,18 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
-from hybridrl.config.user_code.supervisor import end
+from hybridrl.config.user_code.supervisor import end, remove
 from hybridrl.rewards.processes.messages import (
     END_S,
+    FOLDER,
     MAX_MESSAGE_BYTES,
     START,
     Indexed,
     Setup,
     parsed,
 )
+
+_logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 # Seconds after the time limit, and END_S if it is async, at which a process that did not interrupt
@@ -61,12 +67,13 @@ class RewardProcess:
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
         self._line = bytearray()  # of which the end has not arrived
+        self._folder = f"{tempfile.gettempdir()}/hybridrl_{secrets.token_hex(8)}"
         with theirs:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, json.dumps(sys.path), str(fd), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                env=environment_for(setup.args),
+                env=environment_for(setup.args) | {FOLDER: self._folder},
                 pass_fds=[fd],
                 process_group=0,  # out of reach of the terminal's Ctrl-C
             )
@@ -141,9 +148,14 @@ class RewardProcess:
         self._process.terminate()
 
     def kill(self) -> int:
-        """End the process and those it started; return its supervisor's exit code."""
+        """End the process and those it started; return its supervisor's exit code.
+
+        What it cannot remove of the process's folder is logged.
+        """
         exit_code = end(self._process)
         self.socket.close()  # after the end: the process may still be writing
+        if reason := remove(self._folder):
+            _logger.warning("%s cannot be removed: %s", self._folder, reason)
         return exit_code
 
 
