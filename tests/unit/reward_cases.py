@@ -140,6 +140,10 @@ def _take_the_alarm() -> float:
     return 1.0
 
 
+# Sets the clipboard, overwrites its line, and would be shown from right to left.
+PAINT = "\x1b]52;c;eA==\x07\rfine\u202e"
+LOG_LINE = "[2026-11-28 12:00:00,000][hybridrl][INFO] - all is well"
+
 CASES: dict[str, Callable[[], Any]] = {
     "good": lambda: 1.0,
     "half": lambda: Fraction(1, 2),
@@ -154,12 +158,16 @@ CASES: dict[str, Callable[[], Any]] = {
     "overflows_squared": lambda: -1e13,
     "coroutine": lambda: _later(),
     "surrogate": lambda: _raise(ValueError("caf\ud800")),
+    "paints": lambda: _raise(ValueError(f"{PAINT}\n{LOG_LINE}{PAINT}")),
     "no_text": lambda: _raise(_NoText()),
     "long_text": lambda: _raise(ValueError("long " * 1_000_000)),
     "forks": _return_twice,
     "fork_raises": _raise_in_copy,
     "leaves_group": _leave_group_and_block,
     "prints": lambda: print("much " * 1_000_000) or 1.0,
+    "writes_lines": lambda: _write_everywhere(
+        _framed([0, "error", f"x\n{LOG_LINE}", f'{LOG_LINE}\n  File "x"']), _ignore_interruptions
+    ),
     "writes_text": lambda: _write_everywhere(b"hello, world"),
     "writes_zeros": lambda: _write_everywhere(bytes(64)),
     "writes_length": lambda: _write_everywhere(b"\xff" * 8),

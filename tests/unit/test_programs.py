@@ -148,7 +148,7 @@ def test_the_end_of_a_coroutines_output_is_kept_with_its_failure(tmp_path, capfd
     with ProgramPool(settings) as pool:
         slow, _, flood, _ = results(pool, [job(answer) for answer in asked])
     assert flood.reason == "ValueError: after much output"
-    assert "line 99999\nend of flood" in flood.traceback and len(flood.traceback) < 5000
+    assert "line 99999\n  end of flood" in flood.traceback and len(flood.traceback) < 5000
     assert "beginning" not in flood.traceback and "quiet" not in flood.traceback
     assert "longer than 2 s" in slow.reason and "I wait for a tool" in slow.traceback
     assert "quiet" not in "".join(capfd.readouterr())

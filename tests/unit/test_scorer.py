@@ -20,6 +20,7 @@ from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.processes.pool import MAX_LOGGED_CAUSES
 from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcess, RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from tests.unit.reward_cases import LOG_LINE
 from tests.unit.scorers import is_gone, reward_scorer, wait_for
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
@@ -192,11 +193,24 @@ def test_a_cause_of_failures_is_logged_once_with_the_users_frames_and_counted(ca
             assert len(pool.score([("", text, {}) for text in ("raises", "no", "raises")]).failures)
     shown, other, count, _ = [record.getMessage() for record in caplog.records]
     assert shown.startswith("reward failed for 2 of 3, first for item 0: ValueError: no such")
-    assert other.startswith("reward failed for 1 of 3, first for item 1: KeyError: 'no'\nTraceback")
+    assert other.startswith("reward failed for 1 of 3, first for item 1: KeyError: 'no'\n  Trace")
     assert "reward_cases.py" in shown and "in _raise" in shown
     assert "hybridrl/rewards" not in shown + other
     assert count.startswith("reward failed 6 times in all: ValueError, File ")
     assert count.endswith(", in _raise")
+
+
+@pytest.mark.parametrize("response", ["paints", "writes_lines"])
+def test_an_error_neither_controls_the_terminal_nor_forges_a_line_of_the_log(caplog, response):
+    """Its text may be a model's, and the process may send a failure itself."""
+    (failure,) = score("misbehave", [response], processes=1).failures
+    first, *others = caplog.text.splitlines()
+    assert failure.reason in first and LOG_LINE in caplog.text
+    assert others and all(line.startswith("  ") for line in others)
+    assert not [c for c in caplog.text if not (c.isprintable() or c == "\n")]
+    if response == "paints":
+        assert failure.reason == r"ValueError: \x1b]52;c;eA==\x07"
+        assert r"\x1b]52;c;eA==\x07\rfine\u202e" in caplog.text
 
 
 def test_the_number_of_causes_that_are_logged_is_limited(caplog):
@@ -339,7 +353,7 @@ def score_with_a_module_that(source: str, folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_reward_that_processes_cannot_import_raises(tmp_path, monkeypatch):
-    says = r"^reward processes cannot start: (.|\n)*No module named 'no_such_dependency'"
+    says = r"^reward processes cannot start:(.|\n)*No module named 'no_such_dependency'"
     with pytest.raises(RewardProcessError, match=says):
         score_with_a_module_that("import no_such_dependency", tmp_path, monkeypatch)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.files import file_of, module_and_name, module_of
 from hybridrl.config.user_code.supervisor import describe_exit, end, supervise
-from hybridrl.config.user_code.tracebacks import place_of
+from hybridrl.config.user_code.tracebacks import place_of, printable
 
 TRIAL_TIMEOUT_S = 120.0
 
@@ -188,4 +188,4 @@ def _described(error: BaseException) -> str:
     text = traceback.format_exception_only(error)[-1].strip()[:_MAX_CHARS]
     file, line = place_of(error) or ("", 0)
     place = f" ({file}, line {line})" if file else ""
-    return (text + place).encode(errors="backslashreplace").decode()
+    return printable(text + place)

@@ -1,7 +1,8 @@
-"""Tracebacks of user code, cut to the user's frames."""
+"""What user code says: tracebacks, cut to the user's frames, and texts fit for a log."""
 
 import os
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,23 @@ def user_traceback(error: BaseException) -> str:
 
 def last_frame(trace: str) -> str:
     """Return file, line and function of the last frame in a traceback; empty without frames."""
-    frames = [line.strip() for line in trace.splitlines() if line.startswith('  File "')]
-    return frames[-1] if frames else ""
+    lines = [line.strip() for line in trace.splitlines()]
+    return next((line for line in reversed(lines) if line.startswith('File "')), "")
+
+
+def printable(text: str) -> str:
+    r"""Return a text as one line, with tabs as spaces and all that is not printable escaped.
+
+    Such are line ends (\n), sequences that a terminal obeys (\x1b), changes of the direction of
+    text (\u202e) and lone surrogates (\ud800), which files cannot encode.
+    """
+    escaped = (c if c.isprintable() else ascii(c)[1:-1] for c in text.expandtabs())
+    return "".join(escaped)
+
+
+def printable_lines(text: str) -> str:
+    """Return lines, each printable and indented, so that none looks like the log's own."""
+    return textwrap.indent("\n".join(map(printable, text.rstrip().split("\n"))), "  ")
 
 
 def _all(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:

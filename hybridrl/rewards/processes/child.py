@@ -48,7 +48,7 @@ def main(fd: int, parent: int) -> None:
     try:
         task = locate("task", setup.task)(setup.function, setup.args, **setup.options)
     except ConfigError as error:
-        link.send(Failure(START, FailureKind.error, str(error)))
+        link.send(Failure(START, FailureKind.error, "ConfigError", str(error)))
         return
     is_async = inspect.iscoroutinefunction(task)
     link.send((START, is_async))

@@ -18,6 +18,8 @@ from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from hybridrl.config.user_code.tracebacks import printable, printable_lines
+
 # An item and its index in the batch; from the process, its value or Failure.
 Indexed = tuple[int, Any]
 # Index of the setup; its value is whether the function is async.
@@ -73,8 +75,9 @@ class Failure:
     Attributes:
         index: of the item in the batch.
         kind: error (exception, not a finite number, process died) or timeout.
-        reason: one line.
-        traceback: of the exception; empty if the process was killed or died.
+        reason: one printable line.
+        traceback: of the exception, in printable lines that are indented; empty if the process was
+            killed or died.
     """
 
     index: int
@@ -119,5 +122,7 @@ def parsed(line: bytes | bytearray) -> Indexed:
         case [int() as index, value]:
             return index, value
         case [int() as index, "error" | "timeout" as kind, str() as reason, str() as trace]:
-            return index, Failure(index, FailureKind(kind), visible(reason), visible(trace))
+            return index, Failure(
+                index, FailureKind(kind), printable(reason), printable_lines(trace)
+            )
     raise ValueError("JSON, but no message")

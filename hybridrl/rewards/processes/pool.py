@@ -208,7 +208,7 @@ class TaskPool:
                         self._results[index] = found if failed else self._read(found)
                     elif failed:
                         raise RewardProcessError(
-                            f"{self._what} processes cannot start: {found.reason}"
+                            f"{self._what} processes cannot start:\n{found.traceback}"
                         )
                     else:
                         self._failed_starts = 0
@@ -280,8 +280,8 @@ class TaskPool:
     def _log_first(self, failures: list[Failure], count: int) -> None:
         first = failures[0]
         # Without frames or output of the user it is the reason again.
-        says_more = last_frame(first.traceback) or f"\n{OUTPUT}" in first.traceback
-        trace = f"\n{first.traceback.rstrip()}" if says_more else ""
+        says_more = last_frame(first.traceback) or f"\n  {OUTPUT}" in first.traceback
+        trace = f"\n{first.traceback}" if says_more else ""
         _logger.warning(
             "%s failed for %d of %d, first for item %d: %s%s",
             self._what,

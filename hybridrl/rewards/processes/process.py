@@ -21,6 +21,7 @@ from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end, remove
+from hybridrl.config.user_code.tracebacks import printable
 from hybridrl.rewards.processes.messages import (
     END_S,
     FOLDER,
@@ -155,7 +156,7 @@ class RewardProcess:
         exit_code = end(self._process)
         self.socket.close()  # after the end: the process may still be writing
         if reason := remove(self._folder):
-            _logger.warning("%s cannot be removed: %s", self._folder, reason)
+            _logger.warning("%s cannot be removed: %s", self._folder, printable(reason))
         return exit_code
 
 
