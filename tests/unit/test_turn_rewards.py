@@ -108,6 +108,12 @@ def test_an_answer_of_another_episode_is_named():
     assert "'chatcmpl-7'" in unknown_turns(record(LINE), ["chatcmpl-7"])
 
 
+def test_a_turn_that_two_ids_name_is_refused():
+    """Its reward would count twice in that of the episode, and once among the turns."""
+    reason = unknown_turns(record(LINE), ["resp_0", "chatcmpl-1", "msg_0"])
+    assert "'resp_0'" in reason and "'msg_0'" in reason
+
+
 turn = st.tuples(st.tuples(st.integers(0, 2), st.booleans()), st.integers(-4, 4))
 
 

@@ -32,8 +32,13 @@ OF_TURNS = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 def unknown_turns(record: EpisodeRecord, named: Iterable[str]) -> str:
     """Return why rewards of these completions cannot be placed; "" if they can."""
     known = {turn.name for sequence in record.sequences for turn in sequence.turns}
-    unknown = [name for name in named if turn_name(name) not in known]
-    return f"turns has {unknown[0]!r}, which is no completion of the episode" if unknown else ""
+    seen: dict[str, str] = {}
+    for identifier in named:
+        if (name := turn_name(identifier)) not in known:
+            return f"turns has {identifier!r}, which is no completion of the episode"
+        if (other := seen.setdefault(name, identifier)) != identifier:
+            return f"turns has {other!r} and {identifier!r}, which are one completion"
+    return ""
 
 
 def turn_name(identifier: str) -> str:
