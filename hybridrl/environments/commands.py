@@ -24,7 +24,7 @@ from hybridrl.config.user_code.importing import check_import
 from hybridrl.config.user_code.signatures import check_arguments
 from hybridrl.config.user_code.supervisor import remove
 from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
-from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.base import Rule, checked_by, section_problems
 from hybridrl.rewards.processes.messages import END_S, FOLDER
 
 # Variables of a command's environment: the task as JSON and a file with it, the endpoint.
@@ -38,6 +38,9 @@ TASK, TASK_FILE, URLS, KEYS = (
 LONGEST_TASK = 2**17 - 100
 # End of a command's output in one line of the log, and what is kept in memory.
 LINE_CHARS, MAX_OUTPUT_BYTES = 300, 2**20
+_JUDGED_BY: dict[str, Rule] = {
+    "function": ("null or the path of a function", lambda value: isinstance(value, str | None))
+}
 _SUPERVISED = (
     "import os, signal, sys; sys.path.append(sys.argv[1]); "
     "from hybridrl.config.user_code.supervisor import supervise; "
@@ -59,7 +62,7 @@ class ProgramFailed(RuntimeError):
 
 def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the arguments of `command`."""
-    found, path = args["command"], args["reward"]["function"]
+    found, reward = args["command"], args["reward"]
     is_list = isinstance(found, list) and all(isinstance(part, str) for part in found)
     if not found or not is_list:
         yield (
@@ -72,8 +75,12 @@ def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
             "absolute path of an executable file. Commands run in a folder of their own.\n"
             f"Set '{key}.args.command=[python,/path/agent.py]'."
         )
-    if path is not None:
-        yield from raised_problems(_check_judge, f"{key}.args.reward", path)
+    wrong = [*section_problems(f"{key}.args.reward", reward, _JUDGED_BY)]
+    of_function = f"{key}.args.reward.function"
+    remedy = f"Set '{of_function}=null' or '{of_function}=/path/file.py:name'."
+    yield from (f"{problem}\n{remedy}" for problem in wrong)
+    if not wrong and reward["function"] is not None:
+        yield from raised_problems(_check_judge, f"{key}.args.reward", reward["function"])
 
 
 def _is_program(name: str) -> bool:

@@ -316,6 +316,13 @@ def test_a_command_is_a_list_with_a_program(tmp_path, monkeypatch, command, prob
     assert len(found) == (problem is not None) and (problem or "") in "".join(found)
 
 
+@pytest.mark.parametrize("reward", [None, "judge.py:score", {}, {"function": 3}, {"path": None}])
+def test_a_commands_reward_is_a_section_with_a_function(reward):
+    problems = [*command_problems("agent", {"command": ["ls"], "reward": reward})]
+    assert problems and all("agent.args.reward" in problem for problem in problems)
+    assert all("agent.args.reward.function=" in problem for problem in problems)
+
+
 def test_a_program_that_cannot_run_is_named(tmp_path):
     """It may go, or change, after the check."""
     (tmp_path / "agent.sh").write_text("echo 1")
