@@ -135,6 +135,24 @@ def test_a_program_that_pretends_has_not_passed():
         assert PASSED not in found, (program, found)
 
 
+# Sends what proves that a test has come to its end.
+OF_FRAMES = """
+import os, sys
+frame = sys._getframe()
+while "secret" not in frame.f_locals:
+    frame = frame.f_back
+os.write(3, frame.f_locals["secret"])
+os._exit(0)
+"""
+
+
+@in_bubblewrap
+def test_a_program_that_searches_its_frames_fools_statements_but_no_output():
+    """A known gap, which docs/security.md tells."""
+    cases = [Case(statements="assert False"), Case(stdin="-1", stdout="a right answer")]
+    assert run_tests(OF_FRAMES, cases, LIMITS, BUBBLEWRAP) == [PASSED, FAILED]
+
+
 ENDLESS = [
     "while True: pass",
     "import time\ntime.sleep(600)",
