@@ -111,21 +111,25 @@ def aggregate(
     sequence_id: Tensor,
     totals: Totals,
     max_tokens: int,
+    episode_tokens: Tensor | None = None,
 ) -> Tensor:
     """Compute the loss L of a mini-batch, or a micro-batch's part of it, from token losses l.
 
     token_mean     L = 1/T * sum_i sum_t l_{i,t}               tokens weigh the same
-    sequence_mean  L = 1/G * sum_i 1/|o_i| * sum_t l_{i,t}     responses weigh the same
-    sequence_sum   L = 1/(G * M) * sum_i sum_t l_{i,t}         no division by lengths (Dr. GRPO)
+    sequence_mean  L = 1/E * sum_i 1/|o_i| * sum_t l_{i,t}     responses weigh the same
+    sequence_sum   L = 1/(E * M) * sum_i sum_t l_{i,t}         no division by lengths (Dr. GRPO)
 
-    Here |o_i| is the number of tokens of response i that count.
+    Here |o_i| is the number of tokens of response i that count. An agent's episode counts as one
+    response, however many sequences it has: |o_i| is then that of the whole episode.
 
     Args:
         kind: of the average.
         values: [N] l, losses of tokens.
         response_mask, sequence_id: [N] as above.
-        totals: T tokens that count, and G responses with such tokens, of the mini-batch.
+        totals: T tokens that count, and E episodes with such tokens, of the mini-batch.
         max_tokens: M, the longest response that may be sampled.
+        episode_tokens: [responses of the micro-batch] int64, |o_i| where an episode has several
+            responses; None: each is an episode.
 
     Returns:
         Scalar to minimise, float32 (float64 for float64 values).
@@ -138,15 +142,19 @@ def aggregate(
         https://arxiv.org/abs/2503.20783
     """
     check_masked(kind, response_mask, values=values, sequence_id=sequence_id)
-    if not (totals.tokens > 0 and totals.responses > 0 and max_tokens > 0):
+    if not (totals.tokens > 0 and totals.episodes > 0 and max_tokens > 0):
         raise ValueError(f"{kind} needs positive counts; got {totals} and {max_tokens=}")
     if kind is Aggregation.token_mean:
         return masked_sum(values, response_mask) / totals.tokens
     if kind is Aggregation.sequence_sum:
-        return masked_sum(values, response_mask) / (totals.responses * max_tokens)
+        return masked_sum(values, response_mask) / (totals.episodes * max_tokens)
     values = at_least_float32(values)
-    lengths = sequence_sums(response_mask.to(values.dtype), sequence_id).clamp(min=1)
-    return masked_sum(values / lengths[sequence_id], response_mask) / totals.responses
+    if episode_tokens is None:
+        lengths = sequence_sums(response_mask.to(values.dtype), sequence_id)
+    else:
+        lengths = episode_tokens.to(values.dtype)
+    weighted = values / lengths.clamp(min=1)[sequence_id]
+    return masked_sum(weighted, response_mask) / totals.episodes
 
 
 def sequence_sums(values: Tensor, sequence_id: Tensor) -> Tensor:

@@ -159,6 +159,8 @@ class RolloutBatch:
         episode: [B] int64, index of the episode of each response, in rising order. An agent's
             episode may have several, with one reward, which is placed on the last. None: each
             response is an episode.
+        episode_tokens: [B] int64, tokens of each response's whole episode that count in the policy
+            loss; None: each response is an episode.
         turns: [B] int64, turns of the policy in each conversation.
         environment_rewards: [B] float64, sum of the rewards of each conversation's turns.
         environment_failures: [B] int64, index of the reason, from 1, for which the environment
@@ -192,6 +194,7 @@ class RolloutBatch:
     token_versions: Ragged | None = None
     engine: Tensor | None = None
     episode: Tensor | None = None
+    episode_tokens: Tensor | None = None
     turns: Tensor | None = None
     environment_rewards: Tensor | None = None
     environment_failures: Tensor | None = None
@@ -228,7 +231,13 @@ class RolloutBatch:
         """[E] int64: index of the last response of each episode."""
         if self.episode is None:
             return torch.arange(len(self))
-        return self.episode.unique_consecutive(return_counts=True)[1].cumsum(0) - 1
+        return self._episode_sizes.cumsum(0) - 1
+
+    @property
+    def _episode_sizes(self) -> Tensor:
+        """[E] int64: responses of each episode."""
+        assert self.episode is not None
+        return self.episode.unique_consecutive(return_counts=True)[1]
 
     @property
     def last_sampled(self) -> Tensor:
@@ -243,14 +252,15 @@ class RolloutBatch:
     def by_episode(self) -> "RolloutBatch":
         """Return this batch with the tokens of each episode as one response, in the same order.
 
-        Prompts stay those of the last response.
+        It is truncated if one of its responses is; prompts stay those of the last one.
         """
         if self.episode is None:
             return self
         last = self.last_of_episodes
         ends = self.responses.lengths.cumsum(0)[last]
         found = self.with_rows(ends.diff(prepend=ends.new_zeros(1)), last)
-        return replace(found, episode=None)
+        truncated = [part.any() for part in self.truncated.split(self._episode_sizes.tolist())]
+        return replace(found, episode=None, truncated=torch.stack(truncated))
 
     def with_rows(self, lengths: Tensor, rows: Tensor) -> "RolloutBatch":
         """Return the same tokens as rows of other lengths; `rows` are those of the other values."""
@@ -324,8 +334,8 @@ class Totals(NamedTuple):
 
     Attributes:
         tokens: response tokens that count.
-        responses: responses with at least one such token.
+        episodes: episodes with at least one such token; without agents, responses.
     """
 
     tokens: int
-    responses: int
+    episodes: int

@@ -88,7 +88,9 @@ class ScheduledBatch(Shardable):
     @classmethod
     def of(cls, batch: RolloutBatch, ranks: list[Epochs]) -> "ScheduledBatch":
         """Build the schedule of a batch from the ranks' indices."""
-        sampled, counted = _totals(ranks, batch.response_mask), _totals(ranks, batch.counted)
+        batch = _with_episode_tokens(batch)
+        masks = batch.response_mask, batch.counted
+        sampled, counted = (_totals(ranks, mask, batch.episode) for mask in masks)
 
         def whole(rows: list[int], epochs: Epochs) -> RankBatch:
             return RankBatch(batch.select(rows), epochs, sampled, counted)
@@ -158,15 +160,27 @@ def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
     return used, [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
 
 
-def _totals(ranks: Sequence[Epochs], mask: Ragged) -> EpochTotals:
-    """Count each mini-batch's tokens on the mask, and responses with such tokens, on all ranks."""
+def _with_episode_tokens(batch: RolloutBatch) -> RolloutBatch:
+    """Fill in `RolloutBatch.episode_tokens`: an episode's responses may be on several ranks."""
+    if batch.episode is None:
+        return batch
+    _, index = batch.episode.unique_consecutive(return_inverse=True)
+    counts = batch.counted.counts()
+    tokens = torch.zeros_like(counts).index_add(0, index, counts)
+    return replace(batch, episode_tokens=tokens[index])
+
+
+def _totals(ranks: Sequence[Epochs], mask: Ragged, episode: Tensor | None) -> EpochTotals:
+    """Count each mini-batch's tokens on the mask, and episodes with such tokens, on all ranks."""
     of_response = mask.counts().tolist()
+    episodes = None if episode is None else episode.tolist()
     totals: EpochTotals = []
     for per_rank in zip(*ranks, strict=True):
         totals.append([])
         for minis in zip(*per_rank, strict=True):
-            counts = [of_response[i] for mini in minis for micro in mini for i in micro]
-            totals[-1].append(Totals(sum(counts), sum(count > 0 for count in counts)))
+            rows = [i for mini in minis for micro in mini for i in micro if of_response[i]]
+            found = rows if episodes is None else {episodes[i] for i in rows}
+            totals[-1].append(Totals(sum(of_response[i] for i in rows), len(found)))
     return totals
 
 

@@ -119,10 +119,10 @@ class Evaluator:
         """Sample and score; keys are suffixes of metrics, "" for the training reward."""
         request = request_of(self.prompts, step, temperature=temperature, top_p=top_p)
         batch = generate(request)
-        batch = batch.select(batch.last_of_episodes)
-        rewarded, results = score_by_rules(self._rewards, self._rules, self.prompts, batch)
-        self.responses[kind] = batch, rewarded
-        return batch, results
+        last = batch.select(batch.last_of_episodes)
+        rewarded, results = score_by_rules(self._rewards, self._rules, self.prompts, last)
+        self.responses[kind] = last, rewarded
+        return batch.by_episode(), results
 
 
 def score_by_rules(

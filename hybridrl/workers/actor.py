@@ -116,7 +116,7 @@ class ActorWorker(TrainedWorker):
     def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
         """Compute the loss: a sum over a micro-batch's tokens, divided by `totals`.
 
-        The totals, tokens of the policy loss and responses with such tokens, are of the mini-batch
+        The totals, tokens of the policy loss and episodes with such tokens, are of the mini-batch
         over all ranks, not of this micro-batch. So the gradient does not depend on the distribution
         of responses over ranks and micro-batches.
         """
@@ -151,7 +151,7 @@ class ActorWorker(TrainedWorker):
             )
             terms.append(penalty.values)
             sums |= penalty.sums
-        values = torch.stack(terms).sum(0)
+        values, tokens = torch.stack(terms).sum(0), micro.episode_tokens
         scalar = aggregate(
             self.config.algorithm.aggregation,
             values,
@@ -159,6 +159,7 @@ class ActorWorker(TrainedWorker):
             sequence_id,
             totals,
             self.config.max_response_tokens,
+            None if tokens is None else to_device(tokens, self.device),
         )
         if result.routing is not None:
             self.routing.add(result.routing)
@@ -170,13 +171,15 @@ class ActorWorker(TrainedWorker):
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
     def balance_loss(self, routing: Routing, micro: RolloutBatch, totals: Totals) -> Tensor:
-        """Compute the weighted load-balancing loss: a sum over responses divided by their total.
+        """Compute the weighted load-balancing loss: a mean over episodes.
 
-        Responses without a counted token, which the total leaves out, do not count.
+        An episode's responses share its weight by their counted tokens. Those without such a
+        token, which the total leaves out, do not count.
         """
-        counts = torch.tensor([float(row.any()) for row in micro.counted.rows()])
-        losses = routing.balance * to_device(counts, self.device)
-        return self.config.router_balance_coef * losses.sum() / totals.responses
+        counts = micro.counted.counts()
+        whole = counts if micro.episode_tokens is None else micro.episode_tokens
+        losses = routing.balance * to_device(counts / whole.clamp(min=1), self.device)
+        return self.config.router_balance_coef * losses.sum() / totals.episodes
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
         """Compute log-probs, and optionally entropy, of the response tokens, on the device."""

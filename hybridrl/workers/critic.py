@@ -54,7 +54,7 @@ class CriticWorker(TrainedWorker):
     def value_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
         """Compute the loss: a sum over a micro-batch's tokens, divided by the total tokens.
 
-        The totals are response tokens, and responses, of the mini-batch over all ranks.
+        The totals are of the mini-batch over all ranks.
         """
         mask = self.on_device(micro.response_mask)
         old_values, returns = self.on_device(micro.values), self.on_device(micro.returns)

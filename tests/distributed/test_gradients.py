@@ -4,6 +4,7 @@ Reference: transformers' own model in one process, one response at a time, no pa
 with the objective written out from its formula.
 """
 
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.config.choices import Accumulation, RouterReplay
+from hybridrl.config.choices import Accumulation, Aggregation, RouterReplay
 from hybridrl.data.partition import partitioner_for
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
@@ -42,7 +43,7 @@ def gradients(worker, loss, max_tokens, batch=None):
     dealt = scheduled(
         batch or training_batch(),
         num_ranks=shards,
-        mini_batch_size=8,
+        mini_batch_size=8 if batch is None else len(batch.last_of_episodes),
         max_tokens=max_tokens,
         partition=partitioner_for(worker.config.fsdp),
     )
@@ -79,8 +80,11 @@ def expected_policy_gradients(folder):
     return policy_gradients(model, training_batch())
 
 
-def policy_gradients(model, batch):
-    total = 0.0
+def policy_gradients(model, batch, weights=None):
+    """Of the sum over tokens, each with the weight of its response; by default of the mean."""
+    if weights is None:
+        weights = [1 / int(batch.response_mask.values.sum())] * len(batch)
+    total, weights = 0.0, iter(weights)
     fields = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs")
     for prompt, response, mask, old, ref, advantage in rows(batch, *fields, "advantages"):
         logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
@@ -90,8 +94,9 @@ def policy_gradients(model, batch):
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
         k3 = (ref - log_prob).exp() - (ref - log_prob) - 1
         entropy = -(log_p.exp() * log_p).sum(-1)
-        total = total + (-surrogate + KL_COEF * k3 - ENTROPY_COEF * entropy)[mask].sum()
-    (total / batch.response_mask.values.sum()).backward()
+        values = -surrogate + KL_COEF * k3 - ENTROPY_COEF * entropy
+        total = total + next(weights) * values[mask].sum()
+    total.backward()
     return {f"lm.{name}": p.grad for name, p in model.named_parameters()}
 
 
@@ -155,6 +160,33 @@ def check(results, expected):
             assert relative_difference(value, expected[1]) < 1e-5
 
 
+# Four episodes, of 3, 1, 3 and 1 token sequences, and their sampled tokens.
+EPISODES = torch.tensor([0, 0, 0, 1, 2, 2, 2, 3])
+SAMPLED = torch.tensor([12, 6, 18, 8])
+
+
+def gradients_of_episodes(folder, aggregation):
+    spec = fsdp_config(dp_shard=dist.get_world_size())
+    algorithm = replace(actor_config(folder, spec).algorithm, aggregation=aggregation)
+    actor = ActorWorker(actor_config(folder, spec, algorithm=algorithm), build_mesh(spec, "cpu"))
+    actor.kl_coef, batch = KL_COEF, replace(training_batch(), episode=EPISODES)
+    return [gradients(actor, actor.policy_loss, budget, batch) for budget in (LONGEST, ALL)]
+
+
+@pytest.mark.parametrize("aggregation", [Aggregation.sequence_mean, Aggregation.sequence_sum])
+def test_an_episode_counts_once_however_its_branches_are_dealt(folder, aggregation):
+    results = run_on_ranks(gradients_of_episodes, 2, folder, aggregation)
+    batch, longest = training_batch(), actor_config(folder, fsdp_config(1)).max_response_tokens
+    by_length = 1 / SAMPLED[EPISODES] if aggregation is Aggregation.sequence_mean else None
+    weights = torch.full((8,), 1 / longest) if by_length is None else by_length
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = policy_gradients(model, batch, (weights / 4).tolist())
+    for (few, one), (many, other) in results:
+        assert few != many
+        assert relative_difference(one, expected) < 1e-5
+        assert relative_difference(other, expected) < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MORE)
@@ -180,29 +212,33 @@ def balance_losses(model, ids):
     return torch.stack(losses).mean()
 
 
-def balanced_gradients(folder, ranks_spec):
+def balanced_gradients(folder, ranks_spec, episode):
     """Gradients of the load-balancing loss alone, and what routers are said to do."""
     spec = fsdp_config(dp_shard=dist.get_world_size(), **ranks_spec)
     found = []
     for coef in (0.0, BALANCE):
         config = actor_config(folder, spec, router_balance_coef=coef)
         actor = ActorWorker(config, build_mesh(spec, "cpu"))
-        _, policy = gradients(actor, actor.policy_loss, 30)
+        batch = replace(training_batch(), episode=episode)
+        _, policy = gradients(actor, actor.policy_loss, 30, batch)
         found.append(policy)
     report = actor.routing.report(whole_sequences=True)
     return {name: found[1][name] - found[0][name] for name in policy}, report
 
 
+@pytest.mark.parametrize("episode", [None, EPISODES], ids=["alone", "branches"])
 @pytest.mark.parametrize(("ranks", "changes"), [(2, {"activation_checkpointing": True})])
-def test_balance_loss_is_that_of_each_sequence(ranks, changes, tmp_path):
+def test_balance_loss_is_that_of_each_sequence(ranks, changes, episode, tmp_path):
+    """Those of an episode share its weight by their sampled tokens."""
     folder = tiny_folder("qwen3_moe", tmp_path / "model")
-    results = run_on_ranks(balanced_gradients, ranks, folder, changes)
+    results = run_on_ranks(balanced_gradients, ranks, folder, changes, episode)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     batch = training_batch()
     sequences = [torch.cat(pair) for pair in rows(batch, "prompts", "responses")]
-    counted = [bool(mask.any()) for mask in batch.response_mask.rows()]
+    counts = batch.response_mask.counts()
+    weights = (counts > 0) / 8 if episode is None else counts / SAMPLED[EPISODES] / 4
     losses = torch.stack([balance_losses(model, ids) for ids in sequences])
-    (BALANCE * losses[torch.tensor(counted)].sum() / sum(counted)).backward()
+    (BALANCE * losses * weights).sum().backward()
     wanted = {f"lm.{name}": p.grad for name, p in model.named_parameters()}
     wanted = {n: torch.zeros(()) if g is None else g for n, g in wanted.items()}
     for difference, report in results:

@@ -23,7 +23,7 @@ def batch() -> list[torch.Tensor]:
     return [values, mask, torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))]
 
 
-TOTALS = Totals(tokens=6, responses=3)
+TOTALS = Totals(tokens=6, episodes=3)
 
 
 def test_hand_worked():
@@ -90,7 +90,7 @@ def test_ragged_batches_dealt_to_ranks_are_those_of_plain_python(
     values = values.masked_fill(~mask, math.nan)
     places = torch.arange(size).split(lengths)
     rows = [values[p][mask[p]].tolist() for p in places if mask[p].any()]
-    totals = Totals(tokens=int(mask.sum()), responses=len(rows))
+    totals = Totals(tokens=int(mask.sum()), episodes=len(rows))
     expected = in_plain_python(kind, rows, 6)
 
     def loss_of(responses: list[int]) -> float:

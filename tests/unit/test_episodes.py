@@ -1,13 +1,21 @@
 """Episodes of several responses: one mini-batch, one reward, one member of their group."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
+from hybridrl.algorithms.token_loss import aggregate
+from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.partition import partition_by_total
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import UpdateSizes, schedule
 from hybridrl.trainer.advantage import AdvantageEstimator
+from hybridrl.trainer.health.measures import MarkedTokens, response_measures
 from hybridrl.trainer.rewarding import outcome_on_last_token
+from hybridrl.trainer.timing.engines import rollout_metrics
+from tests.batches import batch_of
 from tests.run_configs import run_config
 
 # Rows of six episodes, the first four of group 0: the second episode has three, the fifth two.
@@ -95,3 +103,78 @@ def test_an_episode_is_in_one_mini_batch():
         assert set.union(*minis) == set(range(6))
     rows = [i for rank in scheduled.ranks for mini in rank[0] for micro in mini for i in micro]
     assert sorted(rows) == list(range(len(EPISODES)))
+
+
+# Two episodes of 12 tokens, the first in three sequences; the last token of each is masked.
+TWO = replace(batch_of([4, 3, 5, 12]), episode=torch.tensor([0, 0, 0, 1]))
+LASTS = [11, 23]
+
+
+def token_weights(
+    of: RolloutBatch, kind: Aggregation, ranks: int, max_tokens: int
+) -> dict[int, list[float]]:
+    """The weight of each token in the loss of one mini-batch, by response."""
+    sizes = UpdateSizes(ranks, 2, 1, max_tokens, float, partition_by_total)
+    found: dict[int, list[float]] = {}
+    for rank in schedule(of, sizes, seed=1, step=1).shard(ranks):
+        for micros, totals in rank.policy_mini_batches():
+            for micro in micros:
+                values = torch.ones(len(micro.responses.values), requires_grad=True)
+                ids, tokens = micro.responses.row_ids(), micro.episode_tokens
+                aggregate(kind, values, micro.counted.values, ids, totals, 10, tokens).backward()
+                for row, weights in zip(
+                    micro.group_id, micro.responses.like(values.grad).rows(), strict=True
+                ):
+                    found[int(row)] = weights.tolist()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("max_tokens", [1, 1000], ids=["one in a micro-batch", "all in one"])
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [
+        (Aggregation.token_mean, 1 / 22),
+        (Aggregation.sequence_mean, 1 / 2 / 11),
+        (Aggregation.sequence_sum, 1 / 2 / 10),
+    ],
+)
+def test_branches_share_the_weight_of_their_episode_by_tokens(kind, weight, ranks, max_tokens):
+    """Not 3/4 and 1/4; wherever they are computed."""
+    mask = torch.ones(24, dtype=torch.bool)
+    mask[LASTS] = False
+    of = replace(TWO, loss_mask=TWO.responses.like(mask))
+    found = token_weights(of, kind, ranks, max_tokens)
+    found = [value for row in range(4) for value in found[row]]
+    assert found == pytest.approx((weight * mask).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", list(Aggregation))
+def test_without_branches_weights_are_those_without_episodes_to_the_bit(kind):
+    plain = batch_of([4, 3])
+    alone = replace(plain, episode=torch.arange(2))
+    assert token_weights(plain, kind, 1, 1000) == token_weights(alone, kind, 1, 1000)
+
+
+def test_an_episode_without_a_counted_token_is_no_part_of_the_mean():
+    of = replace(TWO, loss_mask=TWO.responses.like(torch.arange(24) < 12))
+    found = token_weights(of, Aggregation.sequence_mean, 1, 1000)
+    assert [sum(found[row]) for row in range(4)] == pytest.approx([4 / 12, 3 / 12, 5 / 12, 0.0])
+
+
+def test_metrics_of_responses_are_by_episode():
+    """Three of four sequences are of one episode, one of these is cut off."""
+    of = replace(
+        TWO,
+        truncated=torch.tensor([False, True, False, False]),
+        turns=torch.tensor([1, 1, 2, 1]),
+        response_mask=TWO.responses.like(torch.arange(24) >= 6),
+    )
+    found = rollout_metrics(of, 1.0, None)
+    assert found["response/length_mean"] == found["response/length_max"] == 12.0
+    assert found["response/truncated_fraction"] == 0.5
+    assert found["environment/tokens_mean"] == 3.0
+    assert found["rollout/turns_mean"] == 2.5 and found["agent/branches"] == 1.0
+    assert found["batch/responses"] == 4.0 and found["batch/tokens"] == 24.0 + 4 * 2
+    marked = MarkedTokens(ends=torch.tensor([7]), special=torch.tensor([2]))  # of the third one
+    assert response_measures(of, marked)["response/special_fraction"] == 0.5

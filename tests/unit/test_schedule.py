@@ -213,7 +213,7 @@ def test_a_loss_mask_changes_what_the_policy_loss_is_divided_by_and_nothing_else
         totals = [total for _, total in after.policy_mini_batches()]
         assert [total for _, total in after.mini_batches()] == before.sampled[0]
         assert sum(total.tokens for total in totals) == 34
-        assert sum(total.responses for total in totals) == 7
+        assert sum(total.episodes for total in totals) == 7
 
 
 def test_what_is_sent_is_made_when_it_is_sent():

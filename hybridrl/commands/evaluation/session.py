@@ -114,11 +114,11 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
                 first_sample=first,
             )
             batch = generate(lengths.expect(request))
-            batch = batch.select(batch.last_of_episodes)
-            seconds = time.perf_counter() - start
+            seconds, last = time.perf_counter() - start, batch.select(batch.last_of_episodes)
+            batch = batch.by_episode()
             lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
             each = [prompt for prompt in evaluation.asked for _ in range(count)]
-            rewarded, results = score_by_rules(rewards, rules, each, batch)
+            rewarded, results = score_by_rules(rewards, rules, each, last)
             correct_at = options.correct_at
             lines = _completions(each, first, count, batch, rewarded, results, correct_at)
             log.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

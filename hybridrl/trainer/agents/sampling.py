@@ -99,8 +99,9 @@ class PartialAgents(PartialSampling):
         """Return the episodes of finished groups as a batch."""
         numbered = [(n, group, draft) for n, group in enumerate(groups) for draft in group.drafts]
         batch = self._agents.batch([self._result(*one) for one in numbered])
-        ids = [groups[number].prompt.prompt_id for number in batch.group_id.tolist()]
-        self._state.lengths.learn(ids, batch.responses.lengths.tolist(), in_parts=True)
+        whole = batch.by_episode()
+        ids = [groups[number].prompt.prompt_id for number in whole.group_id.tolist()]
+        self._state.lengths.learn(ids, whole.responses.lengths.tolist(), in_parts=True)
         return batch
 
     def _result(self, number: int, group: Group, draft: Draft) -> EpisodeResult:

@@ -49,6 +49,8 @@ def marked_tokens(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> M
 def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
     """Compute shares of a step's responses, which have at least one token each.
 
+    An agent's episode is one response, whatever its token sequences.
+
     Returns:
         response/empty_fraction: the policy sampled nothing but end tokens.
         response/unended_fraction: no end token and not truncated; null in conversations, which
@@ -56,6 +58,7 @@ def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
         response/special_fraction: special tokens other than end tokens.
         response/repeated_fraction: see `repeated`; null where prompts have one response.
     """
+    batch = batch.by_episode()
     responses, sampled = batch.responses, batch.response_mask.values
     is_end = torch.isin(responses.values, tokens.ends)
     is_special = torch.isin(responses.values, tokens.special)

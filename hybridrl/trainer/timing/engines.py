@@ -23,14 +23,15 @@ def rollout_metrics(
 
 
 def response_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Count tokens, responses and their lengths."""
-    lengths = batch.responses.lengths.float()
+    """Count tokens and token sequences, and measure responses; an agent's are its episodes."""
+    episodes = batch.by_episode()
+    lengths = episodes.responses.lengths.float()
     return {
         TOKENS: float(int(batch.prompts.lengths.sum()) + lengths.sum()),
-        RESPONSES: float(len(lengths)),
+        RESPONSES: float(len(batch)),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
-        "response/truncated_fraction": float(batch.truncated.float().mean()),
+        "response/truncated_fraction": float(episodes.truncated.float().mean()),
     }
 
 
@@ -38,15 +39,14 @@ def turn_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Compute metrics of multi-turn responses; none without an environment or agent."""
     if batch.turns is None:
         return {}
-    turns, branches = batch.turns.float(), {}
+    turns, branches, count = batch.turns.float(), {}, len(batch.last_of_episodes)
     if batch.episode is not None:
-        count = len(batch.last_of_episodes)
         turns = torch.zeros(count).index_add(0, batch.episode, turns)
         branches = {"agent/branches": len(batch) / count - 1}
     return branches | {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": float(turns.max()),
-        "environment/tokens_mean": float((~batch.response_mask.values).sum()) / len(batch),
+        "environment/tokens_mean": float((~batch.response_mask.values).sum()) / count,
         "environment/seconds": batch.environment_s,
     }
 
