@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -102,7 +103,15 @@ class Engines:
 
 
 def run(
-    num_steps, *, per_step=8, in_flight=16, max_versions=3, num_engines=2, longest=200, warmup=None
+    num_steps,
+    *,
+    per_step=8,
+    in_flight=16,
+    max_versions=3,
+    num_engines=2,
+    longest=200,
+    warmup=None,
+    prompts=10**6,
 ):
     """Steps of training on simulated engines: their batches, what is left, and the engines.
 
@@ -128,7 +137,7 @@ def run(
             seed=1,
         ),
     )
-    numbers = iter(range(10**6))
+    numbers = cycle(range(prompts))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
     parts = state, engines, num_engines, engines.generate, OneTurn(), config, take, None, None
     trains = lambda step: step > (warmup or 0)  # noqa: E731
@@ -147,9 +156,12 @@ def run(
 
 
 @pytest.mark.parametrize("warmup", [None, 0, 2])
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(num_engines, warmup):
-    sampled, left, engines = run(30, num_engines=num_engines, warmup=warmup)
+@pytest.mark.parametrize(("num_engines", "prompts"), [(1, 10**6), (2, 10**6), (2, 12)])
+def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(
+    num_engines, prompts, warmup
+):
+    """Also of a data set of fewer prompts than are in flight, which are taken again."""
+    sampled, left, engines = run(30, num_engines=num_engines, warmup=warmup, prompts=prompts)
     seen = []
     for step, one in enumerate(sampled):
         batch = one.batch

@@ -53,6 +53,16 @@ def test_no_step_holds_a_prompt_twice_however_steps_fall_on_epochs():
         assert all(sorted(drawn[k : k + 7]) == list(range(7)) for k in range(0, 140, 7))
 
 
+def test_a_longer_window_is_for_data_sets_that_have_as_many():
+    for size, window in ((16, 16), (15, 5)):
+        drawn = ids(PromptSource(numbered(size), 5, seed=1, preferred=16).take(120))
+        different = {len(set(drawn[k : k + 16])) for k in range(104)}
+        assert (different == {16}) == (window == 16)
+        assert all(len(set(drawn[k : k + window])) == window for k in range(120 - window))
+    with pytest.raises(ValueError, match="5 of 4 prompts"):
+        PromptSource(numbered(4), 5, seed=1, preferred=16)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 3), st.sampled_from([0, 30]))
 def test_cuts_change_nothing_and_the_position_is_all_there_is_to_keep(takes, seed, curriculum):

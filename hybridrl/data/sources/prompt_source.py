@@ -33,6 +33,7 @@ class PromptSource:
         weights: data set -> relative share of the prompts.
         curriculum: number of prompts over which harder problems are admitted (`order.pacing`); 0:
             all problems from the start.
+        preferred: longer windows of data sets that have enough prompts for them.
 
     Raises:
         ValueError: a data set has fewer prompts than a window may contain of it.
@@ -45,17 +46,22 @@ class PromptSource:
         seed: int,
         weights: Mapping[str, float] = ONE_SET,
         curriculum: int = 0,
+        preferred: int = 0,
     ) -> None:
         self._weights = list(weights.values())
         self._seed = seed
         self._curriculum = curriculum
         self._members = {name: [p for p in prompts if p.dataset == name] for name in weights}
         # Of each data set, the length of windows in which its prompts differ.
-        self._distinct = [most_drawn(self._weights, k, distinct) for k in range(len(weights))]
-        for most, (name, members) in zip(self._distinct, self._members.items(), strict=True):
-            if not 0 < most <= len(members):
+        self._distinct = []
+        for index, (name, members) in enumerate(self._members.items()):
+            lengths = max(preferred, distinct), distinct
+            drawn = [most_drawn(self._weights, index, length) for length in lengths]
+            fits = [most for most in drawn if 0 < most <= len(members)]
+            if not fits:
                 of_set = f" of {name}" if name else ""
-                raise ValueError(f"cannot draw {most} of {len(members)} prompts{of_set}")
+                raise ValueError(f"cannot draw {drawn[-1]} of {len(members)} prompts{of_set}")
+            self._distinct.append(fits[0])
         self._position = 0
         self._drawn = self._draw()
 
@@ -123,9 +129,9 @@ def prompt_source(
 ) -> PromptSource:
     """Return the training prompts in sampling order.
 
-    The prompts of a step are distinct; `most` of them may be taken in one, by default
-    data.prompts_per_step.
+    The prompts of a step are distinct, and `most` in a row where the data sets have as many.
     """
     per_step = config.prompts_per_step
     curriculum = config.curriculum_steps * per_step if config.curriculum is not None else 0
-    return PromptSource(prompts.train, most or per_step, seed, weights_of(config), curriculum)
+    weights = weights_of(config)
+    return PromptSource(prompts.train, per_step, seed, weights, curriculum, most or per_step)

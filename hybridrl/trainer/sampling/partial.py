@@ -14,6 +14,7 @@ Source: Kimi Team 2025, "partial rollouts", https://arxiv.org/abs/2501.12599
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -128,13 +129,14 @@ class PartialSampling(Sampling):
             load[self._engine_of(group)] += sum(not draft.finished for draft in group.drafts)
         prompts = self._take(max(0, most - taken - len(groups)))  # `most` may be lower than before
         opened = self._turns.open([prompt.prompt_id for prompt in prompts])
-        admitted = []
+        admitted, begun = [], Counter[int]()  # samples of each prompt, which seeds must tell apart
         for prompt, draft in zip(prompts, opened, strict=True):
             engine = load.index(min(load))
             load[engine] += self._each
-            drafts = (draft,) * self._each
-            admitted.append(Group(prompt, step, version, engine, drafts, self._begun))
-        self._begun += self._each * bool(admitted)
+            first, drafts = self._begun + begun[prompt.prompt_id], (draft,) * self._each
+            admitted.append(Group(prompt, step, version, engine, drafts, first))
+            begun[prompt.prompt_id] += self._each
+        self._begun += max(begun.values(), default=0)
         return admitted
 
     def _sampled(
