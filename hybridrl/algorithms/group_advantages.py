@@ -5,7 +5,12 @@ rewards, including the KL penalty if that acts in the reward. All tokens of resp
 advantage A_i. mean_g and std_g are over the outcomes of i's group.
 
 Arguments, shapes and errors are those of advantages.py; a group of a single response raises a
-ValueError, too. G = groups. Advantages have the reward's unit, unless divided by a standard
+ValueError, too. G = groups. GRPO, Dr. GRPO and REINFORCE++ with baseline also take
+
+    shares  [B] float64, where rows are parts of responses with outcomes of their own: the share of
+            its response that a row is. mean_g and std_g weigh rows by it; n counts responses.
+
+Advantages have the reward's unit, unless divided by a standard
 deviation; there are no returns for a critic.
 """
 
@@ -32,10 +37,12 @@ class Groups(NamedTuple):
     Attributes:
         index: [B] int64, group of each response, 0 to G - 1.
         sizes: [G] int64, responses of each group.
+        shares: [B] float64, part of its response that each row is; None: all of it.
     """
 
     index: Tensor
     sizes: Tensor
+    shares: Tensor | None = None
 
     @property
     def size(self) -> Tensor:
@@ -43,7 +50,8 @@ class Groups(NamedTuple):
         return self.sizes[self.index]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return [B] the sum of `values` [B] over each response's group."""
+        """Return [B] the sum of `values` [B] over each response's group, weighted by `shares`."""
+        values = values if self.shares is None else values * self.shares
         total = values.new_zeros(len(self.sizes)).index_add_(0, self.index, values)
         return total[self.index]
 
@@ -61,7 +69,14 @@ class Groups(NamedTuple):
         return relative - self.sum(relative) / self.size
 
 
-def grouped(function: str, rewards: Tensor, group_id: Tensor, *, at_least: int = 2) -> Groups:
+def grouped(
+    function: str,
+    rewards: Tensor,
+    group_id: Tensor,
+    shares: Tensor | None = None,
+    *,
+    at_least: int = 2,
+) -> Groups:
     """Build the groups of a batch; raise a ValueError if one has less than `at_least` responses."""
     if group_id.shape != rewards.shape[:1]:
         raise ValueError(
@@ -69,17 +84,21 @@ def grouped(function: str, rewards: Tensor, group_id: Tensor, *, at_least: int =
             f"{tuple(rewards.shape)} and {tuple(group_id.shape)}"
         )
     names, index, sizes = group_id.unique(return_inverse=True, return_counts=True)
+    if shares is not None:
+        sizes = shares.new_zeros(len(names)).index_add(0, index, shares).round().long()
     too_small = sizes < at_least
     if bool(too_small.any()):
         raise ValueError(
             f"{function} needs at least {at_least} responses in every group; group "
             f"{int(names[too_small][0])} has {int(sizes[too_small][0])}"
         )
-    return Groups(index, sizes)
+    return Groups(index, sizes, shares)
 
 
 @group_wise
-def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
+def grpo(
+    rewards: Tensor, response_mask: Tensor, group_id: Tensor, shares: Tensor | None = None
+) -> Estimate:
     """Compute GRPO advantages: outcomes standardised within their group.
 
     A_i = (r_i - mean_g) / (std_g + GROUP_EPS)
@@ -89,14 +108,16 @@ def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
     """
     outcome = outcomes("grpo", rewards, response_mask)
-    groups = grouped("grpo", rewards, group_id)
+    groups = grouped("grpo", rewards, group_id, shares)
     centred = groups.centred(outcome)
     std = (groups.sum(centred.square()) / (groups.size - 1)).sqrt()
     return Estimate(on_every_token(centred / (std + GROUP_EPS), rewards, response_mask), None)
 
 
 @group_wise
-def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
+def dr_grpo(
+    rewards: Tensor, response_mask: Tensor, group_id: Tensor, shares: Tensor | None = None
+) -> Estimate:
     """Compute Dr. GRPO advantages: GRPO without the division by the standard deviation.
 
     A_i = r_i - mean_g
@@ -110,7 +131,7 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimat
     Source: Liu et al. 2025, section 3.2, https://arxiv.org/abs/2503.20783
     """
     outcome = outcomes("dr_grpo", rewards, response_mask)
-    groups = grouped("dr_grpo", rewards, group_id)
+    groups = grouped("dr_grpo", rewards, group_id, shares)
     return Estimate(on_every_token(groups.centred(outcome), rewards, response_mask), None)
 
 
@@ -155,7 +176,7 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
 @whitened
 def reinforce_plus_plus_baseline(
-    rewards: Tensor, response_mask: Tensor, group_id: Tensor
+    rewards: Tensor, response_mask: Tensor, group_id: Tensor, shares: Tensor | None = None
 ) -> Estimate:
     """Compute REINFORCE++ advantages with baseline: group-centred, then whitened over the batch.
 
@@ -172,7 +193,7 @@ def reinforce_plus_plus_baseline(
     Source: Hu et al. 2025, REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262
     """
     outcome = outcomes("reinforce_plus_plus_baseline", rewards, response_mask)
-    groups = grouped("reinforce_plus_plus_baseline", rewards, group_id)
+    groups = grouped("reinforce_plus_plus_baseline", rewards, group_id, shares)
     return Estimate(on_every_token(groups.centred(outcome), rewards, response_mask), None)
 
 

@@ -31,11 +31,13 @@ class Estimator(NamedTuple):
         path: dotted.
         takes: names of its parameters, from TENSORS and SETTINGS.
         whitens: true if it whitens the advantages over the batch itself.
+        compares_turns: true if it takes `shares`, too, and so compares turns of responses.
     """
 
     path: str
     takes: tuple[str, ...]
     whitens: bool = False
+    compares_turns: bool = False
 
     @property
     def uses_critic(self) -> bool:
@@ -60,11 +62,11 @@ _FUNCTIONS = (
         "advantages.reinforce_plus_plus", ("rewards", "response_mask", "gamma"), whitens=True
     ),
     Estimator("advantages.remax", ("rewards", "response_mask", "baseline_rewards")),
-    Estimator("group_advantages.grpo", _COMPARED),
-    Estimator("group_advantages.dr_grpo", _COMPARED),
+    Estimator("group_advantages.grpo", _COMPARED, compares_turns=True),
+    Estimator("group_advantages.dr_grpo", _COMPARED, compares_turns=True),
     Estimator("group_advantages.rloo", _COMPARED),
     Estimator("group_advantages.opo", _COMPARED),
-    Estimator("group_advantages.reinforce_plus_plus_baseline", _COMPARED, whitens=True),
+    Estimator("group_advantages.reinforce_plus_plus_baseline", _COMPARED, True, True),
     Estimator("group_advantages.pass_at_k", (*_COMPARED, "pass_k")),
 )
 BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(

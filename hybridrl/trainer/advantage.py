@@ -5,7 +5,7 @@ AdvantageEstimator   rewards -> advantages, returns
 LossInputs           importance weights against the sampler, and tokens that the loss selects
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -113,8 +113,8 @@ class AdvantageEstimator:
     def estimate(self, batch: RolloutBatch, rewards: Ragged) -> dict[str, Ragged]:
         """Estimate `advantages` and, with a critic, `returns`.
 
-        The responses of an episode count as one, so that group baselines are by episode, or by turn
-        where turns have rewards.
+        The responses of an episode count as one, so that group baselines are by episode, also where
+        turns with rewards are compared.
         Advantages are whitened over the tokens that count in the policy loss, if there are any.
 
         Args:
@@ -130,22 +130,24 @@ class AdvantageEstimator:
         lengths, several = batch.responses.lengths, batch.episode is not None
         batch = batch.by_episode()
         rewards = batch.responses.like(rewards.values)
+        more: dict[str, Tensor] = {}
         if self._compares_groups and has_turn_rewards(batch):
-            batch, rewards = by_turn(self._name, batch, rewards, lengths)
+            batch, rewards, more["shares"] = by_turn(self._name, batch, rewards, lengths)
         blocks = PaddedBlocks(
             batch.responses.lengths,
             batch.group_id if self._compares_groups else None,
             BLOCK_ELEMENTS if self._is_group_wise else WHOLE,
         )
-        known = vars(batch) | {"rewards": rewards, "loss_mask": batch.counted}
-        inputs = {name: known[name] for name in (*self._tensors, "response_mask")}
+        known = vars(batch) | {"rewards": rewards, "loss_mask": batch.counted} | more
+        taken = [*self._tensors, *more]
+        inputs = {name: known[name] for name in (*taken, "response_mask")}
         if several:
             # An episode's reward counts even if no token is the policy's.
             mask = batch.response_mask.values.clone()
             mask[batch.last_sampled] = True
             inputs["response_mask"] = batch.response_mask.like(mask)
         _check_finite(self._name, batch.response_mask, inputs)
-        estimates = list(self._by_block(blocks, inputs))
+        estimates = list(self._by_block(blocks, inputs, taken))
         advantages = [estimate.advantages for estimate in estimates]
         if not all(bool(block.sum().isfinite()) for block in advantages):
             found = {"advantages": blocks.ragged(advantages)}
@@ -158,7 +160,7 @@ class AdvantageEstimator:
         return {name: Ragged(value.values, lengths) for name, value in found.items()}
 
     def _by_block(
-        self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor]
+        self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor], names: Sequence[str]
     ) -> Iterator[Estimate]:
         padded = [
             blocks.of(value, 0.0) if isinstance(value, Ragged) else [value[k] for k in blocks.rows]
@@ -166,7 +168,7 @@ class AdvantageEstimator:
         ]
         for tensors in zip(*padded, strict=True):
             named = dict(zip(inputs, tensors, strict=True))
-            taken = {name: named[name] for name in self._tensors}
+            taken = {name: named[name] for name in names}
             found = self._function(**taken, **self._settings)
             yield as_estimate(found, self._name, named["response_mask"], named.get("values"))
 

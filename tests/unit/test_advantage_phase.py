@@ -123,7 +123,8 @@ def test_advantages_that_are_not_finite_stop_the_run():
 def test_the_list_of_estimators_agrees_with_the_functions(name):
     listed = BUILT_IN_ESTIMATORS[name]
     function = locate("algorithm.advantage", listed.path)
-    assert tuple(inspect.signature(function).parameters) == listed.takes
+    more = ("shares",) * listed.compares_turns
+    assert tuple(inspect.signature(function).parameters) == listed.takes + more
     assert set(listed.takes) <= {*TENSORS, *SETTINGS}
 
 

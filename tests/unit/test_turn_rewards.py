@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -46,25 +47,55 @@ def estimator(*overrides: str) -> AdvantageEstimator:
     return AdvantageEstimator(run_config(*overrides).algorithm)
 
 
-def advantages(of: RolloutBatch, *overrides: str) -> list[list[float]]:
-    """Advantages of the sampled tokens of each row."""
+def advantages(of: RolloutBatch, *overrides: str, penalty: float = 0.0) -> list[list[float]]:
+    """Advantages of the sampled tokens of each row; `penalty` is that of each such token."""
     whole, last = of.by_episode(), of.last_of_episodes
     scores = outcome_on_last_token(of.environment_rewards[last], whole)
     scores = with_turn_rewards(scores, whole)
-    rewards = of.responses.like(scores.values)
+    rewards = of.responses.like(scores.values - penalty * of.response_mask.values)
     found = estimator(*overrides).estimate(of, rewards)["advantages"]
     rows = zip(found.rows(), of.response_mask.rows(), strict=True)
     return [[round(float(v), 4) for v in row[mask]] for row, mask in rows]
 
 
 LINE = [(0, True), (0, True)]
-# Rewards-to-go 2 and 1 of an episode of two turns, and 0 of one turn: mean 1, std 1.
+# Rewards-to-go 2 and 1 of an episode of two turns, and 0 of one turn: mean (3/2 + 0) / 2.
 GROUP = [(record(LINE), 1.0, {"chatcmpl-0": 1.0}), (record(LINE[:1]), 0.0, {})]
 
 
+# Variance (5/4)^2 / 2 + (1/4)^2 / 2 + (3/4)^2, over E - 1 = 1.
+@pytest.mark.parametrize(("name", "std"), [("grpo", 1.375**0.5), ("dr_grpo", 1.0)])
+def test_a_group_compares_the_rewards_to_go_of_its_turns(name, std):
+    first, second, other = (round(value / std, 4) for value in (1.25, 0.25, -0.75))
+    expected = [[first, first, second, second], [other, other]]
+    assert advantages(batch(*GROUP), f"algorithm={name}") == expected
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.125])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
-def test_a_group_compares_the_rewards_to_go_of_its_turns(name):
-    assert advantages(batch(*GROUP), f"algorithm={name}") == [[1.0, 1.0, 0.0, 0.0], [-1.0, -1.0]]
+def test_rewards_of_turns_change_no_advantage_of_another_prompt(name, penalty):
+    """Outcomes 1 of two turns and 0 of one; the KL penalty of all their tokens counts."""
+    turns = {"0": 0.5, "1": -0.25}
+    others = [EpisodeResult(1, 0, [7], record(LINE), float(k), 0, turns) for k in range(2)]
+    mine = [
+        EpisodeResult(0, 0, [7], record(LINE), 1.0, 0),
+        EpisodeResult(0, 0, [7], record(LINE[:1]), 0.0, 0),
+    ]
+    of = [batch_of([*mine, *(one._replace(turns=t) for one in others)], 0, 1) for t in (turns, {})]
+    found, without = (advantages(one, f"algorithm={name}", penalty=penalty)[:2] for one in of)
+    half = (1 - 2 * penalty) / 2
+    first = round(half if name == "dr_grpo" else 0.5**0.5, 4)
+    assert found == without == [[first] * 4, [-first] * 2]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_a_small_reward_of_a_turn_changes_advantages_little(name):
+    others = [(record(LINE[:1]), 0.0, {}), (record(LINE[:1]), 0.25, {})]
+    small, none = (
+        advantages(batch((record(LINE), 1.0, turns), *others), f"algorithm={name}")
+        for turns in ({"0": 1e-6}, {})
+    )
+    assert small == none
 
 
 def test_without_rewards_of_turns_a_group_compares_its_episodes():
@@ -95,11 +126,10 @@ def test_later_turns_are_those_of_any_conversation():
 
 
 def test_a_turn_that_is_not_trained_passes_its_reward_to_earlier_ones_only():
-    """Rewards-to-go: turn 0 has 4, turn 2 has 1; the mean of these and 0 is 5/3."""
+    """Rewards-to-go: turn 0 has 4, turn 2 has 1; the mean of their mean and 0 is 5/4."""
     made = record([(0, True), (0, False), (0, True)])
     group = [(made, 1.0, {"chatcmpl-1": 3.0}), GROUP[1]]
-    first, last = round(4 - 5 / 3, 4), round(1 - 5 / 3, 4)
-    rows = [[first, first, last, last], [round(-5 / 3, 4)] * 2]
+    rows = [[2.75, 2.75, -0.25, -0.25], [-1.25, -1.25]]
     assert advantages(batch(*group), "algorithm=dr_grpo") == rows
 
 
@@ -122,19 +152,16 @@ def test_the_advantage_of_a_turn_is_its_reward_to_go_less_the_mean(episodes):
     """By its definition, for any turns of any conversations, trained or not."""
     made = [record([kind for kind, _ in turns]) for turns in episodes]
     named = [{f"chatcmpl-{k}": float(r) for k, (_, r) in enumerate(turns)} for turns in episodes]
-    expected, members = {}, []
+    expected, means = {}, []
     for index, turns in enumerate(episodes):
         trained = [k for k, ((_, is_trained), _) in enumerate(turns) if is_trained]
         for k in trained:
             expected[index, k] = 1.0 + sum(r for _, r in turns[k:])
-        members += [expected[index, k] for k in trained]
-        members += [] if trained else [None]
-    if None in members:  # an episode without a trained turn counts with its whole reward
-        return
-    mean = sum(members) / len(members)
+        members = [expected[index, k] for k in trained]
+        # An episode without a trained turn counts with its whole reward.
+        means.append(fmean(members or [1.0 + sum(r for _, r in turns)]))
+    mean = fmean(means)
     of = batch(*((one, 1.0, rewards) for one, rewards in zip(made, named, strict=True)))
-    if not bool(of.turn_rewards.values.any()):
-        return
     rows = iter(advantages(of, "algorithm=dr_grpo"))
     for index, one in enumerate(made):
         for sequence in one.sequences:

@@ -1,13 +1,20 @@
 """Rewards of an episode's turns, on tokens, and turns as members of their group.
 
-With R the reward of the whole episode and r_j that of turn j, the reward-to-go of turn k is
+With R the reward of the whole episode, less a KL penalty in the reward, and r_j that of turn j, the
+reward-to-go of turn k is
 
     G_k = R + sum of r_j over turn k and the turns that ended after it, in any conversation
 
 Estimators that read rewards per token (GAE, REINFORCE++) find r on the last tokens of turns. Those
-that compare a group do so with the turns of its episodes in place of the episodes. For GRPO
+that compare a group do so with the turns of its episodes, where an episode counts once: each of its
+n_e turns has the weight 1 / n_e. For GRPO, with E episodes e in the group
 
-    A_k = (G_k - mean) / std,   mean and std over the turns of all episodes of the group
+    A_k = (G_k - mean) / std
+    mean = 1 / E sum_e 1 / n_e sum_{k in e} G_k
+    std^2 = 1 / (E - 1) sum_e 1 / n_e sum_{k in e} (G_k - mean)^2
+
+If no turn of an episode has a reward, all its G are its outcome, and it counts as it would without
+rewards of turns. So a group's advantages do not depend on what others have earned.
 
 A turn is not credited with rewards before it, as in REINFORCE (Williams 1992). GRPO's process
 supervision (Shao et al. 2024, section 4.1.3, https://arxiv.org/abs/2402.03300) standardises r and
@@ -21,12 +28,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.agents.record import EpisodeRecord, TokenSequence
+from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.errors import RunStopped
-
-# Estimators whose groups may consist of turns: their baseline is the mean of the group.
-OF_TURNS = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 
 
 def unknown_turns(record: EpisodeRecord, named: Iterable[str]) -> str:
@@ -91,10 +96,11 @@ def with_turn_rewards(scores: Ragged, episodes: RolloutBatch) -> Ragged:
 
 def by_turn(
     estimator: str, batch: RolloutBatch, rewards: Ragged, sequences: Tensor
-) -> tuple[RolloutBatch, Ragged]:
-    """Return a batch of episodes with each turn as a response, and its reward-to-go.
+) -> tuple[RolloutBatch, Ragged, Tensor]:
+    """Cut episodes whose turns have rewards into turns; return rows, rewards and weights of rows.
 
-    A turn has the tokens before it, too. The reward-to-go is on its last sampled token.
+    A turn has the tokens before it, too. Its reward-to-go is on its last sampled token, its weight
+    is 1 / n_e. Other episodes stay as they are.
 
     Args:
         estimator: as algorithm.advantage.
@@ -104,21 +110,31 @@ def by_turn(
     Raises:
         RunStopped: the estimator compares whole episodes.
     """
-    if estimator not in OF_TURNS:
+    of_turns = [name for name, known in BUILT_IN_ESTIMATORS.items() if known.compares_turns]
+    if estimator not in of_turns:
         raise RunStopped(
             f"algorithm.advantage = {estimator} compares whole episodes, but the program reported "
-            f"rewards of turns.\nSet algorithm.advantage to {', '.join(OF_TURNS)}, gae or "
+            f"rewards of turns.\nSet algorithm.advantage to {', '.join(of_turns)}, gae or "
             f"reinforce_plus_plus, or let the program return their sum as one reward."
         )
+    assert batch.turn_rewards is not None
+    is_cut = batch.turn_rewards.counts() > 0
     starts, ends = _turns(batch.response_mask, sequences)
     rows = batch.response_mask.row_ids()[ends]
-    last = batch.response_mask.lengths.cumsum(0)[rows] - 1
-    sums = rewards.values.double().cumsum(0)
-    to_go = sums[last] - sums[starts] + rewards.values[starts]
+    is_first = rows.diff(prepend=rows.new_tensor([-1])) > 0
+    is_last = is_first.roll(-1)
+    starts, ends = starts[is_cut[rows] | is_first], ends[is_cut[rows] | is_last]
+    rows = batch.response_mask.row_ids()[ends]
+    earned = batch.turn_rewards.values.double().cumsum(0) - batch.turn_rewards.values
+    row_starts = batch.response_mask.lengths.cumsum(0) - batch.response_mask.lengths
+    before = earned[starts] - earned[row_starts[rows]]
+    outcome = torch.segment_reduce(rewards.values.double(), "sum", lengths=rewards.lengths)
     lengths = ends.diff(prepend=ends.new_tensor([-1]))
-    turns, values = batch.with_rows(lengths, rows), torch.zeros_like(rewards.values)
-    values[turns.last_sampled] = to_go.to(values.dtype)
-    return turns, Ragged(values, lengths)
+    turns = batch.with_rows(lengths, rows)
+    values = rewards.values.masked_fill(rewards.spread(is_cut), 0.0)
+    to_go = (outcome[rows] - before).to(values.dtype)
+    values[turns.last_sampled[is_cut[rows]]] = to_go[is_cut[rows]]
+    return turns, Ragged(values, lengths), 1.0 / rows.bincount()[rows].double()
 
 
 def _turns(mask: Ragged, sequences: Tensor) -> tuple[Tensor, Tensor]:
