@@ -12,6 +12,9 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import in_chunks
 from hybridrl.trainer.errors import RunStopped
 
+# Tokens without a difference that each engine's mean counts, too. With partial rollouts an engine
+# may have two tokens of the present weights, and single tokens differ by many times the mean.
+CALM_TOKENS = 100
 METRICS = (
     "rollout/log_prob_diff_mean",
     "rollout/log_prob_diff_engine_max",
@@ -25,7 +28,8 @@ def check_rollout_log_probs(
 ) -> dict[str, float | None]:
     """Compare rollout_log_probs with old_log_probs on the `current_tokens` of each engine.
 
-    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks.
+    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks. The
+    mean of n tokens is their sum / (n + CALM_TOKENS).
 
     Returns:
         rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and
@@ -40,13 +44,15 @@ def check_rollout_log_probs(
         return dict.fromkeys(METRICS)
     compared = (batch.rollout_log_probs.values, batch.old_log_probs.values)
     difference = in_chunks(partial(log_prob_difference, top_p=top_p), *compared)
-    means = _mean_by_engine(batch, difference, mask)
+    sums, counts = _by_engine(batch, difference, mask)
+    means = {k: sums[k] / (counts[k] + CALM_TOKENS) for k in sums}
     wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
     if wrong:
         versions = ", ".join(map(str, batch.weight_version.unique().tolist()))
         found = "".join(
-            f"\n  rollout engine {k} ({where(k)}): {mean:.3g} nats per token in the mean"
-            for k, mean in wrong.items()
+            f"\n  rollout engine {k} ({where(k)}): {sums[k] / counts[k]:.3g} nats per token in the "
+            f"mean of {counts[k]} tokens"
+            for k in wrong
         )
         raise RunStopped(
             f"rollout_log_probs and old_log_probs differ by more than trainer.max_log_prob_diff = "
@@ -79,15 +85,18 @@ def current_tokens(batch: RolloutBatch, version: int, *, keep_kv: bool) -> Tenso
     return is_current & batch.responses.spread(older == 0)
 
 
-def _mean_by_engine(batch: RolloutBatch, difference: Tensor, mask: Tensor) -> dict[int, float]:
-    """Compute the mean over the masked tokens of each engine, by its index."""
+def _by_engine(
+    batch: RolloutBatch, difference: Tensor, mask: Tensor
+) -> tuple[dict[int, float], dict[int, int]]:
+    """Return the sum over the masked tokens of each engine that has any, and their number."""
     assert batch.engine is not None
     sampled = difference if bool(mask.all()) else difference.masked_fill(~mask, 0.0)
     of_rows = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths)
     totals = torch.bincount(batch.engine, weights=of_rows.double())
     of_mask = batch.responses.like(mask).counts()
-    counts = torch.bincount(batch.engine, weights=of_mask.double())
-    return {k: float(totals[k] / counts[k]) for k in counts.nonzero().flatten().tolist()}
+    counts = torch.bincount(batch.engine, weights=of_mask.double()).long()
+    found = counts.nonzero().flatten().tolist()
+    return {k: float(totals[k]) for k in found}, {k: int(counts[k]) for k in found}
 
 
 def adapter_share(batch: RolloutBatch, mask: Tensor, *, top_p: float) -> dict[str, float | None]:
