@@ -189,7 +189,7 @@ class PPOTrainer(TrainingLoop):
             found = {name: outcome.value for name, outcome in outcomes.items()}
             if self.workers.reward_model is not None:
                 weight, scores = self.config.reward_model.weight, found.pop("model_scores")
-                rewarded, metrics = add_model_scores(rewarded, scores, weight)
+                rewarded, metrics = add_model_scores(rewarded, batch, scores, weight)
                 self.metrics |= metrics
             scores = self.token_scores(sampled, rewarded, step)
             scored = replace(batch, scores=scores, baseline_rewards=baseline)

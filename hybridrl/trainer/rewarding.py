@@ -101,11 +101,12 @@ def baseline_rewards(
 
 
 def add_model_scores(
-    rewarded: Rewarded, per_token: Ragged, weight: float
+    rewarded: Rewarded, batch: RolloutBatch, per_token: Ragged, weight: float
 ) -> tuple[Rewarded, dict[str, float]]:
     """Compute score + weight * reward model's score; reward/model_mean is unweighted.
 
-    The reward model's score of a response is on its last token.
+    The reward model's score of a response is on its last token. That of an agent's episode is the
+    mean over its token sequences, each with the weight of its sampled tokens.
 
     Raises:
         RunStopped: a score of the model is NaN or infinite.
@@ -116,9 +117,24 @@ def add_model_scores(
             f"the reward model scored {wrong} of {len(scores)} responses NaN or infinite; "
             f"try fsdp.param_dtype=float32, or another checkpoint"
         )
+    scores = _of_episodes(scores, batch)
     pairs = zip(rewarded.scores, scores.tolist(), strict=True)
     total = [score + weight * more for score, more in pairs]
-    return replace(rewarded, scores=total), {"reward/model_mean": float(scores.mean())}
+    mean = float(scores[batch.last_of_episodes].mean())
+    return replace(rewarded, scores=total), {"reward/model_mean": mean}
+
+
+def _of_episodes(scores: Tensor, batch: RolloutBatch) -> Tensor:
+    """Return [B], for each response the mean of `scores` [B] over its episode."""
+    if batch.episode is None:
+        return scores
+    _, index = batch.episode.unique_consecutive(return_inverse=True)
+    tokens = batch.response_mask.counts().double()
+    zeros = torch.zeros_like(scores)
+    # Of an episode that sampled nothing, sequences weigh the same.
+    weights = tokens.where(zeros.index_add(0, index, tokens)[index] > 0, 1.0)
+    sums, totals = (zeros.index_add(0, index, values) for values in (weights * scores, weights))
+    return (sums / totals)[index]
 
 
 def overlong_shaping(config: RunConfig, lengths: Tensor) -> Tensor:

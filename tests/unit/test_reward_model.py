@@ -16,6 +16,7 @@ from hybridrl.rewards.none import score
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.rewarding import Rewarded, add_model_scores
 from hybridrl.trainer.tracking.header import header_lines
+from tests.batches import batch_of
 from tests.role_configs import fsdp_config, reward_model_config
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
@@ -29,7 +30,8 @@ def model_scores(*last):
 def test_scores_are_added_with_their_weight():
     """1 - 0.5 * 4 = -1; 0 - 0.5 * -0.2 = 0.1; the model's mean (4 - 0.2) / 2 has no weight."""
     by_function = Rewarded(["a", "b"], [1.0, 0.0], [])
-    rewarded, metrics = add_model_scores(by_function, model_scores(4.0, -0.2), -0.5)
+    scores = model_scores(4.0, -0.2)
+    rewarded, metrics = add_model_scores(by_function, batch_of([3, 1]), scores, -0.5)
     assert rewarded.scores == pytest.approx([-1.0, 0.1])
     assert rewarded.texts == ["a", "b"]
     assert metrics == {"reward/model_mean": pytest.approx(1.9)}
@@ -38,7 +40,21 @@ def test_scores_are_added_with_their_weight():
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_ends_the_run(wrong):
     with pytest.raises(RunStopped, match="scored 1 of 2 responses NaN or infinite"):
-        add_model_scores(Rewarded(["a", "b"], [1.0, 0.0], []), model_scores(wrong, 1.0), 1.0)
+        by_function, scores = Rewarded(["a", "b"], [1.0, 0.0], []), model_scores(wrong, 1.0)
+        add_model_scores(by_function, batch_of([3, 1]), scores, 1.0)
+
+
+def test_an_episode_has_one_score_the_mean_of_its_sequences_by_sampled_tokens():
+    """Of 1 and 3 sampled tokens: (4 + 3 * 0) / 4 = 1; the second episode sampled none in two."""
+    batch = batch_of([2, 3, 1, 1])
+    sampled = torch.tensor([True, False, True, True, True, False, False])
+    mask, episode = batch.responses.like(sampled), torch.tensor([0, 0, 1, 1])
+    batch = replace(batch, response_mask=mask, episode=episode)
+    scores = batch.responses.like(torch.tensor([9.0, 4.0, 9.0, 9.0, 0.0, 2.0, 4.0]))
+    by_function = Rewarded(list("abcd"), [0.5, 0.5, 0.0, 0.0], [])
+    rewarded, metrics = add_model_scores(by_function, batch, scores, 2.0)
+    assert rewarded.scores == [2.5, 2.5, 6.0, 6.0]
+    assert metrics == {"reward/model_mean": 2.0}
 
 
 def test_no_reward_is_0():
