@@ -206,6 +206,7 @@ class Policy:
         """Yield the text of a completion in pieces; record its tokens before the last one."""
         completion, start, request, ask = begun
         record, stream = episode.record, TextStream(self.text, ask.stop, in_pieces=in_pieces)
+        context = episode.settings.context
 
         def end(reason: str) -> None:
             completion.reason, completion.text, completion.stop = reason, stream.text, stream.stop
@@ -224,7 +225,8 @@ class Policy:
                     name=completion.name,
                     messages=ask.prompt.messages,
                     trained=trained,
-                    truncated=reason == LENGTH,
+                    # Not where the client's own max_tokens ended it.
+                    truncated=reason == LENGTH and len(start.prompt) + len(tokens) >= context,
                 )
                 episode.forget_old()
 

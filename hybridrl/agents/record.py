@@ -50,8 +50,8 @@ class TokenSequence:
     """Tokens of a conversation of an episode; those of prompts have the log-prob 0.
 
     `versions` are those of the weights that sampled them, `NO_VERSION` for prompts. `trained` is
-    true on sampled tokens, unless their sampling parameters forbid to train them. `messages` are
-    those of its last request.
+    true on sampled tokens, unless their sampling parameters forbid to train them. `truncated`: the
+    context was full at the end of the last turn. `messages` are those of its last request.
     """
 
     ids: list[int]

@@ -182,8 +182,21 @@ def test_text_that_the_program_adds_is_context(served):
     answer = chat(client, QUESTION, begun, extra_body=own, max_tokens=3)
     batch = served.batch(episode)
     assert int(batch.response_mask.values.sum()) == answer.usage.completion_tokens == 3
-    assert batch.truncated.tolist() == [True] and answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].finish_reason == "length"
     assert served.endpoint.policy.text.decode(batch.prompts.values.tolist()).endswith("3 + 4 =")
+
+
+@pytest.mark.parametrize("limit", [None, 2, 3, 100])
+def test_only_a_full_context_is_truncation_not_a_clients_own_limit(served, limit):
+    episode, encode = served.episode(), served.endpoint.policy.text.encode
+    (pen,) = encode(" pens", encode(" pens", None)[-1])
+    text = served.endpoint.policy.text.decode([pen] * (CONTEXT - 3))
+    assert len(encode(text, None)) == CONTEXT - 3
+    asked = {"model": "policy", "prompt": text} | ({"max_tokens": limit} if limit else {})
+    answer = client_of(served, episode.key).completions.create(**asked)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == (limit if limit == 2 else 3)
+    assert served.batch(episode).truncated.tolist() == [limit != 2]
 
 
 def test_responses_streamed_or_not(served):
