@@ -103,7 +103,12 @@ class Served:
 
     def batch(self, episode: Episode) -> RolloutBatch:
         """End an episode, and return its batch, of which each trained token was sampled."""
-        self.endpoint.server.call(self.endpoint.policy.close, [episode.key])
+    def repeat(self, episode: Episode, attempt: str) -> str:
+        """Begin another attempt of an episode, and return its key."""
+        self.endpoint.server.call(self.endpoint.policy.repeat, episode.name, attempt)
+        return f"{episode.name}.{attempt}"
+
+        (episode,) = self.endpoint.server.call(self.endpoint.policy.close, [episode.name])
         result = EpisodeResult(0, 0, [5, 6], episode.record, 1.0, 0)
         batch = batch_of([result], 0, self.endpoint.end_token)
         unused = dict(self.sampled.tokens)

@@ -41,7 +41,7 @@ class Episode:
     """One run of a program.
 
     Attributes:
-        key: authorises requests and names the episode.
+        key: authorises requests: the episode's name, and in a repeated attempt `.<attempt>`.
         seed_parts: from which its seeds derive: run seed, step, prompt, sample.
         engine: index of the engine that samples all its requests.
         raw: sampled text by the assistant message that was returned for it.
@@ -49,7 +49,6 @@ class Episode:
         asked: how often each request was made, and `seeded` each with a seed of its own.
         open: progress of the requests that are being sampled.
         is_open: accepts requests.
-        attempt: of the program, which may be repeated; the last one counts.
     """
 
     key: str
@@ -63,13 +62,17 @@ class Episode:
     seeded: Counter[bytes] = field(default_factory=Counter)
     open: "dict[str, asyncio.Queue[Progress]]" = field(default_factory=dict)
     is_open: bool = True
-    attempt: str = ""
 
-    def begin_anew(self, attempt: str) -> None:
-        """Forget what an earlier attempt of the program has sampled."""
-        self.record = EpisodeRecord(self.record.encode, self.record.most)
-        self.raw, self.answers, self.attempt = {}, {}, attempt
-        self.asked, self.seeded = Counter(), Counter()
+    @property
+    def name(self) -> str:
+        """Key of the first attempt."""
+        return self.key.partition(".")[0]
+
+    def repeated(self, attempt: str) -> "Episode":
+        """Return the episode for another attempt of its program: nothing is recorded."""
+        fixed = self.seed_parts, self.engine, self.settings
+        record = EpisodeRecord(self.record.encode, self.record.most)
+        return Episode(f"{self.name}.{attempt}", *fixed, record)
 
     def forget_old(self) -> None:
         """Forget the oldest answers and requests, unless all token sequences are remembered."""

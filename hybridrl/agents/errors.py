@@ -27,3 +27,13 @@ def refused_parameter(name: str, value: object, why: str) -> RequestError:
     """Return the error of a parameter that cannot be honoured."""
     message = f"Unsupported parameter: {name} = {value!r}. {why}"
     return RequestError(message, param=name, code="unsupported_parameter")
+
+
+def too_long(context: int, has: str) -> RequestError:
+    """Return the error of a prompt that leaves no room for a token, of which it `has` so many."""
+    return RequestError(
+        f"This model's maximum context length is {context} tokens (rollout.max_prompt_tokens + "
+        f"max_response_tokens); the prompt has {has}.",
+        param="messages",
+        code="context_length_exceeded",
+    )

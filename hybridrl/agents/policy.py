@@ -24,7 +24,7 @@ from hybridrl.agents.episode import (
     as_mapping,
     message_key,
 )
-from hybridrl.agents.errors import RequestError, refused_parameter
+from hybridrl.agents.errors import RequestError, refused_parameter, too_long
 from hybridrl.agents.record import Start
 from hybridrl.agents.text import ModelText, TextStream
 from hybridrl.data.live import FAILED, LiveRequest, Progress
@@ -67,33 +67,37 @@ class Policy:
 
     def open(self, episode: Episode) -> None:
         """Accept the requests of an episode."""
-        self._episodes[episode.key] = episode
+        self._episodes[episode.name] = episode
 
-    def close(self, keys: Sequence[str]) -> None:
+    def close(self, names: Sequence[str]) -> list[Episode]:
         """End episodes: refuse their requests and drop open ones, whose tokens do not count."""
-        for key in keys:
-            episode = self._episodes.pop(key)
+        episodes = [self._episodes.pop(name) for name in names]
+        for episode in episodes:
             episode.is_open = False
             episode.wake()
+        return episodes
+
+    def repeat(self, name: str, attempt: str) -> None:
+        """Begin another attempt of an episode; the keys of earlier ones are refused from now on."""
+        if name in self._episodes:
+            (earlier,) = self.close([name])
+            self.open(earlier.repeated(attempt))
 
     def close_all(self) -> None:
         """End all episodes."""
         self.close([*self._episodes])
 
     def episode(self, key: str) -> Episode:
-        """Return the episode of a key, `<key of the episode>.<attempt>`.
+        """Return the episode of a key.
 
         Raises:
-            RequestError: no open episode has this key.
+            RequestError: no open episode has this key, or an earlier attempt of it had.
         """
-        name, _, attempt = key.partition(".")
-        if name not in self._episodes:
+        episode = self._episodes.get(key.partition(".")[0])
+        if episode is None or episode.key != key:
             raise RequestError(
                 "Incorrect API key: no running episode has it.", 401, code="invalid_api_key"
             )
-        episode = self._episodes[name]
-        if attempt != episode.attempt:
-            episode.begin_anew(attempt)
         return episode
 
     def render(self, episode: Episode, messages: Sequence[dict[str, Any]], **options: Any) -> str:
@@ -121,10 +125,10 @@ class Policy:
         context, text = episode.settings.context, ask.prompt.text
         # Other episodes would wait until a long text is tokenised.
         if len(text) > context * self.text.longest:
-            raise _too_long(context, f"more: {len(text)} characters")
+            raise too_long(context, f"more: {len(text)} characters")
         start = episode.record.start(text)
         if not 0 < len(start.prompt) < context:
-            raise _too_long(context, str(len(start.prompt)))
+            raise too_long(context, str(len(start.prompt)))
         if any(not 0 <= token < self.text.size for token in ask.sampling.get("logit_bias", ())):
             why = f"The model's tokens are 0 to {self.text.size - 1}."
             raise refused_parameter("logit_bias", ask.sampling["logit_bias"], why)
@@ -214,7 +218,7 @@ class Policy:
             for values in sampled:
                 del values[stream.used :]
             completion.raw = self.text.without_end(completion.tokens)
-            if (tokens := completion.tokens) and episode.is_open and episode.record is record:
+            if (tokens := completion.tokens) and episode.is_open:
                 text, trained = self.text.decode(tokens, special=True), not ask.sampling
                 said = {"role": "assistant", "content": completion.text}
                 episode.answers[completion.name] = said
@@ -232,7 +236,7 @@ class Policy:
 
         queue = episode.open[request.request_id] = self._engines.submit(request)
         try:
-            while episode.is_open and episode.record is record and not completion.has_ended:
+            while episode.is_open and not completion.has_ended:
                 progress = await queue.get()
                 piece = stream.add(progress.tokens)
                 completion.tokens += progress.tokens
@@ -295,12 +299,3 @@ class Policy:
             in_pieces=in_pieces,
             sampling=sampling,
         )
-
-
-def _too_long(context: int, has: str) -> RequestError:
-    return RequestError(
-        f"This model's maximum context length is {context} tokens (rollout.max_prompt_tokens + "
-        f"max_response_tokens); the prompt has {has}.",
-        param="messages",
-        code="context_length_exceeded",
-    )

@@ -71,13 +71,14 @@ def app_of(policy: Policy) -> FastAPI:
 
 def _handler(policy: Policy, form: Format) -> Handler:
     async def handle(request: Request) -> Response:
-        episode = policy.episode(_key(request))
+        policy.episode(key := _key(request))  # else its body is not read
         asked = form.parse(await _body(request))
         ask = form.ask(policy, episode, asked)
         begun = policy.begin(episode, ask, asked.count, in_pieces=bool(asked.stream))
         if asked.stream:
             pieces = policy.pieces(episode, begun)
             events = _until_the_end(form, form.events(policy, episode, asked, pieces))
+        episode = policy.episode(key)  # meanwhile another attempt may have begun
             return StreamingResponse(events, media_type="text/event-stream")
         found = await _unless_gone(request, policy.complete(episode, begun))
         return JSONResponse(form.answer(policy, episode, asked, found))

@@ -8,7 +8,6 @@ commands.py runs other programs.
 
 import os
 import resource
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,11 +68,9 @@ def program_task(
     http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
 
     async def episode(job: Job) -> Reward:
-        # A repeated episode begins anew: the endpoint knows it by the second half of the key.
-        key = f"{job.key}.{secrets.token_hex(4)}"
         bypass_proxies(job.url)
         client = AsyncOpenAI(
-            base_url=job.url, api_key=key, http_client=http, max_retries=0, timeout=None
+            base_url=job.url, api_key=job.key, http_client=http, max_retries=0, timeout=None
         )
         with output.of_episode():
             return as_reward(await program(job.task, client, **args), function)

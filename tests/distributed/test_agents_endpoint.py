@@ -502,9 +502,43 @@ def test_a_connection_that_is_idle_between_turns_is_kept(served):
 
 def test_a_repeated_episode_begins_anew(served):
     episode = served.episode(5)
-    first = chat(client_of(served, f"{episode.key}.a"), QUESTION)
-    again = chat(client_of(served, f"{episode.key}.b"), QUESTION)
+    first = chat(client_of(served, episode.key), QUESTION)
+    again = chat(client_of(served, served.repeat(episode, "b")), QUESTION)
     assert said(first) == said(again)
+    assert served.batch(episode).turns.tolist() == [1]
+
+
+@pytest.mark.parametrize("path", ["models", "transcript", "chat/completions"])
+def test_a_key_that_the_pool_did_not_name_is_refused_and_changes_nothing(served, path):
+    """A policy with a shell could hide its bad turns otherwise."""
+    episode = served.episode()
+    client = client_of(served, episode.key)
+    first = chat(client, QUESTION)
+    for key in (f"{episode.key}.x", f"{episode.key}.", f".{episode.key}", "", "."):
+        send = httpx.post if path.startswith("chat") else httpx.get
+        found = send(f"{served.url}/{path}", headers={"x-api-key": key})
+        assert found.status_code == 401
+    more = chat(client, QUESTION, said(first), QUESTION)
+    assert more.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
+    assert served.batch(episode).turns.tolist() == [2]
+
+
+def test_late_requests_of_an_earlier_attempt_change_nothing(served):
+    """One of which the body was still to come, one that is being sampled, and a new one."""
+    episode = served.episode()
+    client = client_of(served, episode.key)
+    with connected(served) as link, chat(client, QUESTION, stream=True, n=64) as stream:
+        next(stream)
+        link.sendall(posted(episode.key)[:-20])
+        again = client_of(served, served.repeat(episode, "b"))
+        chat(again, QUESTION)
+        link.sendall(posted(episode.key)[-20:])
+        assert b"401" in read_all(link)
+        for _ in stream:
+            pass
+    with pytest.raises(openai.AuthenticationError):
+        chat(client, QUESTION)
+    assert not episode.is_open and not episode.open
     assert served.batch(episode).turns.tolist() == [1]
 
 

@@ -41,6 +41,7 @@ class Agents:
     begun: list[tuple[int, int, int]] = field(default_factory=list)
     lengths: dict[str, int] = field(default_factory=dict)
     open: dict[str, Running] = field(default_factory=dict)
+    episodes: dict[str, SimpleNamespace] = field(default_factory=dict)
     failures: FailureReasons = field(default_factory=FailureReasons)
     draw: random.Random = field(default_factory=lambda: random.Random(1))
     stats: tuple[EngineStats, ...] = (EngineStats(1, 1.0, 0.5), EngineStats(0, 0.0, 0.0))
@@ -52,15 +53,15 @@ class Agents:
             self.begun.append((step, asked.prompt_id, sample))
             self.lengths[key] = min(self.longest, int(self.draw.lognormvariate(1, 1)))
             record = EpisodeRecord(lambda text, last: [1, 2])
-            episode = SimpleNamespace(key=key, engine=engine, record=record)
-            new.append(Running(asked, episode, Future()))
-        self.open |= {one.episode.key: one for one in new}
+            self.episodes[key] = SimpleNamespace(engine=engine, record=record)
+            new.append(Running(asked, key, Future()))
+        self.open |= {one.name: one for one in new}
         return new
 
     def run(self, is_enough):
         while not is_enough():
             for key, one in list(self.open.items()):
-                record, done = one.episode.record, self.lengths[key]
+                record, done = self.episodes[key].record, self.lengths[key]
                 turns = sum(len(sequence.turns) for sequence in record.sequences)
                 if turns < done:
                     text = record.sequences[0].text if turns else ""
@@ -81,11 +82,11 @@ class Agents:
 
     def _result(self, one: Running, found: float | Failure) -> EpisodeResult:
         reward, failure = found, 0
-        turns = {f"chatcmpl-{one.episode.key}t0": 0.25}
+        turns, episode = {f"chatcmpl-{one.name}t0": 0.25}, self.episodes[one.name]
         if isinstance(found, Failure):
             reward, failure = -1.0, self.failures.number(found.kind, found.reason)
             turns = {}
-        return EpisodeResult(0, one.episode.engine, [1], one.episode.record, reward, failure, turns)
+        return EpisodeResult(0, episode.engine, [1], episode.record, reward, failure, turns)
 
 
 def assert_first_turns_are_rewarded(batch: RolloutBatch) -> None:

@@ -60,6 +60,9 @@ async def run(task, client, *, scale):
     return scale * len(task.messages)
 """
 
+KEEPS_KEY = """open({keys!r}, "a").write(client.api_key + chr(10)); await asyncio.sleep(0.5)
+    """
+
 
 MEETING = """
 import asyncio
@@ -136,6 +139,22 @@ def test_as_many_programs_run_at_the_same_time_as_allowed(tmp_path):
     with ProgramPool(replace(settings, num_processes=3, timeout_s=30.0)) as pool:
         found = results(pool, [job(str(number)) for number in range(8)])
     assert found == [Reward(1.0, {})] * 8
+
+
+def test_a_program_that_is_repeated_has_a_new_key_that_was_named_before(tmp_path):
+    """In the company of one that kills its process; before, the endpoint is told."""
+    file, keys = tmp_path / "agent.py", tmp_path / "keys.txt"
+    file.write_text(PROGRAM.replace("match task", KEEPS_KEY.format(keys=str(keys)) + "match task"))
+    settings, told = config(f"{file}:run", scale=0.5), []
+    settings.num_processes = 1
+    with ProgramPool(settings) as pool:
+        pool.on_repeat = lambda *names: told.append((names, len(keys.read_text().split())))
+        found = results(pool, [job("hang"), job("die"), job("die")])
+    assert all(isinstance(one, Failure) for one in found)
+    begun = keys.read_text().split()
+    assert begun[:3] == ["key-1"] * 3 and len({*begun}) == 4
+    assert begun[3:] == [f"{name}.{attempt}" for (name, attempt), _ in told]
+    assert [count for _, count in told] == [3, 3, 3]
 
 
 def test_the_end_of_a_coroutines_output_is_kept_with_its_failure(tmp_path, capfd):

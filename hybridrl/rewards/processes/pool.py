@@ -61,6 +61,7 @@ class TaskPool:
         num_processes: None: one per core that this process may use, at most `most`.
         what: name of results and processes in logs and errors ("reward").
         read: decodes a value from its JSON form; may raise TypeError and ValueError.
+        repeated: what an item is replaced by before it is computed again.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class TaskPool:
         read: Callable[[Any], Any],
         *,
         most: int = MAX_PROCESSES,
+        repeated: Callable[[Any], Any] = lambda item: item,
     ) -> None:
         count = num_processes or min(len(os.sched_getaffinity(0)), most)
-        self._setup = setup
-        self._what = what
-        self._read = read
+        self._setup, self._what = setup, what
+        self._read, self._repeated = read, repeated
         self._failed: Counter[str] = Counter()  # items by cause, see `_cause`
         self._failed_starts = 0
         self._is_stopped = False
@@ -103,8 +104,7 @@ class TaskPool:
         """
         self._waiting, self._results, results = deque(enumerate(items)), {}, dict[int, Any]()
         self._suspects.clear()
-        share = len(items) // (4 * len(self._processes))
-        chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
+        chunk_items = min(max(len(items) // (4 * len(self._processes)), 1), MAX_CHUNK_ITEMS)
         try:
             while len(results) < len(items):
                 results |= self.advance((), chunk_items=chunk_items)
@@ -234,10 +234,10 @@ class TaskPool:
         exit_code = self._replace(process)
         if not process.pending:
             return
-        if process.is_async and len(process.pending) > 1:
-            self._suspects.extend(process.pending.items())
+        (index, _), *others = begun = [*process.pending.items()]
+        if process.is_async and others:
+            self._suspects.extend((number, self._repeated(item)) for number, item in begun)
             return
-        (index, _), *others = process.pending.items()
         self._waiting.extendleft(reversed(others))
         if index == START:
             self._count_failed_start(exit_code)

@@ -32,7 +32,7 @@ class Running(NamedTuple):
     """An episode whose program was started, and its reward or `Failure` once it has ended."""
 
     prompt: Prompt
-    episode: Episode
+    name: str
     found: Found
 
 
@@ -60,6 +60,7 @@ class AgentGenerator:
         self._endpoint = endpoint
         self._seed = seed
         self._programs, self._prompts = programs, prompts
+        programs.on_repeat = self._repeat
         self.failures, self._failed_score = failures, failed_score
         self._has_branched = self._has_unknown = False
 
@@ -113,7 +114,8 @@ class AgentGenerator:
         found = self._programs.begin(jobs)
         for one in found:
             one.add_done_callback(endpoint.engines.wake)
-        return [Running(prompt, *both) for both in zip(episodes, found, strict=True)]
+        names = [episode.name for episode in episodes]
+        return [Running(prompt, *both) for both in zip(names, found, strict=True)]
 
     def run(self, is_enough: Callable[[], bool]) -> None:
         """Sample until it is enough; it is asked again when a program has ended."""
@@ -121,11 +123,12 @@ class AgentGenerator:
 
     def end(self, running: Sequence[Running]) -> list[EpisodeResult]:
         """Return the results of episodes whose programs have ended."""
-        keys = [one.episode.key for one in running]
-        self._endpoint.server.call(self._endpoint.policy.close, keys)
+        names = [one.name for one in running]
+        episodes = self._endpoint.server.call(self._endpoint.policy.close, names)
         found = [one.found.result() for one in running]
         self._programs.log(found)
-        results = [self._result(*both) for both in zip(running, found, strict=True)]
+        prompts = [one.prompt for one in running]
+        results = [self._result(*one) for one in zip(prompts, episodes, found, strict=True)]
         self._note_branch(results)
         return results
 
@@ -134,8 +137,13 @@ class AgentGenerator:
         version = self._endpoint.engines.served[0].weight_version
         return batch_of(results, version, self._endpoint.end_token)
 
-    def _result(self, running: Running, found: Reward | Failure) -> EpisodeResult:
-        (prompt, episode, _), record = running, running.episode.record
+    def _repeat(self, name: str, attempt: str) -> None:
+        """Note that the program of an episode begins anew, before it does; called in any thread."""
+        loop, policy = self._endpoint.server.loop, self._endpoint.policy
+        loop.call_soon_threadsafe(policy.repeat, name, attempt)
+
+    def _result(self, prompt: Prompt, episode: Episode, found: Reward | Failure) -> EpisodeResult:
+        record = episode.record
         if isinstance(found, Reward) and (reason := unknown_turns(record, found.turns)):
             if not self._has_unknown:
                 self._has_unknown = True

@@ -1,7 +1,8 @@
 """Processes of agent programs."""
 
+import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import count
@@ -22,14 +23,26 @@ Found = Future[Any]
 
 
 class ProgramPool:
-    """Processes of the programs, which run while the caller does other things."""
+    """Processes of the programs, which run while the caller does other things.
+
+    Attributes:
+        on_repeat: called with an episode's name and a new attempt's, before its program runs again.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         options = {"memory_mb": config.memory_mb}
         setup = Setup(
             TASK, config.function, config.args, config.timeout_s, config.concurrency, options
         )
-        self._pool = TaskPool(setup, config.num_processes, "agent", read_reward, most=MAX_PROCESSES)
+        self._pool = TaskPool(
+            setup,
+            config.num_processes,
+            "agent",
+            read_reward,
+            most=MAX_PROCESSES,
+            repeated=self._repeated,
+        )
+        self.on_repeat: Callable[[str, str], None] = lambda name, attempt: None
         self._new: SimpleQueue[tuple[Job, Found]] = SimpleQueue()
         self._numbers, self._found = count(), dict[int, Found]()
         self._bell, self._ring = socket.socketpair()
@@ -83,4 +96,10 @@ class ProgramPool:
         while not self._new.empty():
             (job, found), number = self._new.get(), next(self._numbers)
             self._found[number] = found
+    def _repeated(self, job: Job) -> Job:
+        """Return a job for another attempt: with a key that earlier attempts cannot know."""
+        name, attempt = job.key.partition(".")[0], secrets.token_urlsafe(16)
+        self.on_repeat(name, attempt)
+        return job._replace(key=f"{name}.{attempt}")
+
             yield number, job

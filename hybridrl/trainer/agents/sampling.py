@@ -27,7 +27,7 @@ from hybridrl.trainer.sampling.partial import PartialSampling, open_places
 class PartialAgents(PartialSampling):
     """Sampling whose episodes may take several steps. `parts` are those of `PartialSampling`.
 
-    The `state` of a draft is the key of its running episode, then the token sequences of the ended
+    The `state` of a draft is the name of its running episode, then the token sequences of the ended
     one and the rewards of its turns.
     """
 
@@ -66,9 +66,9 @@ class PartialAgents(PartialSampling):
         ]
         samples = [group.first_sample + index for index in new]
         begun = self._agents.begin(group.prompt, group.step, samples, self._engine_of(group))
-        self._running |= {one.episode.key: one for one in begun}
-        keys = {k: one.episode.key for k, one in zip(new, begun, strict=True)}
-        return group.with_drafts({k: replace(group.drafts[k], state=keys[k]) for k in new})
+        self._running |= {one.name: one for one in begun}
+        names = {k: one.name for k, one in zip(new, begun, strict=True)}
+        return group.with_drafts({k: replace(group.drafts[k], state=names[k]) for k in new})
 
     def _has_ended(self, draft: Draft) -> bool:
         return draft.finished or self._running[draft.state].found.done()
