@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from hybridrl.agents.chat import Chat
+from hybridrl.agents.connections import connection_class
 from hybridrl.agents.errors import RequestError
 from hybridrl.agents.format import MODEL, Format, event
 from hybridrl.agents.messages import Messages
@@ -26,6 +28,8 @@ from hybridrl.agents.text_completions import TextCompletions
 log = logging.getLogger(__name__)
 # Places where the endpoint has failed, which were logged.
 _logged: set[tuple[str, int | None]] = set()
+# Header of an answer to a request without a valid key.
+CLOSE = {"Connection": "close"}
 GONE = "The client has closed the connection."
 
 # Largest body of a request.
@@ -46,7 +50,8 @@ FORMATS: Mapping[str, type[Format]] = {
 
 def app_of(policy: Policy) -> FastAPI:
     """Return the web application of the endpoint."""
-    app = FastAPI(openapi_url=None, exception_handlers={404: _no_route, 405: _no_route})
+    no_route = partial(_no_route, policy)
+    app = FastAPI(openapi_url=None, exception_handlers={404: no_route, 405: no_route})
     for path, form in FORMATS.items():
         app.add_route(path, _with_errors(form(), _handler(policy, form())), methods=["POST"])
 
@@ -73,12 +78,12 @@ def _handler(policy: Policy, form: Format) -> Handler:
     async def handle(request: Request) -> Response:
         policy.episode(key := _key(request))  # else its body is not read
         asked = form.parse(await _body(request))
+        episode = policy.episode(key)  # meanwhile another attempt may have begun
         ask = form.ask(policy, episode, asked)
         begun = policy.begin(episode, ask, asked.count, in_pieces=bool(asked.stream))
         if asked.stream:
             pieces = policy.pieces(episode, begun)
             events = _until_the_end(form, form.events(policy, episode, asked, pieces))
-        episode = policy.episode(key)  # meanwhile another attempt may have begun
             return StreamingResponse(events, media_type="text/event-stream")
         found = await _unless_gone(request, policy.complete(episode, begun))
         return JSONResponse(form.answer(policy, episode, asked, found))
@@ -95,7 +100,7 @@ def _with_errors(form: Format, handle: Handler) -> Handler:
         except Exception as error:
             # uvicorn would close the connection, at which a client's next request fails.
             found = _request_error(error)
-        return JSONResponse(form.error(found), found.status)
+        return JSONResponse(form.error(found), found.status, CLOSE if found.status == 401 else None)
 
     return answer
 
@@ -111,7 +116,7 @@ def _request_error(error: Exception) -> RequestError:
     return RequestError(f"The endpoint failed: {type(error).__name__}: {error}", 500)
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _no_route(policy: Policy, request: Request, error: Exception) -> Response:
     """Answer a request to a path or with a method that the endpoint does not have."""
     assert isinstance(error, HTTPException)
     url = f"{request.url.scheme}://{request.url.netloc}"
@@ -119,7 +124,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
         f"{request.method} {request.url.path}: {error.detail}. OpenAI's clients take the base URL "
     )
     found = RequestError(f"{why}{url}/v1, Anthropic's {url}.", error.status_code, code="not_found")
-    return JSONResponse({"type": "error"} | Chat().error(found), found.status)
+    headers = None
+    try:
+        policy.episode(_key(request))
+    except RequestError:
+        headers = CLOSE
+    return JSONResponse({"type": "error"} | Chat().error(found), found.status, headers)
 
 
 async def _until_the_end(form: Format, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -190,6 +200,8 @@ class EndpointServer:
             proxy_headers=False,
             timeout_graceful_shutdown=1,
             timeout_keep_alive=KEEP_ALIVE_S,
+            http=connection_class(),
+            ws="none",
         )
         self._server = uvicorn.Server(config)
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
