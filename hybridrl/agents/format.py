@@ -14,6 +14,9 @@ from hybridrl.agents.policy import Policy
 from hybridrl.config.choices import OtherSampling
 from hybridrl.rollout.constraints import check_constraint, check_sampling
 
+# Most stop strings of a request, of which OpenAI takes 4, and characters of each. Longer ones and
+# more would hold up all episodes while they are tokenised.
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 # The only model of the endpoint.
 MODEL = "policy"
 # Parameters that change nothing that is sampled.
@@ -134,7 +137,7 @@ class CompletionRequest(SamplingRequest):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return checked_stops("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
 
 
 class Format(ABC):
@@ -188,6 +191,20 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> str:
     """Return one server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+
+
+def checked_stops(name: str, stops: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the stop strings of the parameter `name`.
+
+    Raises:
+        RequestError: they are too many or too long.
+    """
+    longest = max(map(len, stops or ()), default=0)
+    if longest > MAX_STOP_CHARS or len(stops or ()) > MAX_STOPS:
+        has = f"{name} has {len(stops or ())} strings, the longest of {longest} characters"
+        limits = f"{MAX_STOPS} strings of {MAX_STOP_CHARS} characters"
+        raise RequestError(f"{has}, expected at most {limits}.", param=name)
+    return tuple(stops or ())
 
 
 def usage(found: Sequence[Completion]) -> dict[str, int]:

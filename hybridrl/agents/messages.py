@@ -10,7 +10,7 @@ from hybridrl.agents.chat import message_of, rendered, tools_of
 from hybridrl.agents.constraints import Constraint, constraint_of
 from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
 from hybridrl.agents.errors import RequestError, refused_parameter
-from hybridrl.agents.format import MODEL, Format, ToolsRequest, event
+from hybridrl.agents.format import MODEL, Format, ToolsRequest, checked_stops, event
 from hybridrl.agents.policy import Policy
 
 
@@ -27,7 +27,7 @@ class MessagesRequest(ToolsRequest):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return tuple(self.stop_sequences or ())
+        return checked_stops("stop_sequences", self.stop_sequences)
 
     def constraint(self) -> Constraint | None:
         """Return the constraint of the text, if any."""

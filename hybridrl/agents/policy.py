@@ -104,14 +104,14 @@ class Policy:
         """Render chat messages; an answer of the policy is rendered as it was sampled.
 
         Raises:
-            RequestError: the chat template refuses them.
+            RequestError: the chat template refuses them, or they are nested too deeply.
         """
-        known = [self._as_sampled(episode, message) for message in messages]
-        if options.get("continue_final_message"):
-            known[-1] = messages[-1]
         try:
+            known = [self._as_sampled(episode, message) for message in messages]
+            if options.get("continue_final_message"):
+                known[-1] = messages[-1]
             return self.text.render(known, **options)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:  # the latter of nested arguments of calls
             raise RequestError(f"The chat template refuses the messages: {error}") from error
 
     def begin(

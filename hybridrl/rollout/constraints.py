@@ -30,8 +30,13 @@ def check_constraint(fields: dict[str, Any]) -> None:
     """Check fields of vLLM's StructuredOutputsParams.
 
     Raises:
-        ValueError: xgrammar does not support the schema, or it is none.
+        ValueError: xgrammar does not support the schema, or it is none, or refers to another file.
     """
+    if (reference := _foreign_reference(fields.get("json"))) is not None:
+        raise ValueError(
+            f"$ref = {reference!r}, expected a part of the same schema (#/...): nothing is "
+            "downloaded, and without it the text would not be constrained."
+        )
     _check(json.dumps(fields))
 
 
@@ -47,3 +52,14 @@ def _check(fields: str) -> None:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=params))
     except VLLMValidationError as error:
         raise ValueError(str(error)) from error
+
+
+def _foreign_reference(schema: Any) -> str | None:
+    """Return a reference to something outside of a schema, if it has one."""
+    if isinstance(schema, dict):
+        own = schema.get("$ref")
+        if isinstance(own, str) and not own.startswith("#"):
+            return own
+        schema = list(schema.values())
+    parts = schema if isinstance(schema, list) else ()
+    return next((one for one in map(_foreign_reference, parts) if one is not None), None)
