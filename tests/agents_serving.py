@@ -24,6 +24,8 @@ from hybridrl.trainer.agents.engines import LiveEngines
 from tests.run_configs import run_config
 
 CONTEXT = 960
+# Before the embedded model's template, which leaves tools out; it changes what is sampled little.
+WITH_TOOLS = "{% if tools %}{{ '\\n' }}{% endif %}"
 
 
 class Sampled(LiveEngines):
@@ -101,13 +103,13 @@ class Served:
         parts = seeds or (self._count,)
         return self.endpoint.episode(f"key{self._count}", parts, 0, own)
 
-    def batch(self, episode: Episode) -> RolloutBatch:
-        """End an episode, and return its batch, of which each trained token was sampled."""
     def repeat(self, episode: Episode, attempt: str) -> str:
         """Begin another attempt of an episode, and return its key."""
         self.endpoint.server.call(self.endpoint.policy.repeat, episode.name, attempt)
         return f"{episode.name}.{attempt}"
 
+    def batch(self, episode: Episode) -> RolloutBatch:
+        """End an episode, and return its batch, of which each trained token was sampled."""
         (episode,) = self.endpoint.server.call(self.endpoint.policy.close, [episode.name])
         result = EpisodeResult(0, 0, [5, 6], episode.record, 1.0, 0)
         batch = batch_of([result], 0, self.endpoint.end_token)
@@ -138,6 +140,8 @@ def serving(folder: Path, *, tool_parser: str | None = "hermes") -> Iterator[Ser
         with patch("hybridrl.trainer.agents.endpoint.LiveEngines", Sampled):
             endpoint = Endpoint(config.rollout, group, "127.0.0.1", 0, tool_parser=tool_parser)
         served = Served(stack.enter_context(endpoint))
+        tokenizer = endpoint.policy.text._tokenizer
+        tokenizer.chat_template = WITH_TOOLS + tokenizer.chat_template
         engines = Thread(target=served.sample)
         engines.start()
         stack.callback(engines.join)

@@ -20,6 +20,10 @@ RESERVED = {
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
+UNSEEN_TOOLS = (
+    "The model's chat template leaves tools out, so that the model would never see them. Describe "
+    "them in a message and read calls from the text, or train a model whose template has tools."
+)
 TOOL_PARSER = "Set agent.tool_parser, or hybridrl serve --tool-parser, to the model's parser."
 
 
@@ -181,7 +185,7 @@ def tools_of(policy: Policy, tools: list[dict[str, Any]] | None) -> list[dict[st
     """Return the tools to render, in the form of chat completions; None without.
 
     Raises:
-        RequestError: one has no name, or the run has no parser of tool calls.
+        RequestError: one has no name, the model would not see them, or no parser finds calls.
     """
     if not tools:
         return None
@@ -195,6 +199,8 @@ def tools_of(policy: Policy, tools: list[dict[str, Any]] | None) -> list[dict[st
         ):
             why = "This tool is no function with a name, a description and a schema of parameters"
             raise RequestError(f"{why}: {tool}.", param="tools")
+    if not policy.text.has_tools:
+        raise refused_parameter("tools", "...", UNSEEN_TOOLS)
     if policy.parse_tools is None:
         raise refused_parameter("tools", "...", TOOL_PARSER)
     return tools

@@ -1,10 +1,11 @@
 """Text of the model: rendering, tokens, and the text of a completion while it is sampled."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.tokenizer import (
@@ -18,6 +19,8 @@ from hybridrl.data.sources.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# A tool, to see whether a chat template renders tools.
+PROBE = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
 # Character of an incomplete UTF-8 sequence in decoded text.
 INCOMPLETE = "�"
 # Sets of stop strings, and texts, whose tokens are remembered, and the other way round.
@@ -51,6 +54,16 @@ class ModelText:
         if not self._tokenizer.chat_template:
             return plain_text(list(messages))
         return rendered(self._tokenizer, messages, **{"add_generation_prompt": True} | options)
+
+    @cached_property
+    def has_tools(self) -> bool:
+        """False if the chat template leaves tools out, so that the model would never see them."""
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            with_tools = self.render(asked, tools=[{"type": "function", "function": PROBE}])
+            return with_tools != self.render(asked)
+        except TemplateError:  # which the request itself will meet
+            return True
 
     def encode(self, text: str, last: int | None) -> list[int]:
         """Return the token ids of a text after the token `last`; None: at the beginning."""
