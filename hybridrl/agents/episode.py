@@ -5,10 +5,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.config.choices import OtherSampling
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.live import Progress
 
 # Answers that are remembered, times the token sequences that are, where not all sequences are.
@@ -34,6 +35,13 @@ class Settings:
     training_top_p: float
     context: int
     other_sampling: OtherSampling
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, other_sampling: OtherSampling) -> Self:
+        """Return the sampling of training steps."""
+        usual = rollout.temperature, rollout.top_p
+        context = rollout.max_prompt_tokens + rollout.max_response_tokens
+        return cls(*usual, *usual, context, other_sampling)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hybridrl.app.trials import trial_problems
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import Verify, verify
 from hybridrl.config.annotations import Unusable
@@ -30,9 +31,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.distributed.background import without_collections
-from hybridrl.environments.base import trial_problems as environment_trial
 from hybridrl.models.resolve import FINAL
-from hybridrl.rewards.calls import trial_problems as reward_trial
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
 if TYPE_CHECKING:
@@ -224,11 +223,7 @@ def examine_data(result: Examined) -> "PromptSets | None":
         for problem in stop_problems(config.model, config.environment):
             report.add(problem, broken="environment.stop")
     if prompts is not None and not report.problems:
-        prompt = (prompts.train or prompts.held_out)[0]
-        if config.environment is not None:
-            report.problems += environment_trial(config.environment, prompt.example)
-        elif config.agent is None:
-            report.problems += reward_trial(config.reward, prompt.text, prompt.example)
+        report.problems += trial_problems(config, (prompts.train or prompts.held_out)[0])
     return prompts
 
 

@@ -55,14 +55,7 @@ class Endpoint:
         ends = stop_token_ids(plain_folder(rollout.model.path))
         parse = None if tool_parser is None else load_parser(tool_parser, tokenizer)
         self.end_token = ends[0] if ends else 0
-        self.settings = Settings(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            training_temperature=rollout.temperature,
-            training_top_p=rollout.top_p,
-            context=rollout.max_prompt_tokens + rollout.max_response_tokens,
-            other_sampling=other_sampling,
-        )
+        self.settings = Settings.of(rollout, other_sampling)
         self.engines = LiveEngines(group)
         self.policy = Policy(ModelText(tokenizer, ends), self.engines, parse)
         with without_collections():  # later ones would take a quarter of the server's time

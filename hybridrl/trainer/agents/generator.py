@@ -16,11 +16,11 @@ from typing import NamedTuple
 from hybridrl.agents.episode import Episode, Settings
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.environments.programs import Job, Reward, Task
+from hybridrl.environments.programs import Job, Reward
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
 from hybridrl.trainer.agents.endpoint import Endpoint
-from hybridrl.trainer.agents.programs import Found, ProgramPool
+from hybridrl.trainer.agents.programs import Found, ProgramPool, task_of
 from hybridrl.trainer.agents.turn_rewards import unknown_turns
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 from hybridrl.trainer.sampling.base import CallStats
@@ -110,7 +110,7 @@ class AgentGenerator:
             )
             for sample in samples
         ]
-        jobs = [Job(_task(prompt), endpoint.server.url, episode.key) for episode in episodes]
+        jobs = [Job(task_of(prompt), endpoint.server.url, episode.key) for episode in episodes]
         found = self._programs.begin(jobs)
         for one in found:
             one.add_done_callback(endpoint.engines.wake)
@@ -161,7 +161,3 @@ class AgentGenerator:
         if example and not self._has_branched:
             self._has_branched = True
             log.warning("an episode has several token sequences (agent/branches): %s", example)
-
-
-def _task(prompt: Prompt) -> Task:
-    return Task(prompt.example, [dict(message) for message in prompt.messages], prompt.text)

@@ -10,8 +10,9 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from hybridrl.config.schema import AgentConfig
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.distributed.background import run_in_background
-from hybridrl.environments.programs import Job, read_reward
+from hybridrl.environments.programs import Job, Task, read_reward
 from hybridrl.rewards.processes.messages import Indexed, Setup
 from hybridrl.rewards.processes.pool import TaskPool
 
@@ -20,6 +21,11 @@ TASK = "hybridrl.environments.programs.program_task"
 MAX_PROCESSES = 16
 # `Reward` of an episode, or `Failure`.
 Found = Future[Any]
+
+
+def task_of(prompt: Prompt) -> Task:
+    """Return the task of an episode."""
+    return Task(prompt.example, [dict(message) for message in prompt.messages], prompt.text)
 
 
 class ProgramPool:
@@ -90,16 +96,16 @@ class ProgramPool:
                 found.set_exception(error)
             raise
 
-    def _arrived(self) -> Iterator[Indexed]:
-        with suppress(BlockingIOError):
-            self._bell.recv(2**16)
-        while not self._new.empty():
-            (job, found), number = self._new.get(), next(self._numbers)
-            self._found[number] = found
     def _repeated(self, job: Job) -> Job:
         """Return a job for another attempt: with a key that earlier attempts cannot know."""
         name, attempt = job.key.partition(".")[0], secrets.token_urlsafe(16)
         self.on_repeat(name, attempt)
         return job._replace(key=f"{name}.{attempt}")
 
+    def _arrived(self) -> Iterator[Indexed]:
+        with suppress(BlockingIOError):
+            self._bell.recv(2**16)
+        while not self._new.empty():
+            (job, found), number = self._new.get(), next(self._numbers)
+            self._found[number] = found
             yield number, job

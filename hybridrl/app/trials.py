@@ -1,0 +1,24 @@
+"""Trials of a run's own code on the first row of its data: reward, environment or agent."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from hybridrl.config.schema import RunConfig
+from hybridrl.environments.base import trial_problems as environment_trial
+from hybridrl.rewards.calls import trial_problems as reward_trial
+
+if TYPE_CHECKING:
+    from hybridrl.data.sources.prompts import Prompt
+
+
+def trial_problems(config: RunConfig, prompt: "Prompt") -> list[str]:
+    """Try what gives the rewards of a run; return the problems."""
+    if config.environment is not None:
+        return environment_trial(config.environment, prompt.example)
+    if config.agent is None:
+        return reward_trial(config.reward, prompt.text, prompt.example)
+    if find_spec("vllm") is None:  # whose packages the endpoint needs; a dry run may lack them
+        return []
+    from hybridrl.trainer.agents.trial import trial_problems as agent_trial
+
+    return agent_trial(config, prompt)
