@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,10 +219,25 @@ def test_samples_are_clipped_and_shown_as_they_are():
 def test_a_conversation_has_a_line_for_each_turn():
     turns = [{"role": "assistant", "text": "5"}, {"role": "user", "text": "Wrong."}]
     console, file = screen(terminal=False)
-    console.samples(10, [RolloutRecord(1, "p", "2 + 2?", "5Wrong.", "4", 0, 3, turns=turns)])
+    console.samples(10, [RolloutRecord(1, "2 + 2?", "2 + 2?", "5Wrong.", "4", 0, 3, turns=turns)])
     assert [line.split() for line in file.getvalue().splitlines()[2:4]] == [
         ["assistant", "5"],
         ["user", "Wrong."],
+    ]
+
+
+def test_a_failed_episode_of_an_agent_shows_why_and_what_the_model_read():
+    console, file = screen(terminal=False)
+    reason = "error: KeyError: 'solution'"
+    failed = RolloutRecord(1, "<user>2 + 2?", "2 + 2?", "", "4", 0, 1, reason, turns=[])
+    turns = [{"role": "assistant", "text": "4"}]
+    console.samples(10, [failed, replace(failed, prompt="<user>Add!", failure=None, turns=turns)])
+    lines = [line.split(maxsplit=1) for line in file.getvalue().splitlines()]
+    assert lines[1:4] == [["problem", "2 + 2?"], ["failed", reason], ["expected", "4"]]
+    assert lines[5:8] == [
+        ["problem", "2 + 2?"],
+        ["model", "read  <user>Add!"],
+        ["assistant", "4"],
     ]
 
 

@@ -10,6 +10,8 @@ from pyarrow import parquet
 from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.controller.calls import Span
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.timeline import Section, Timeline
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.rollout_log import conversations
@@ -43,6 +45,30 @@ def test_a_conversation_is_cut_where_the_speaker_changes():
         ],
         [{"role": "assistant", "text": "5.6"}],
     ]
+
+
+def test_an_episode_in_which_nothing_was_sampled_has_no_turns():
+    batch = replace(
+        batch_of([1, 2]),
+        response_mask=ragged([False], [False, False]),
+        rollout_log_probs=ragged([0.0], [-0.5, -0.1]),  # the second is sampled, and not trained
+    )
+    assert [len(turns) for turns in conversations(batch, texts, "user")] == [0, 1]
+
+
+def test_records_of_an_agent_have_what_the_model_read(tmp_path):
+    own = ["environment=agent", "agent.function=a.py:run", "trainer.samples_every_steps=1"]
+    config = run_config("algorithm=grpo", *own)
+    reporter = reporter_of(config, tmp_path, RunConsole(1), Tracker(tmp_path, config))
+    reporter.decode_all = reporter._decode = texts
+    batch = replace(batch_of([1, 1]), prompts=Ragged.from_rows([[7, 8], [9]], torch.int32))
+    prompt = Prompt(1, [1, 2, 3], "<user> 1+1?", "1+1?", {"answer": "2"}, {})
+    rewarded = Rewarded(["a", "b"], [0.5, 1.0], [])
+    found = reporter.records([prompt] * 2, batch, rewarded)
+    assert [one.prompt for one in found] == ["7.8", "9"]
+    config.agent = None
+    found = reporter.records([prompt] * 2, batch, rewarded)
+    assert [one.prompt for one in found] == ["<user> 1+1?"] * 2
 
 
 SCORES = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, -1.0, 0.0]

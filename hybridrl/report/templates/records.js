@@ -61,7 +61,7 @@ function choose(run, record) {
   if (token) buttons.append(el("button", { id: "to_tokens", onclick: () => openTokens(run, token) }, "Tokens"));
   const answer = record.turns.length
     ? [el("h3", {}, "conversation"), ...record.turns.map((turn) => el("div", { className: `turn ${turn.role === "assistant" ? "assistant" : ""}` }, el("span", { className: "quiet" }, turn.role), el("pre", {}, turn.text)))]
-    : block("response", record.text || "(empty)");
+    : block("response", record.text || (record.failure ? "" : "(empty)"));
   $("#detail").replaceChildren(
     el("p", {}, el("b", {}, `score ${format(record.score)}`), `${parts} · ${format(record.length)} tokens${record.truncated ? ", cut off" : ""} · step ${record.step}, ${record.kind}, response ${record.k}${version}`),
     ...(record.failure ? [el("p", { className: "bad" }, `reward failed: ${record.failure}`)] : []),

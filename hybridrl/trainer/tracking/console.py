@@ -122,9 +122,15 @@ class RunConsole:
         # Labels and padding need ten columns.
         width = self._text_width() - 10
         for record in records:
-            turns = record.turns or [{"role": "response", "text": record.response}]
+            turns = record.turns
+            if turns is None:
+                turns = [{"role": "response", "text": record.response}]
+            # An agent's program may ask in its own words.
+            own = record.turns is not None and record.question.strip() not in record.prompt
             lines = [
                 ("problem", _clip(record.question, width)),
+                *([("model read", _clip(record.prompt, width))] if own else []),
+                *([("failed", _clip(record.failure, width))] if record.failure else []),
                 *((turn["role"], _clip(turn["text"], width) or "(empty)") for turn in turns),
                 ("expected", _clip(record.answer, width)),
             ]

@@ -91,11 +91,14 @@ class Reporter:
     ) -> list[RolloutRecord]:
         """Return the responses' records, with the turns of conversations."""
         turns: Sequence[list[dict[str, str]] | None] = [None] * len(batch)
+        read = [prompt.text for prompt in prompts]
+        if self._config.agent is not None:  # whose program writes its own prompts
+            read = self.decode_all(row.tolist() for row in batch.prompts.rows())
         if self._config.earns_rewards:
             environment = self._config.environment
             role = "user" if environment is None else environment.role
             turns = conversations(batch, self._decode, role)
-        return rollout_records(prompts, batch, rewarded, self._secrets, turns)
+        return rollout_records(prompts, batch, rewarded, self._secrets, turns, read)
 
     def log_responses(
         self, step: int, prompts: list[Prompt], batch: RolloutBatch, rewarded: Rewarded

@@ -26,8 +26,9 @@ POLICY = "assistant"
 class RolloutRecord:
     """Record of one response, with its reward before the KL penalty.
 
-    `prompt` has the chat template, `question` has not. The length includes the end token. `turns`
-    are those of a conversation, {"role", "text"}; None without an environment.
+    `prompt` is what the model read before its first token, with the chat template; `question` is
+    the problem without. The length includes the end token. `turns` are those of a conversation,
+    {"role", "text"}; None without an environment.
     """
 
     prompt_id: int
@@ -50,19 +51,23 @@ def rollout_records(
     rewarded: Rewarded,
     secrets: Set[str],
     turns: Sequence[list[dict[str, str]] | None],
+    read: Sequence[str],
 ) -> list[RolloutRecord]:
-    """Build the records of responses; secrets are hidden in reasons of failures."""
+    """Build the records of responses; secrets are hidden in reasons of failures.
+
+    `read` has what the model read before each one.
+    """
     reasons = {
         failure.index: without_secrets(f"{failure.kind}: {failure.reason}", secrets)
         for failure in rewarded.failures
     }
     lengths, truncated = batch.responses.lengths.tolist(), batch.truncated.tolist()
     versions, parts = batch.weight_version.tolist(), rewarded.row_parts
-    rows = zip(prompts, rewarded.texts, rewarded.scores, turns, strict=True)
+    rows = zip(prompts, rewarded.texts, rewarded.scores, turns, read, strict=True)
     return [
         RolloutRecord(
             prompt_id=prompt.prompt_id,
-            prompt=prompt.text,
+            prompt=read_in_row,
             question=prompt.question,
             response=text,
             answer=str(prompt.example["answer"]),
@@ -74,17 +79,22 @@ def rollout_records(
             turns=turns_of_row,
             weight_version=versions[index],
         )
-        for index, (prompt, text, score, turns_of_row) in enumerate(rows)
+        for index, (prompt, text, score, turns_of_row, read_in_row) in enumerate(rows)
     ]
 
 
 def conversations(batch: RolloutBatch, decode: Decode, role: str) -> list[list[dict[str, str]]]:
     """Return the turns of each response; those of the environment have the given role.
 
-    Turns are told apart by the response mask: an empty answer joins the turns around it.
+    Turns are told apart by the response mask: an empty answer joins the turns around it. An episode
+    whose program failed before the model sampled anything has none.
     """
-    found = []
-    for tokens, mask in zip(batch.responses.rows(), batch.response_mask.rows(), strict=True):
+    found: list[list[dict[str, str]]] = []
+    ragged = batch.responses, batch.response_mask, batch.rollout_log_probs
+    for tokens, mask, log_probs in zip(*(one.rows() for one in ragged), strict=True):
+        if not mask.any() and not log_probs.any():
+            found.append([])
+            continue
         ends = (mask[1:] != mask[:-1]).nonzero().flatten() + 1
         texts = decode(part.tolist() for part in tokens.tensor_split(ends))
         roles = [POLICY if part[0] else role for part in mask.tensor_split(ends)]
