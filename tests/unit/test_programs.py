@@ -228,6 +228,20 @@ def test_the_last_line_of_a_command_is_its_reward(commands):
     assert run(commands, script) == Reward(0.5, {"chatcmpl-a": 0.5})
 
 
+def test_the_example_of_a_sandbox_hides_the_answer_from_its_program():
+    """From its environment, its folder, files and processes around it."""
+    example = Path(__file__).parents[2] / "examples" / "sandboxed_agent.py"
+    hidden = f"../task.json {example} /root /home /tmp"
+    script = f"""
+        grep '"role": "user"' question.json && test -n "$OPENAI_API_KEY" &&
+        test -z "$(ls -d {hidden} 2> /dev/null)" &&
+        test -z "$(cat /proc/*/environ | grep HYBRIDRL_TASK)" && echo 1
+    """
+    own = command_settings(None) | {"command": [sys.executable, str(example), "sh", "-c", script]}
+    with ProgramPool(config(**own)) as pool:
+        assert results(pool, [job("7")]) == [Reward(1.0, {})]
+
+
 def test_a_task_that_no_variable_holds_is_in_a_file():
     """Linux limits a variable to 128 KiB; in ASCII JSON each of these letters has 6 bytes."""
     script = (
