@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
-from hybridrl.agents.record import EpisodeRecord
+from hybridrl.agents.record import EpisodeRecord, Start
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.live import Progress
+from hybridrl.data.live import LiveRequest, Progress
 
 # Answers that are remembered, times the token sequences that are, where not all sequences are.
 ANSWERS = 32
@@ -159,6 +159,15 @@ class Completion:
     def begun(self) -> "Completion":
         """Return it as it was before its end, for the first event of a stream."""
         return replace(self, reason=CANCELLED, stop=None)
+
+
+class Begun(NamedTuple):
+    """A completion that is about to be sampled, the tokens before it and the engine's request."""
+
+    completion: Completion
+    start: Start
+    request: LiveRequest
+    ask: Ask
 
 
 def message_key(message: dict[str, Any]) -> str:

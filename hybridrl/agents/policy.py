@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jinja2 import TemplateError
@@ -19,6 +19,7 @@ from hybridrl.agents.episode import (
     LENGTH,
     STOP,
     Ask,
+    Begun,
     Completion,
     Episode,
     as_mapping,
@@ -42,15 +43,6 @@ class Engines(Protocol):
     def cancel(self, request: LiveRequest) -> None:
         """Drop a request, unless it has ended."""
         ...
-
-
-class Begun(NamedTuple):
-    """A completion that is about to be sampled, the tokens before it and the engine's request."""
-
-    completion: Completion
-    start: Start
-    request: LiveRequest
-    ask: Ask
 
 
 class Policy:
