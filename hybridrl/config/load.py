@@ -27,6 +27,7 @@ from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.fitting import Change
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.reward_parts import set_parts
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys
 from hybridrl.config.typed import (
@@ -135,6 +136,7 @@ def typed_run(cfg: DictConfig, report: Report) -> RunConfig:
     """Return the config as dataclasses; roles with their workers' config classes."""
     classes, problems = role_classes(cfg)
     report.problems += problems
+    set_parts(cfg, report)
     builder = Builder(report, known_keys(cfg, classes))
     hints = typing.get_type_hints(RunConfig)
     sections: dict[str, Any] = {}

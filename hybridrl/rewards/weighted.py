@@ -27,7 +27,11 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the parts, each as a separate reward."""
     where, parts = f"{key}.args.parts", args["parts"]
     if not isinstance(parts, dict) or not parts:
-        yield f"{where} = {parts}, expected names, each with {', '.join(_RULES)}."
+        yield (
+            f"{where} = {parts}, expected names, each with {', '.join(_RULES)}.\n"
+            f"Set reward.function=[a.py:f,b.py:g] for a plain sum, or +{where}.<name>="
+            f"'{{function: a.py:f, args: {{}}, weight: 1.0}}' for each part."
+        )
         return
     for name, part in parts.items():
         yield from _part_problems(f"{where}.{name}", str(name), part)

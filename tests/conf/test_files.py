@@ -23,6 +23,7 @@ GROUPS = {
     for group in (REPO / "conf").iterdir()
     if group.is_dir()
 }
+ONE_PART = "{a: {function: hybridrl.rewards.gsm8k.score, args: {mode: strict}, weight: 1}}"
 OWN_REWARDS = {"custom": "own", "verl": "verl_score", "trl": "trl_score"}
 WITH_REWARD_MODEL = ["reward_model=default", "reward_model.model.path=/rm"]
 OWN_AGENT = {
@@ -67,6 +68,8 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += OWN_ENVIRONMENT if (group, choice) == ("environment", "custom") else []
     overrides += OWN_AGENT.get(choice, []) if group == "environment" else []
     overrides += ["reward.args.model=judge"] if choice == "judge" else []
+    if (group, choice) == ("reward", "weighted"):
+        overrides.append(f"+reward.args.parts={ONE_PART}")
     if group == "reward" and choice in OWN_REWARDS:
         overrides.append(f"reward.function=tests.unit.own_rewards.{OWN_REWARDS[choice]}")
     if (group, choice) == ("algorithm", "sft"):

@@ -105,13 +105,52 @@ def test_a_recipe_replaces_the_defaults_and_the_command_line_the_recipe(recipes)
 
 
 def test_a_recipe_that_chooses_another_group_starts_from_that_group(recipes):
-    text = f"defaults:\n  - override /reward: weighted\nreward:\n  function: {MINE}\n"
+    text = f"defaults:\n  - override /reward: gsm8k_form\nreward:\n  function: {MINE}\n"
     assert sections("+recipe=mine", config_dir=recipes(mine=text)) == ({}, {})
-    assert list(sections("reward=weighted")[0].parts) == ["correct", "form"]
+    assert list(sections("reward=gsm8k_form")[0].parts) == ["correct", "form"]
+
+
+def test_a_recipes_sum_has_the_parts_that_it_names_alone(recipes):
+    """With the best response worth 1, nothing else adds to it; a null drops a recipe's part."""
+    part = f"{{function: {MINE}, args: {{}}, weight: 0.5}}"
+    text = "defaults:\n  - override /reward: weighted\nreward:\n  args:\n    parts:\n"
+    text += f"      mine: {part}\n      other: {part}\n"
+    fewer = "defaults: [mine, _self_]\nreward: {args: {parts: {other: null}}}\n"
+    folder = recipes(mine=text, fewer=fewer)
+    for recipe, names in (("mine", ["mine", "other"]), ("fewer", ["mine"])):
+        result = examined([*BASE, f"+recipe={recipe}"], config_dir=folder)
+        assert result.report.problems == []
+        assert list(result.config.reward.args["parts"]) == names
+
+
+def test_a_list_of_functions_is_their_sum(recipes):
+    """On the command line and in a recipe, and nothing of the replaced reward stays."""
+    other = "hybridrl.rewards.none.score"
+    given = f"reward.function=[{MINE},{other}]"
+    folder = recipes(mine=f"reward:\n  function: [{MINE}, {other}]\n")
+    for overrides in ([given], ["reward=trl", given], ["+recipe=mine"]):
+        result = examined([*BASE, *overrides], config_dir=folder)
+        assert result.report.problems == []
+        assert list(result.config.eval.rules) == (["flexible"] if "reward=trl" in overrides else [])
+        reward = result.config.reward
+        assert reward.function == "hybridrl.rewards.weighted.score" and reward.args == {
+            "parts": {
+                "gsm8k_answer": {"function": MINE, "args": {}, "weight": 1.0},
+                "score": {"function": other, "args": {}, "weight": 1.0},
+            }
+        }
+
+
+def test_functions_of_a_list_need_names_of_their_own():
+    both = "hybridrl.rewards.none.score", "hybridrl.rewards.gsm8k.score"
+    (problem,) = problems(*BASE, f"reward.function=[{','.join(both)}]")
+    assert f"reward.function = [{', '.join(both)}]" in problem and "reward/part_" in problem
+    (problem,) = problems(*BASE, "reward.function=[]")
+    assert "reward.function = []" in problem
 
 
 def test_a_part_of_a_sum_drops_its_own_args_alone():
-    args, rules = sections("reward=weighted", f"reward.args.parts.correct.function={MINE}")
+    args, rules = sections("reward=gsm8k_form", f"reward.args.parts.correct.function={MINE}")
     assert args.parts.correct == {"function": MINE, "args": {}, "weight": 1.0}
     assert list(args.parts) == ["correct", "form"] and list(rules) == ["flexible"]
 

@@ -28,7 +28,7 @@ def test_a_part_is_overridden_added_and_removed_on_the_command_line():
     config = examined(
         [
             *BASE,
-            "reward=weighted",
+            "reward=gsm8k_form",
             "reward.args.parts.correct.weight=3",
             "reward.args.parts.correct.args.mode=strict",
             "~reward.args.parts.form",
@@ -54,7 +54,7 @@ def test_a_part_is_overridden_added_and_removed_on_the_command_line():
 def test_every_problem_of_every_part_is_in_one_report():
     found = problems(
         *BASE,
-        "reward=weighted",
+        "reward=gsm8k_form",
         "reward.args.parts.correct.function=hybridrl.rewards.gsm8k.scoer",
         "reward.args.parts.form.weight=heavy",
         "+reward.args.parts.form.args.mood=good",

@@ -61,7 +61,7 @@ def test_what_conf_names_is_ours():
     assert named - commands == ALLOWED
 
 
-@pytest.mark.parametrize("override", ["reward=weighted", "environment=calculator", "seed=2"])
+@pytest.mark.parametrize("override", ["reward=gsm8k_form", "environment=calculator", "seed=2"])
 def test_a_run_of_ours_needs_no_trust(override):
     assert not needs_trust(plain(run_config(override)))
 
@@ -143,6 +143,6 @@ def test_only_an_override_of_the_very_argument_takes_its_place(override, is_enou
             refuse_untrusted_code(config, "somewhere", [override], runs_rewards=True)
 
 
-@pytest.mark.parametrize("override", ["reward=weighted", "reward=code", "environment=calculator"])
+@pytest.mark.parametrize("override", ["reward=gsm8k_form", "reward=code", "environment=calculator"])
 def test_a_run_that_calls_nobody_is_let_through(override):
     refuse_untrusted_code(plain(run_config(override)), "somewhere", runs_rewards=True)

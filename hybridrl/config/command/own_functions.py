@@ -2,8 +2,8 @@
 
 Hydra merges sections, so `reward.function=my_module.my_reward` would keep the args of
 conf/reward/gsm8k.yaml. The rule: if a recipe or the command line replaces a section's function by
-another dotted path, what earlier sources set in `args` is dropped. With a reward, the rules of
-eval.rules that use the replaced function go, too; with an environment, its stop texts.
+another dotted path, or by a list, what earlier sources set in `args` is dropped. With a reward, the
+rules of eval.rules that use the replaced function go, too; with an environment, its stop texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,9 +87,10 @@ def _replaced(layers: Sequence[Layer]) -> dict[str, int]:
         before = None
         for number, layer in enumerate(layers):
             function = layer.get(key)
-            if not isinstance(function, str) or function == before:
+            if not isinstance(function, str | list) or function == before:
                 continue
-            if before is not None and "." in function:
+            is_own = isinstance(function, list) or "." in function
+            if before is not None and is_own:
                 found[key.removesuffix(".function")] = number
             before = function
     return found

@@ -1,0 +1,43 @@
+"""Parts of a summed reward: a list of functions becomes a weighted sum, and null parts go."""
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from hybridrl.config.command.report import Report
+from hybridrl.config.keys import raw_tree
+
+WEIGHTED = "hybridrl.rewards.weighted.score"
+FUNCTION, PARTS = "reward.function", "reward.args.parts"
+
+
+def set_parts(cfg: DictConfig, report: Report) -> None:
+    """Replace a list in reward.function by the sum of its functions, and drop null parts.
+
+    A part has the name and the signature of its function, and the weight 1.
+    """
+    if OmegaConf.is_missing(cfg, "reward") or not isinstance(cfg.get("reward"), DictConfig):
+        return
+    function = OmegaConf.select(cfg, FUNCTION, throw_on_resolution_failure=False)
+    paths = list(function) if isinstance(function, ListConfig) else []
+    if paths and all(isinstance(path, str) for path in paths):
+        _set_sum(cfg, paths, report)
+    elif function == WEIGHTED:
+        parts = OmegaConf.select(cfg, PARTS, throw_on_resolution_failure=False)
+        if isinstance(parts, DictConfig):
+            for name in [name for name, part in raw_tree(parts).items() if part is None]:
+                parts.pop(name)
+
+
+def _set_sum(cfg: DictConfig, paths: list[str], report: Report) -> None:
+    parts = {
+        path.replace(":", ".").rpartition(".")[2]: {"function": path, "args": {}, "weight": 1.0}
+        for path in paths
+    }
+    if len(parts) < len(paths):
+        report.add(
+            f"{FUNCTION} = [{', '.join(paths)}] has functions of the same name, which name the "
+            f"metrics reward/part_<name>.\n"
+            f"Set reward=weighted, with names of yours in {PARTS}.",
+            broken=FUNCTION,
+        )
+    for key, value in ((FUNCTION, WEIGHTED), (PARTS, parts), ("reward.signature", "auto")):
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
