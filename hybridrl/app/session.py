@@ -41,6 +41,7 @@ from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
+from hybridrl.trainer.checkpointing.own_code import own_code
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
@@ -66,11 +67,15 @@ TRACKERS_S, HURRY_S = 20.0, 3.0
 
 
 class RunInputs(NamedTuple):
-    """Prompts, their order in training, base models and checkpoint, read before workers start."""
+    """Prompts, their order in training, base models, own code and checkpoint.
+
+    They are read before workers start.
+    """
 
     prompts: PromptSets
     source: PromptSource
     models: Fingerprints
+    code: Fingerprints
     resume: Resume | None
 
 
@@ -82,11 +87,11 @@ def read_inputs(
 ) -> RunInputs:
     """Read the inputs of a run; writes nothing. ConfigError for a model or the checkpoint."""
     source = prompt_source(prompts, config.data, config.seed, config.rollout.max_in_flight)
-    models = base_models(config)
+    models, code = base_models(config), own_code(config)
     # Takes seconds for hundreds of thousands of prompts: not during the first checkpoint.
     known = source.fingerprint
-    resume = find_resume(config, run_dir, models, known, verify)
-    return RunInputs(prompts, source, models, resume)
+    resume = find_resume(config, run_dir, {**models, **code}, known, verify)
+    return RunInputs(prompts, source, models, code, resume)
 
 
 @contextmanager
@@ -111,7 +116,8 @@ def open_trainer(
         started = datetime.now(UTC)
         try:
             found = None if resume is None else resume.found
-            facts = {"hardware": machine, "data": prompts.data_sets, "models": inputs.models}
+            facts = {"hardware": machine, "data": prompts.data_sets}
+            facts |= {"models": inputs.models, "code": inputs.code}
             (run_dir / RESULT_FILE).unlink(missing_ok=True)  # of an earlier start
             write_manifest(run_dir, config, facts, started=started, command=command, found=found)
             link_latest(run_dir)
@@ -138,6 +144,7 @@ def open_trainer(
         texts = decode, decoder(tokenizer, special=True)
         throughput = _throughput(config, result.shape, machine)
         reporter = Reporter(config, run_dir, console, tracker, throughput, health, *texts)
+        read = {**inputs.models, **inputs.code}
         trainer_class = SFTTrainer if is_supervised(config) else PPOTrainer
         trainer = trainer_class(
             config,
@@ -146,7 +153,7 @@ def open_trainer(
             generator_for(config, environment, workers.rollout, prompts, decode, stack),
             rewards,
             evaluator,
-            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, inputs.models),
+            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, read),
             preemption,
             reporter,
             prepared.callbacks,

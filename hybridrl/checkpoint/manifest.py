@@ -65,7 +65,8 @@ class Manifest:
         world_size: ranks that wrote it.
         metrics: of the step; NaN and infinity are written as null.
         files: all but the manifest, by path in the folder, with `/`.
-        models: fingerprints of the base models, by config key of the path, by file; 64 hex digits.
+        models: fingerprints of base models and own code, by config key of the path, by file; 64
+            hex digits.
     """
 
     step: int

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from hybridrl.config.keys import leaves
 from hybridrl.config.links import LINKS
 from hybridrl.config.schema_keys import is_free
+from hybridrl.config.user_code.files import names_code
 
 STEPS = "trainer.total_steps"
 # key -> keys that link to it by default; those are reported only if they differ from it.
@@ -53,9 +54,9 @@ def changes(
 ) -> list[Change]:
     """Return the changes of resolved configs, those that matter first, sorted by key.
 
-    `files` are changed files by the key of their folder's path.
+    `files` are changed files by the key of their folder's path, or of the code in them.
     """
-    old, new = _own_leaves(before), _own_leaves(now)
+    old, new = own_leaves(before), own_leaves(now)
     differing = [
         key
         for key in sorted(old.keys() | new.keys())
@@ -72,7 +73,8 @@ def changes(
             key,
             old.get(key, MISSING),
             new.get(key, MISSING),
-            key in files or any(_matters(one, new) for one in (key, *followers.get(key, ()))),
+            (key in files and not (names_code(key) and is_free(key)))
+            or any(_matters(one, new) for one in (key, *followers.get(key, ()))),
             files.get(key, ()),
         )
         for key in sorted(reported)
@@ -82,11 +84,11 @@ def changes(
 
 def may_grow(config: Mapping[str, Any]) -> bool:
     """Return whether a run of this resolved config can be resumed with more steps."""
-    own = _own_leaves(config)
+    own = own_leaves(config)
     return not any(_matters(key, own) for key in FOLLOWING[STEPS] if own.get(key) == own[STEPS])
 
 
-def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+def own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves; those of shared nodes only once, outside of the roles."""
     own = {
         name: {key: value for key, value in section.items() if key not in LINKS.get(name, ())}

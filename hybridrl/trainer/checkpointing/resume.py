@@ -80,7 +80,7 @@ def find_resume(
     Args:
         config: the run.
         run_dir: its directory, which may not exist yet.
-        models: fingerprints of the base models.
+        models: fingerprints of base models and own code.
         prompts: fingerprints of the training prompts.
         verify: verifies a checkpoint.
 
@@ -102,8 +102,8 @@ def find_resume(
     if mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {text}" for text in mattering)
         raise ConfigError(
-            f"resume = {found.folder} was made with another config, model or data:\n{listed}\n"
-            f"The results would differ from those of the steps so far.\n"
+            f"resume = {found.folder} was made with another config, model, data or code:\n"
+            f"{listed}\nThe results would differ from those of the steps so far.\n"
             f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
     free = [c for c in changed if not c.matters and c.key not in NOT_TOLD]
