@@ -32,9 +32,9 @@ from hybridrl.app.before_start import (
     compose_line,
     examine,
     problems_around,
-    show_plan,
 )
-from hybridrl.app.compose import conf_dir, stored_weight_problems
+from hybridrl.app.compose import conf_dir, make_paths_absolute, stored_weight_problems
+from hybridrl.app.dry_run import dry_run
 from hybridrl.app.folders import HYDRA, Claim, kept_unless_begun
 from hybridrl.app.launch import Checked, Prepared, train_with_restarts
 from hybridrl.app.process import (
@@ -53,14 +53,14 @@ from hybridrl.app.sweep import (
     show_results,
 )
 from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
-from hybridrl.config.checks.checkpoint import AUTO, NONE
+from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import (
     CONFIG_NAME,
     CommandLine,
     Precomposed,
     parse_argv,
 )
-from hybridrl.config.command.input_errors import INPUT_ERRORS, expanded, problem_of
+from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -74,7 +74,7 @@ from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.controller.signals import Interrupted, preemption_behind
-from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
+from hybridrl.models.resolve import model_folder, resolve_model
 from hybridrl.report.page import write_at_end
 from hybridrl.trainer.errors import RunStopped
 
@@ -248,16 +248,17 @@ def run(cfg: DictConfig, checked: Checked | None) -> float:
     setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
     if checked is None:
         checked = examine(Precomposed([], cfg, _task_overrides(), state), in_sweep=in_sweep)
-    prepared = prepare(checked, setup)
+    folder = Path(state.runtime.output_dir)
+    prepared = prepare(checked, setup, folder)
     if prepared is None:
         return math.nan
-    return train_with_restarts(prepared, Path(state.runtime.output_dir)).accuracy
+    return train_with_restarts(prepared, folder).accuracy
 
 
-def prepare(checked: Checked, setup: SetupTimes) -> Prepared | None:
+def prepare(checked: Checked, setup: SetupTimes, folder: Path) -> Prepared | None:
     """Check the models of a checked run; print the plan and return None for a dry run.
 
-    `setup` has the times of the start so far.
+    `setup` has the times of the start so far; `folder` is the run's.
 
     Raises:
         ConfigError: every problem of config and data.
@@ -266,16 +267,12 @@ def prepare(checked: Checked, setup: SetupTimes) -> Prepared | None:
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     if config.run.dry:
-        show_plan(result, checked.prompts)
+        dry_run(checked, folder)
         return None
     model_folder(config.model)  # downloads once, not in every worker
-    # Workers may have another current directory, and so may a resumed run.
-    config.model.path = absolute_path(config.model.path)
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
-        config.reward_model.model.path = absolute_path(config.reward_model.model.path)
-    if config.resume not in (AUTO, NONE):  # and outputs/latest will be this run
-        config.resume = str(expanded(config.resume).resolve())
+    make_paths_absolute(config)
     if problems := [*stored_weight_problems(result, on_hub=True)]:
         raise ConfigError(*problems)
     from hybridrl.doctor.preflight import preflight  # heavy

@@ -209,7 +209,7 @@ def _checked(config: Config, callbacks: "Sequence[Callback]", folder: str | Path
     checked = examine(found)
     if callbacks or not found.overrides:  # a command has neither callbacks nor a whole config
         checked = checked._replace(command={})
-    prepared = prepare(checked, setup)
+    prepared = prepare(checked, setup, own)
     if prepared is not None:
         prepared.callbacks = [*callbacks, *prepared.callbacks]
     return _Run(prepared, own, config_secrets(found.cfg))

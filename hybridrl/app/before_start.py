@@ -3,12 +3,11 @@
 import logging
 import shutil
 import sys
-from typing import TYPE_CHECKING
 
 from hydra.errors import HydraException
-from rich.console import Console
 
 from hybridrl.app.compose import composed, examine_config, find_machine
+from hybridrl.app.dry_run import dry_run
 from hybridrl.app.folders import Claim, claim_folder, template
 from hybridrl.app.launch import Checked, examine_data
 from hybridrl.config.checks.checkpoint import auto_problem
@@ -26,13 +25,9 @@ from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reaso
 from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
 from hybridrl.config.command.secrets import config_secrets
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import Examined, is_on
-from hybridrl.config.planner.plan_text import plan
+from hybridrl.config.load import is_on
 from hybridrl.controller.output import guard_logging
 from hybridrl.trainer.tracking.provenance import command_of
-
-if TYPE_CHECKING:
-    from hybridrl.data.sources.prompts import PromptSets
 
 log = logging.getLogger(__name__)
 
@@ -64,17 +59,6 @@ def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = Fa
         for text in effect_problems(result.config, provenance):
             log.warning("%s", text)
     return Checked(result, machine, overrides, command_of(overrides, runtime), prompts)
-
-
-def show_plan(result: Examined, prompts: "PromptSets | None") -> None:
-    """Print the plan of a run without problems."""
-    from hybridrl.trainer.tracking.header import input_lines
-
-    console = Console()
-    assert result.shape is not None and prompts is not None
-    inputs = input_lines(result.config, prompts)
-    table = plan(result.config, result.shape, result.machine, result.reward_shape, inputs)
-    (console if console.is_terminal else Console(width=160)).print(table)
 
 
 def compose_line(line: CommandLine, *, guards_output: bool = True) -> Precomposed:
@@ -115,13 +99,13 @@ def before_start(line: CommandLine, found: Precomposed) -> tuple[Claim, Checked 
         problems += checked.result.report.problems if checked is not None else []
         if problems:
             raise ConfigError(*problems)
+        if checked is not None and checked.result.config.run.dry:
+            dry_run(checked, claimed.folder)
+            claimed.release()
+            return None
     except BaseException:
         claimed.release()
         raise
-    if checked is not None and checked.result.config.run.dry:
-        claimed.release()
-        show_plan(checked.result, checked.prompts)
-        return None
     line.overrides.append(f"{key}={quoted(str(claimed.folder))}")
     if OPTUNA in str(found.hydra.sweeper.get("_target_")):
         logging.getLogger("alembic").setLevel(logging.WARNING)  # lists its plugins

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.checks.installation import check_ray
 from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH
 from hybridrl.config.choices import Init
@@ -16,12 +17,14 @@ from hybridrl.config.command.command_line import (
     precompose,
     quoted,
 )
+from hybridrl.config.command.input_errors import expanded
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine, local_machine
+from hybridrl.config.schema import RunConfig
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.models.resolve import is_on_hub, read_model_config, resolve_model
+from hybridrl.models.resolve import absolute_path, is_on_hub, read_model_config, resolve_model
 from hybridrl.models.vocabulary import vocabulary_problems
 from hybridrl.models.weight_files import weight_problems
 
@@ -96,6 +99,16 @@ def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
         if shape is not None and is_on_hub(path) == on_hub:
             for problem in weight_problems(resolve_model(path), shape):
                 yield f"{key} = {path}: {problem}.\n{WEIGHTS_ADVICE[key]}"
+
+
+def make_paths_absolute(config: RunConfig) -> None:
+    """Make the paths of models and of a checkpoint absolute: they outlast this directory."""
+    # Workers may have another current directory, and so may a resumed run.
+    config.model.path = absolute_path(config.model.path)
+    if config.reward_model is not None:
+        config.reward_model.model.path = absolute_path(config.reward_model.model.path)
+    if config.resume not in (AUTO, NONE):  # and outputs/latest will be this run
+        config.resume = str(expanded(config.resume).resolve())
 
 
 def hardware_overrides(machine: Machine) -> list[str]:

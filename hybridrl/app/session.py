@@ -21,9 +21,7 @@ from hybridrl.app.folders import link_latest
 from hybridrl.app.launch import Prepared
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification
-from hybridrl.checkpoint.files import checkpoints_folder
 from hybridrl.checkpoint.verification import Verify
-from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.estimators import is_supervised
@@ -42,7 +40,7 @@ from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.own_code import own_code
-from hybridrl.trainer.checkpointing.resume import Resume, find_resume
+from hybridrl.trainer.checkpointing.resume import Resume, described, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.health.health import Health
@@ -222,12 +220,7 @@ def _show_header(
     of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
     about = machine.describe()
     lines = header_lines(config, run_dir, about, prompts, shape.parameters, of_reward)
-    if resume is not None:
-        lines += resume.lines()
-    elif config.resume == AUTO:
-        where = checkpoints_folder(run_dir)
-        lines.append(("resume", f"no checkpoint in {where}: starts at step 0"))
-    console.header(config.run.name, lines)
+    console.header(config.run.name, [*lines, *described(resume, config, run_dir)])
 
 
 def _show_references(

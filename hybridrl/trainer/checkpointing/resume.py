@@ -25,7 +25,7 @@ from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_metrics
 log = logging.getLogger(__name__)
 
 MAX_CHANGES_SHOWN = 6
-NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
+NOT_TOLD = ("resume", "run.dry", "checkpoint.allow_config_changes", "hardware.reason")
 OF_ENGINES = ("rollout.", "cluster.", "placement.")
 # Unfinished responses cannot go on if one of these changes.
 OF_RESPONSES = ("rollout.responses_per_prompt", "rollout.max_response_tokens")
@@ -64,6 +64,14 @@ class Resume:
         told = f"metrics continue after step {self.state.step}"
         notes = [("", note) for note in self.notes]
         return [("resume", what), ("", f"{state}; {told}"), *notes]
+
+
+def described(resume: Resume | None, config: RunConfig, run_dir: Path) -> list[tuple[str, str]]:
+    """Describe where a run goes on, or that it cannot; nothing of a run that does not resume."""
+    if resume is None and config.resume == AUTO:
+        where = checkpoints_folder(run_dir)
+        return [("resume", f"no checkpoint in {where}: starts at step 0")]
+    return [] if resume is None else resume.lines()
 
 
 def find_resume(
