@@ -129,10 +129,10 @@ class Trainer:
             ConfigError: trainer.total_steps are done.
             RunStopped, WorkerError: as `train`.
         """
-        total = self.config.trainer.total_steps
         with self._closing_after_errors() as loop:
-            if loop.state.step < total:
+            if loop.state.step < self.config.trainer.total_steps:
                 return loop.step()
+        total = self.config.trainer.total_steps
         raise ConfigError(
             f"trainer.total_steps = {total}: all steps are done.\nSet more steps at the start."
         )

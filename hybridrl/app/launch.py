@@ -16,13 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridrl.app.trials import trial_problems
+from hybridrl.app.data import check_data
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import Verify, verify
-from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.estimators import is_supervised
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
@@ -48,8 +46,6 @@ RESTART_PAUSE_S = 10.0
 LOCK_FILE = ".lock"
 # Seconds to wait for the lock.
 LOCK_S = 5.0
-# Keys that the data needs.
-DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
 
 class Checked(NamedTuple):
@@ -132,7 +128,9 @@ def _finished(result: Examined, folder: Path) -> "RunResult | None":
     config, run = result.config, run_at(folder)
     saved = (folder / FINAL).is_dir() or not config.trainer.save_final_model
     steps = steps_in(checkpoints_folder(folder))
-    if config.resume != AUTO or not saved or not steps or steps[-1] < config.trainer.total_steps:
+    # The data tells the steps of trainer.epochs.
+    least = 1 if config.trainer.epochs is not None else config.trainer.total_steps
+    if config.resume != AUTO or not saved or not steps or steps[-1] < least:
         return None
     if run is None or state_of(run) != "finished":
         return None
@@ -191,40 +189,6 @@ def _lock(run_dir: Path, descriptor: int) -> None:
     with suppress(OSError):  # a full disk: the owner is then unknown
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def check_data(result: Examined) -> "PromptSets":
-    """Return the prompts of a config; ConfigError with every problem of config and data."""
-    prompts = examine_data(result)
-    if result.report.problems:
-        raise ConfigError(*result.report.problems)
-    assert prompts is not None
-    return prompts
-
-
-def examine_data(result: Examined) -> "PromptSets | None":
-    """Return the prompts, if their keys are usable; add problems to the config's report."""
-    if not result.report.usable(DATA_NEEDS):
-        return None
-    with without_collections():
-        from hybridrl.data.sources.prompts import examine_prompts
-
-    config, report, longest = result.config, result.report, None
-    with suppress(Unusable):  # reported already
-        longest = config.rollout.max_response_tokens if is_supervised(config) else None
-    prompts, problems = examine_prompts(
-        config.data, config.model, config.rollout.max_prompt_tokens, longest
-    )
-    for problem in problems:
-        report.add(problem, broken="data")
-    if config.environment is not None and report.usable(["environment"]):
-        from hybridrl.trainer.multi_turn.environment import stop_problems
-
-        for problem in stop_problems(config.model, config.environment):
-            report.add(problem, broken="environment.stop")
-    if prompts is not None and not report.problems:
-        report.problems += trial_problems(config, (prompts.train or prompts.held_out)[0])
-    return prompts
 
 
 @contextmanager

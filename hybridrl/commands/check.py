@@ -17,8 +17,8 @@ from rich.console import Console
 
 from hybridrl.app.before_start import compose_line
 from hybridrl.app.compose import examine_config, find_machine
+from hybridrl.app.data import check_data
 from hybridrl.app.dry_run import show_plan
-from hybridrl.app.launch import check_data
 from hybridrl.commands.running import argument_parser, run_command
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv

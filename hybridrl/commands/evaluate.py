@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl.app.compose import find_machine
+from hybridrl.app.data import check_data
 from hybridrl.app.folders import claim
-from hybridrl.app.launch import check_data
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import (
     EvalOptions,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.app.compose import find_machine
-from hybridrl.app.launch import check_data
+from hybridrl.app.data import check_data
 from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import Subject

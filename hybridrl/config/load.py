@@ -51,6 +51,7 @@ class Examined:
         report: every problem, and the keys without usable values.
         machine: the nodes; of a dry run those of cluster.gpu_memory_gb.
         chosen: settings that were null and are not the fastest, for the GPUs' memory.
+        trains: false for an evaluation.
     """
 
     config: RunConfig
@@ -59,6 +60,7 @@ class Examined:
     report: Report
     machine: Machine
     chosen: list[Change]
+    trains: bool
 
 
 def examine(
@@ -98,7 +100,7 @@ def examine(
     run_checks(config, machine, shape, reward_shape, provenance, report, trains=trains)
     if trains and checks_memory and shape is not None:
         run([memory_problems(config, shape, machine, reward_shape)], report)
-    return Examined(config, shape, reward_shape, report, machine, chosen)
+    return Examined(config, shape, reward_shape, report, machine, chosen, trains)
 
 
 def load_resolved(config: Mapping[str, Any]) -> RunConfig:

@@ -5,7 +5,7 @@ need not handle wrong types, and one error does not cause another message. A che
 its last problems as a ConfigError.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from hybridrl.config.annotations import Unusable
@@ -45,7 +45,6 @@ TRAINING_CHECKS = (
     sizes.mini_batch_problems,
     algorithm.kl_problems,
     checkpoint.resume_problems,
-    checkpoint.retention_problems,
     checkpoint.restart_problems,
     group_problems,
     algorithm.correction_problems,
@@ -57,11 +56,12 @@ TRAINING_CHECKS = (
     algorithm.agent_problems,
     algorithm.supervised_problems,
     sizes.betas_problems,
-    sizes.step_problems,
     resources.package_problems,
     reward_model_problems,
     callback_problems,
 )
+# Checks of the run's length, which trainer.epochs sets once the data is read (epochs.py).
+STEP_CHECKS = (sizes.step_problems, checkpoint.retention_problems)
 MACHINE_CHECKS = (
     resources.accelerator_problems,
     resources.node_problems,
@@ -106,6 +106,7 @@ def run_checks(
     if trains:
         checks += [check(config) for check in TRAINING_CHECKS]
         checks.append(effect_problems(config, provenance))
+        checks += [_without_epochs(config, check(config)) for check in STEP_CHECKS]
     if trains and shape is not None:
         checks += [check(config, shape) for check in TRAINING_MODEL_CHECKS]
         if reward_shape is not None:
@@ -113,6 +114,11 @@ def run_checks(
     run(checks, report)
     for key, problems in data.source_problems(config):
         run([problems], report, broken=key)
+
+
+def _without_epochs(config: RunConfig, problems: Iterable[str]) -> Iterator[str]:
+    if config.trainer.epochs is None:
+        yield from problems
 
 
 def run(checks: Iterable[Iterable[str]], report: Report, *, broken: str | None = None) -> None:

@@ -54,6 +54,7 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
         *([f"algorithm.overlong.buffer_tokens={tokens}"] if buffer > tokens else []),
         *([] if config.rollout.schedule is Schedule.sync else ["rollout.max_in_flight=null"]),
         f"trainer.total_steps={STEPS}",
+        "trainer.epochs=null",
         f"data.prompts_per_step={prompts}",
         f"actor.mini_batch_size={prompts * config.rollout.responses_per_prompt}",
         "data.num_eval_problems=1",

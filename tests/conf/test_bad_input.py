@@ -6,7 +6,7 @@ import pytest
 from composing import FASTEST_SET, GPU_NODE, LAPTOP, TINY, composed, examined, problems
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.app.launch import examine_data
+from hybridrl.app.data import examine_data
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.keys import leaves, similar_keys

@@ -302,15 +302,16 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "schedule", "more", "trust"),
+    ("steps", "schedule", "epochs", "more", "trust"),
     [
-        (40, "constant", [" trainer.total_steps=80"], ""),
-        (40, "cosine", [], ""),
-        (2, "cosine", [""], " --run-code"),
+        (40, "constant", None, [" trainer.total_steps=80"], ""),
+        (40, "constant", 1.5, [" trainer.epochs=3"], ""),
+        (40, "cosine", None, [], ""),
+        (2, "cosine", None, [""], " --run-code"),
     ],
 )
 def test_summary_explains_its_numbers_and_names_the_next_commands(
-    tmp_path, monkeypatch, steps, schedule, more, trust
+    tmp_path, monkeypatch, steps, schedule, epochs, more, trust
 ):
     """The run has 40 steps; a callback may stop it before. Its reward may be the user's."""
     monkeypatch.chdir(tmp_path)
@@ -323,7 +324,7 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     rows = [STEP | cut | {"step": step} | accuracies for step in (0, steps)]
     console, file = screen(terminal=False)
     grows = may_grow(plain(run_config(f"actor.optim.schedule={schedule}")))
-    console.summary(rows, 0, run, needs_trust=bool(trust), may_grow=grows)
+    console.summary(rows, 0, run, needs_trust=bool(trust), may_grow=grows, epochs=epochs)
     text = file.getvalue()
     assert f"2 more accuracies (eval/...): {run}/metrics.jsonl" in text
     for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):

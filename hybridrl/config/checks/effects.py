@@ -65,6 +65,13 @@ RULES = (
     ),
     Idle("ref algorithm.kl", "algorithm.kl.coef", 0, ", which disables the reference"),
     Idle("algorithm.kl.horizon", "algorithm.kl.target", None),
+    Idle(
+        "trainer.total_steps",
+        "trainer.epochs",
+        lambda config: config.trainer.epochs is not None,
+        ", which sets it",
+        "set trainer.epochs=null",
+    ),
     *(
         Idle(
             f"algorithm.{name}",

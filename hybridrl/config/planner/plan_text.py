@@ -165,7 +165,8 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     shards, sharing = data_shards(config), config.fsdp.ulysses_size
     each = actor.mini_batch_size // shards
-    steps = config.trainer.total_steps
+    steps, epochs = config.trainer.total_steps, config.trainer.epochs
+    of_epochs = "" if epochs is None else f" (trainer.epochs = {epochs:g})"
     if is_supervised(config):
         yield "reference answers a step", str(prompts)
     else:
@@ -186,7 +187,7 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
     yield (
         "whole run",
-        f"{steps} steps, {steps * responses:,} responses, "
+        f"{steps} steps{of_epochs}, {steps * responses:,} responses, "
         f"{steps * actor.epochs * minis:,} optimizer steps",
     )
 

@@ -135,12 +135,15 @@ def _time(case: MemoryCase) -> Iterator[str]:
         error, scaled = SCALED_ERROR, " scaled to this GPU's data sheet;"
     parts = step_seconds(config, case.shape, case.reward_shape, case.gpu)
     total, steps = sum(parts.values()), config.trainer.total_steps
+    run = f"{steps} steps: {steps * total / 3600:.1f} h."
+    if config.trainer.epochs is not None:
+        run = "The steps of trainer.epochs depend on the data: run.dry=true counts them."
     listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
     link = NVLINK if config.cluster.nodes == 1 else NETWORK
     yield (
         f"Time of a step: {total:.0f} s +- {error:.0%}{like}. "
         f"Prompts and responses count with their longest lengths; shorter ones take less. "
-        f"{steps} steps: {steps * total / 3600:.1f} h.\n"
+        f"{run}\n"
         f"Seconds: {listed}.\n"
         f"Basis: {MFU:.0%} of {sheet.peak / 1e12:.0f} TFLOP/s in training, {link / 1e9:.0f} GB/s "
         f"between GPUs, none of it hidden, and vLLM's decoding steps: measured with Qwen2.5-1.5B's "

@@ -154,10 +154,12 @@ class RunConsole:
         *,
         needs_trust: bool = False,
         may_grow: bool = True,
+        epochs: float | None = None,
     ) -> None:
         """Print the summary of a run from its metrics.
 
-        `needs_trust` is as of an evaluation; a run that `may_grow` can be resumed with more steps.
+        `needs_trust` is as of an evaluation; a run that `may_grow` can be resumed with more steps,
+        or with more than its `epochs`.
         """
         self.close()
         if changes := accuracy_changes(rows):
@@ -165,7 +167,8 @@ class RunConsole:
             if (more := len(changes) - MAX_ACCURACIES) > 0:
                 self.note(f"{more} more accuracies (eval/...): {run_dir / METRICS_FILE}")
         steps = max([int(row["step"] or 0) for row in rows], default=0)
-        grown = [f" trainer.total_steps={2 * steps}"] * may_grow
+        longer = f"total_steps={2 * steps}" if epochs is None else f"epochs={2 * epochs:g}"
+        grown = [f" trainer.{longer}"] * may_grow
         overrides = grown if steps >= self._total else [""]
         lines = [
             *summary_lines(rows, failed_checkpoints),

@@ -169,7 +169,9 @@ def _steps(config: RunConfig, data_sets: list[DataSetSummary]) -> str:
     steps = evaluation_steps(total, config.eval.every_steps)
     listed = ", ".join(map(str, steps))
     when = f"at {listed}" if len(steps) <= MAX_STEPS_SHOWN else f"{len(steps)} times"
-    return f"{total} ({passes}); evaluated {when}"
+    epochs = config.trainer.epochs
+    of_epochs = "" if epochs is None else f"trainer.epochs {epochs:g}, "
+    return f"{total} ({of_epochs}{passes}); evaluated {when}"
 
 
 def _schedule(config: RunConfig) -> str:

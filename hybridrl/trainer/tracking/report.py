@@ -191,6 +191,7 @@ class Reporter:
             self.run_dir,
             needs_trust=needs_trust(config),
             may_grow=may_grow(config),
+            epochs=self._config.trainer.epochs,
         )
 
 
