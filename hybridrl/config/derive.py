@@ -98,10 +98,11 @@ def _set_slots(config: RunConfig, machine: Machine) -> None:
 def _set_mini_batch(config: RunConfig) -> None:
     """Resolve a share of the step's responses to the nearest size that divides, by ratio.
 
-    A share that is none, or that no size fits, stays: the checks of a training report it.
+    1 is a share, too, as 1.0 is. A share that is none, or that no size fits, stays: the checks of a
+    training report it.
     """
-    share = config.actor.mini_batch_size
-    if isinstance(share, float) and share <= 1:
+    share = float(config.actor.mini_batch_size)
+    if share <= 1:
         wanted = share * step_responses(config)
         near = sorted(fitting_mini_batches(config), key=lambda n: (abs(math.log(n / wanted)), -n))
         config.actor.mini_batch_size = near[0] if near else share
