@@ -83,7 +83,12 @@ def test_files_of_one_name_are_different_modules(folder):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("my.py", "my.py names a file, but nothing in it.\nSet reward.function=my.py:<name"),
+        (
+            "my.py",
+            "my.py names a file, but nothing in it; it has score.\nSet reward.function=my.py:score",
+        ),
+        ("{}/my.py", "it has score.\nSet reward.function={}/my.py:score"),
+        ("none.py", "nothing in it.\nSet reward.function=none.py:<name"),
         ("my.py:", "expected a dotted path or a file, such as"),
         ("my.py:scor", "/my.py has no scor; it has score"),
         ("empty.py:score", "/empty.py has no score; it defines no function or class."),
@@ -98,7 +103,7 @@ def test_a_mistake_is_named(folder, path, words):
     (folder / "broken.py").write_text("x = 1\ndef = 3\n")
     (folder / "fails.py").write_text("nothing\n")
     with pytest.raises(ConfigError) as caught:
-        check_import("reward.function", path)
-        locate("reward.function", path)
+        check_import("reward.function", path.format(folder))
+        locate("reward.function", path.format(folder))
     (problem,) = caught.value.problems
     assert words.format(folder) in problem

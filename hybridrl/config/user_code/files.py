@@ -4,6 +4,7 @@ A file's module is named after its absolute path, with %2E for dots. So every pr
 this file finds the module by its name alone, also to unpickle an object of one of its classes.
 """
 
+import ast
 import dataclasses
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -43,14 +45,26 @@ def module_and_name(key: str, path: str) -> tuple[str, str]:
         ConfigError: `path` lacks one of them.
     """
     if path.endswith(_ENDING):
+        names = _names_in(path)
+        has = f"; it has {', '.join(names)}" if names else ""
+        name = names[0] if len(names) == 1 else "<name of a function or class>"
         raise ConfigError(
-            f"{key} = {path} names a file, but nothing in it.\n"
-            f"Set {key}={path}:<name of a function or class>."
+            f"{key} = {path} names a file, but nothing in it{has}.\nSet {key}={path}:{name}"
         )
     module, name = _parts(path)
     if not module or not name:
         raise ConfigError(f"{key} = {path}, expected a dotted path or a file, such as {FORMS}.")
     return module, name
+
+
+def _names_in(path: str) -> list[str]:
+    """Return the public functions and classes of a file, without running it; none if unreadable."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    try:
+        tree = ast.parse(Path(path).expanduser().read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return []
+    return [node.name for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"]
 
 
 def file_of(module: str) -> str | None:

@@ -46,10 +46,13 @@ class ChecksItself(Protocol):
 def check_import(key: str, path: str) -> None:
     """Raise a ConfigError unless the module of `path` can be imported.
 
-    A separate process tries the import; modules of hybridrl and imported ones need no trial.
+    A separate process tries the import; modules of hybridrl and imported ones need no trial. With a
+    file, something in it must be named, too.
     """
-    module = module_of(path)
-    if not module or module in sys.modules or is_ours(path):
+    if not module_of(path) or is_ours(path):
+        return
+    module, _ = module_and_name(key, path)
+    if module in sys.modules:
         return
     if reason := _tried_import(module, tuple(sys.path)):
         raise ConfigError(import_problem(key, path, reason))
