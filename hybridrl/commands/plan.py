@@ -98,10 +98,13 @@ def plan(arguments: list[str]) -> None:
     job = Path(own["sbatch"]) if "sbatch" in own else None
     if job is not None:
         _check_job_file(job)
-    given = [a for a in overrides if a.lstrip("+").startswith(SIZES)]
-    if "gpus" in own and given:
-        raise UsageError(f"{given[0]}: gpus= has the nodes and their GPUs.\nLeave one of them out.")
     nodes, machine = _machine(own.get("gpus"))
+    others = [a for a in overrides if a.lstrip("+").startswith(SIZES) and a not in nodes]
+    if "gpus" in own and others:
+        raise UsageError(
+            f"{others[0]}: gpus= has the nodes and their GPUs, {' '.join(nodes)}.\n"
+            f"Leave one of them out."
+        )
     case, examined = make_plan([*overrides, *nodes], machine)
     fits = case.fits()
     found = [] if fits else remedy(case)

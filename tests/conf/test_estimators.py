@@ -12,6 +12,10 @@ GRPO = ("+recipe=gsm8k_grpo", "hardware=cpu")
 NAMES = tuple(BUILT_IN_ESTIMATORS)
 
 
+def test_no_warm_up_of_a_critic_that_is_not_there_is_no_mistake():
+    assert problems(*GRPO, "trainer.critic_warmup_steps=0") == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

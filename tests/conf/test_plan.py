@@ -209,6 +209,11 @@ def empty_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.parametrize("same", ["cluster.gpus_per_node=8", "cluster.nodes=1"])
+def test_sizes_may_be_given_twice_if_they_are_equal(empty_folder, capsys, same):
+    assert told(capsys, SEVEN_B, "gpus=8x80GB", same)[0] == 0
+
+
 def test_the_command_says_what_fits_and_what_to_type(empty_folder, capsys):
     code, said = told(capsys, SEVEN_B, "gpus=8xH100")
     assert code == 0

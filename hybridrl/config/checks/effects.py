@@ -87,12 +87,16 @@ RULES = (
         lambda config: estimator_of(config.algorithm.advantage).whitens,
         ", which always whitens",
     ),
-    Idle(
-        "critic trainer.critic_warmup_steps",
-        _ADVANTAGE,
-        lambda config: not uses_critic(config),
-        ", which needs no critic",
-        "set algorithm=ppo",
+    *(
+        Idle(keys, _ADVANTAGE, when, ", which needs no critic", "set algorithm=ppo")
+        for keys, when in (
+            ("critic", lambda config: not uses_critic(config)),
+            # 0 is what scripts of other trainers set.
+            (
+                "trainer.critic_warmup_steps",
+                lambda config: config.trainer.critic_warmup_steps and not uses_critic(config),
+            ),
+        )
     ),
     Idle(
         "actor.optim.warmup_steps",
