@@ -91,6 +91,8 @@ def main() -> None:
     with exit_codes():
         set_up_process()
         line = parse_argv(sys.argv[1:])
+        if line.problems and not line.composes:
+            raise ConfigError(*line.problems)
         found = compose_line(line) if line.composes else None
         claimed, checked = None, None
         if found is not None and line.starts:

@@ -82,7 +82,8 @@ def unknown_sibling(key: str, value: Any, names: Collection[str]) -> str:
 def named_elsewhere(key: str) -> list[OtherName]:
     """Return the keys of other trainers that `key` may be, one for each key of ours.
 
-    Those with the most last words in common count: users leave out sections or guess other ones.
+    Those with the most last words in common count: users leave out sections or guess other ones. An
+    equal key counts more, and the beginning of a last word least.
     """
     words = key.split(".")
     found: dict[int, list[OtherName]] = {}
@@ -90,9 +91,12 @@ def named_elsewhere(key: str) -> list[OtherName]:
         theirs = other.key.split(".")
         common = len(words) if words == theirs[-len(words) :] else 0
         common = len(theirs) if theirs == words[-len(theirs) :] else common
+        common += theirs == words
         # A last word alone must be distinctive, as `name` and `path` are not.
         if common or (words[-1] == theirs[-1] and "_" in words[-1]):
             found.setdefault(common, []).append(other)
+        elif theirs[-1].startswith(f"{words[-1]}_") and "_" in words[-1]:  # n_gpus
+            found.setdefault(-1, []).append(other)
     best = found[max(found)] if found else []
     return list({other.ours: other for other in reversed(best)}.values())[::-1]
 

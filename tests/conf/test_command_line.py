@@ -26,6 +26,11 @@ from hybridrl.config.load import is_on
 from hybridrl.main import conf_dir
 
 DRY = ["+recipe=gsm8k_ppo", "run.dry=true"]
+THEIR_LINE = """
+    --actor.adam.lr 5e-7 --algo.advantage.is_correction_threshold 0.5 5.0 --train.colocate_all
+    --ckpt.output_dir /tmp/x --reward.clip_range -10 10
+    --rollout.n_samples_per_prompt=8 --rollout.temperature 1.0
+"""
 OWN_ACTOR = """
 from dataclasses import dataclass
 from hybridrl.config.schema import ActorConfig
@@ -127,16 +132,51 @@ def test_a_wrong_override_gets_one_problem(argv, words):
 @pytest.mark.parametrize(
     ("argument", "end"),
     [
-        ("--trainer.total_steps=5", "key=value, without dashes."),
+        ("--trainer.total_steps=5", "without dashes. Type trainer.total_steps=5"),
+        ("--my_key=5", "key=value, without dashes."),
+        ("-lr", "without dashes. verl's actor_rollout_ref.actor.optim.lr is actor.optim.lr here."),
         ("--num_generations", "without dashes. TRL's num_generations is {} here."),
     ],
 )
 def test_settings_with_dashes_are_refused(argument, end):
-    with pytest.raises(ConfigError) as caught:
-        parse_argv(["seed=3", argument])
-    (problem,) = caught.value.problems
+    (problem,) = overrides_of("hardware=cpu", "seed=3", argument)
     assert problem.startswith(f"{argument}: unknown option")
     assert problem.endswith(end.format("rollout.responses_per_prompt"))
+
+
+def test_another_trainers_command_line_gets_a_hint_for_each_option():
+    """Values behind an option are no problems of their own, and wrong keys are named as well."""
+    theirs = THEIR_LINE.split()
+    found = overrides_of("hardware=cpu", *theirs, "+seeed=3", "trainer.total_step=3", "seed=2")
+    assert [problem.split(":")[0] for problem in found] == [
+        *(word.partition(":")[0] for word in theirs if word.startswith("--")),
+        "trainer.total_step=3",
+    ]
+    assert all(" here" in problem for problem in found[:-2])
+    assert "Type rollout.temperature=1.0" in found[-2]
+    line = parse_argv([*theirs, "+recipe=gsm8k_ppo", "-m", "seed=1,2"])
+    assert line.overrides == ["+recipe=gsm8k_ppo", "seed=1,2"] and line.sweeps
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("critic.model.use_remove_padding=True", "packed without padding"),
+        (
+            "critic.model.enable_gradient_checkpointing=1",
+            "is fsdp.activation_checkpointing here",
+        ),
+        ("critic.model.fsdp_config.param_offload=True", "is fsdp.offload here"),
+        ("critic.model.path=x", "Set model.path=x"),
+        ("critic.forward_max_token_len_per_gpu=9", "is actor.max_tokens_per_gpu here"),
+        ("n_gpus=8", "is cluster.gpus_per_node here"),
+        ("batch_size=8", "is data.prompts_per_step here"),
+        ("actor_rollout_ref.rollout.layered_summon=True", "rollout.reshard_bucket_mb"),
+    ],
+)
+def test_a_suggestion_is_not_refused_next(override, words):
+    (problem,) = overrides_of("hardware=cpu", override)
+    assert words in problem and problem.count("Set ") == ("Set model.path" in problem)
 
 
 def test_a_key_without_default_of_an_own_worker_needs_a_plus(tmp_path):

@@ -23,12 +23,12 @@ from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reaso
 from hybridrl.config.command.own_functions import drop_inherited, override_leaves
 from hybridrl.config.command.provenance import hidden_choices, recipe_files
 from hybridrl.config.command.report import shown
+from hybridrl.config.command.unknown_options import without_unknown
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import (
     ADDED_GROUPS,
     did_you_mean,
     leaves,
-    named_elsewhere,
     other_names,
     raw_tree,
 )
@@ -48,11 +48,19 @@ Underlay = Callable[[DictConfig, Sequence[str]], None]
 
 
 class CommandLine(NamedTuple):
-    """A parsed argv: flags with their values, all other arguments, and Hydra's parse of them."""
+    """A parsed argv.
+
+    Attributes:
+        options: flags with their values.
+        overrides: all other arguments.
+        args: Hydra's parse of them.
+        problems: of arguments with dashes that are no options; they are in no other attribute.
+    """
 
     options: list[str]
     overrides: list[str]
     args: Namespace
+    problems: Sequence[str] = ()
 
     @property
     def composes(self) -> bool:
@@ -80,27 +88,22 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     --config-dir.
 
     Raises:
-        ConfigError: an argument with dashes is no option, or --config-dir is no folder.
+        ConfigError: --config-dir is no folder.
     """
-    args, unknown = get_args_parser().parse_known_intermixed_args(list(argv))
-    if unknown:
-        raise ConfigError(*map(_option_problem, unknown))
+    _, unknown = get_args_parser().parse_known_intermixed_args(list(argv))
+    argv, problems = without_unknown(argv, unknown)
+    args = get_args_parser().parse_intermixed_args(argv)
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         seen = f"seen from {Path.cwd()}"
         raise ConfigError(f"--config-dir {args.config_dir}: there is no such folder ({seen}).")
     if args.config_dir is None and Path("recipe").is_dir():
-        return parse_argv(["--config-dir", ".", *argv])
+        line = parse_argv(["--config-dir", ".", *argv])
+        return line._replace(problems=problems)
     overrides = list(args.overrides)
     options = list(argv)
     for override in overrides:
         options.remove(override)
-    return CommandLine(options, overrides, args)
-
-
-def _option_problem(argument: str) -> str:
-    key = argument.lstrip("-").partition("=")[0]
-    theirs = f" {did_you_mean(key, [])}" if named_elsewhere(key) else ""
-    return f"{argument}: unknown option; settings are written key=value, without dashes.{theirs}"
+    return CommandLine(options, overrides, args, problems)
 
 
 def names_hardware(overrides: Sequence[str]) -> bool:
@@ -137,7 +140,7 @@ def precompose(
 
     `underlay` changes the config between groups and overrides of values.
     """
-    problems: list[str] = []
+    problems = list(line.problems)
     with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         parsed = _parsed(line.overrides, loader, problems)
@@ -351,16 +354,19 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
     if override.is_add() or override.is_force_add() or override.is_delete():
         return None
     key, text = override.key_or_group.replace("[", ".").replace("]", ""), str(override.input_line)
-    for leaf, value in leaves(raw_tree(base)).items():
+    known = leaves(raw_tree(base))
+    for leaf, value in known.items():
         rest = key.removeprefix(f"{leaf}.")
         if f"{leaf}.".startswith(f"{key}.") or (rest != key and isinstance(value, list)):
             return None
         if rest != key and str(value).startswith("${"):
-            target = value[2:-1]
-            return (
-                f"{text}: {leaf} is a link to {target}, which roles share without copies.\n"
-                f"Set {target}.{rest}={text.partition('=')[2]}"
-            )
+            shared = value[2:-1]
+            target = f"{shared}.{rest}"
+            if any(f"{name}.".startswith(f"{target}.") for name in known):
+                return (
+                    f"{text}: {leaf} is a link to {shared}, which roles share without copies.\n"
+                    f"Set {target}={text.partition('=')[2]}"
+                )
     return _unknown_key(override.key_or_group, text, base)
 
 
