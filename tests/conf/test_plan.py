@@ -214,6 +214,13 @@ def test_sizes_may_be_given_twice_if_they_are_equal(empty_folder, capsys, same):
     assert told(capsys, SEVEN_B, "gpus=8x80GB", same)[0] == 0
 
 
+def test_the_steps_of_epochs_are_not_guessed(empty_folder, capsys):
+    """Here they are those of a recipe, which epochs replace; the data is not read."""
+    said = told(capsys, SEVEN_B, "gpus=8xH100", "trainer.epochs=2")[1]
+    assert "The steps of trainer.epochs depend on the data" in said
+    assert not re.search(r"\d steps: ", said)
+
+
 def test_the_command_says_what_fits_and_what_to_type(empty_folder, capsys):
     code, said = told(capsys, SEVEN_B, "gpus=8xH100")
     assert code == 0
