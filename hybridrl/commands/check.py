@@ -99,12 +99,14 @@ def _length_lines(
     every = [*prompts.train, *prompts.held_out]
     answers = [prompt.answer_ids for prompt in every]  # of supervised fine-tuning
     if not any(answers):
-        texts = [str(prompt.example["answer"]) for prompt in every]
+        texts = [prompt.answer for prompt in every if prompt.answer]
         answers = token_ids(tokenizer, texts, special=False)
     for what, ids, key in (
         ("prompts", [p.token_ids for p in every], "max_prompt_tokens"),
         ("answers", answers, "max_response_tokens"),
     ):
+        if not ids:  # the data has no answers
+            continue
         lengths, limit = [*map(len, ids)], vars(config.rollout)[key]
         longer = sum(length > limit for length in lengths)
         yield (
@@ -124,21 +126,21 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
         return
     # A bare answer also in the usual forms, because the reward may ask for one.
     forms = [*zip(*(references(config, prompt) for prompt in asked), strict=False)]
+    kinds: dict[str, ScoreResult] = {}
     with RewardScorer(config.reward) as scorer:
 
         def scored(texts: Sequence[str]) -> ScoreResult:
             return scorer.score(reward_items(asked, texts, [[]] * len(asked)))
 
-        answers = max(forms, key=lambda texts: fmean(scored(texts).scores))
-        others = [
-            next((other for other in answers[row:] + answers[:row] if other != answer), "")
-            for row, answer in enumerate(answers)
-        ]
-        kinds = {
-            "reference answers": scored(answers),
-            "answers of other problems": scored(others),
-            "empty answers": scored([""] * len(asked)),
-        }
+        answers = max(forms, key=lambda texts: fmean(scored(texts).scores), default=())
+        if answers:
+            others = [
+                next((other for other in answers[row:] + answers[:row] if other != answer), "")
+                for row, answer in enumerate(answers)
+            ]
+            kinds["reference answers"] = scored(answers)
+            kinds["answers of other problems"] = scored(others)
+        kinds["empty answers"] = scored([""] * len(asked))
     yield f"reward: {config.reward.function}"
     for kind, found in kinds.items():
         failed = f", {len(found.failures)} failed" if found.failures else ""
@@ -147,12 +149,14 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
             f"{max(found.scores):g}{failed}"
         )
     right, *wrong = (fmean(found.scores) for found in kinds.values())
+    if not answers:
+        return
     if right <= max(wrong):
         yield (
             "  Reference answers are rewarded no higher than wrong ones: correct reward.function "
             "or data.answer_key."
         )
-    elif answers[0] != str(asked[0].example["answer"]):
+    elif answers[0] != asked[0].answer:
         yield f"  Reference answers are written as the reward expects them, such as {answers[0]!r}."
 
 

@@ -38,6 +38,7 @@ COMMON_CHECKS = (
     environment_problems,
     agent_problems,
     reward_problems,
+    data.reference_problems,
 )
 TRAINING_CHECKS = (
     sizes.prompt_problems,

@@ -115,7 +115,7 @@ def try_environment(
     """Begin a conversation, and answer the reference answer and an empty turn; raise as it does."""
     answer = environment_task(path, args)
     begun = answer(example)
-    for text in (str(example["answer"]), ""):
+    for text in (str(example.get("answer") or ""), ""):
         answer(StepRequest(begun.state, text))
     return []
 

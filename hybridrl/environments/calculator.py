@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridrl.environments.base import StepResult
 from hybridrl.rewards import gsm8k
-from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.base import answer_reader, checked_by
 
 MARKER = "="
 # Answer if nothing can be computed.
@@ -33,6 +33,7 @@ _MAX_DIGITS = 4300  # as of Python's integers in texts
 MAX_DEPTH = 50
 
 
+@answer_reader
 @checked_by(gsm8k.mode_problems)
 class Calculator:
     """Environment that computes the model's expressions exactly.

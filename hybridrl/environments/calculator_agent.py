@@ -7,10 +7,11 @@ from typing import Any
 
 from hybridrl.environments.calculator import MARKER, Calculator
 from hybridrl.environments.programs import Task
-from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.base import answer_reader, checked_by
 from hybridrl.rewards.gsm8k import mode_problems
 
 
+@answer_reader
 @checked_by(mode_problems)
 async def run(task: Task, client: Any, *, mode: str, max_turns: int) -> float:
     """Solve a problem in turns with a calculator; return GSM8K's reward."""

@@ -36,10 +36,11 @@ class Score(NamedTuple):
 # Reward of one response, (prompt, response, example, **args) -> its score; larger is better.
 #
 # prompt is the text that the model reads, response its text without special tokens; example is a
-# copy of the row of the data set, whose "answer" is the column named by data.answer_key; args are
-# reward.args of the config. The score is a number of at most MAX_REWARD in size, or a Score with
-# parts. A reward runs in separate processes, so it may be slow, block or crash. It must not rely on
-# state shared between calls. It may be async. calls.py also calls functions for verl and TRL.
+# copy of the row of the data set, whose "answer" is the column named by data.answer_key, if any;
+# args are reward.args of the config. The score is a number of at most MAX_REWARD in size, or a
+# Score with parts. A reward runs in separate processes, so it may be slow, block or crash. It must
+# not rely on state shared between calls. It may be async. calls.py also calls functions for verl
+# and TRL.
 Reward = Callable[..., float | Score | Awaitable[float | Score]]
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
@@ -57,6 +58,12 @@ def checked_by(problems: Problems) -> Callable[[Checked], Checked]:
         return function
 
     return decorate
+
+
+def answer_reader(function: Checked) -> Checked:
+    """Mark a function that reads example["answer"] with any args (`ReadsAnswer`)."""
+    function.reads_answer = lambda args: True  # type: ignore[attr-defined]
+    return function
 
 
 # What is expected of a value, in words; and whether a value is so.

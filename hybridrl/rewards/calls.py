@@ -96,13 +96,15 @@ def reward_task(
 
 
 def trial_problems(config: RewardConfig, prompt: str, example: dict[str, Any]) -> list[str]:
-    """Try a user's reward on the reference answer of a row; return the problems.
+    """Try a user's reward on the reference answer of a row, or an empty one; return the problems.
 
     A mistake of the program and a result that is no number are problems. Other errors may have
     their cause elsewhere, such as a server that is not there yet.
     """
-    what = "its trial on the reference answer of the first row"
-    item: RewardItem = (prompt, str(example["answer"]), example, [])
+    response = str(example.get("answer") or "")
+    tried = "the reference answer of" if response else "an empty response to"
+    what = f"its trial on {tried} the first row"
+    item: RewardItem = (prompt, response, example, [])
     return try_out("reward.function", config.function, what, TRY_REWARD, config, item)
 
 

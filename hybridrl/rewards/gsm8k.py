@@ -15,7 +15,7 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
-from hybridrl.rewards.base import checked_by, one_of, value_problems
+from hybridrl.rewards.base import answer_reader, checked_by, one_of, value_problems
 
 MARKER = "####"
 _CURRENCY = "$\u20ac\u00a3\u00a5"  # dollar, euro, pound, yen
@@ -46,6 +46,7 @@ def mode_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     return value_problems(f"{key}.args", {"mode": Mode.strict} | args, {"mode": one_of(Mode)})
 
 
+@answer_reader
 @checked_by(mode_problems)
 def score(prompt: str, response: str, example: dict[str, Any], mode: str = "strict") -> float:
     """Return 1.0 if the response's final number equals the example's answer, else 0.0.

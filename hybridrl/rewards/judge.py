@@ -20,9 +20,13 @@ from hybridrl.rewards.remote import RemoteScorerError, Server, post, server_prob
 _QUESTIONS = ("question", "prompt", "problem")
 
 
+def _fields(template: str) -> set[str | None]:
+    return {name for _, name, _, _ in string.Formatter().parse(template)}
+
+
 def _has_response(template: Any) -> bool:
     try:
-        return "response" in {name for _, name, _, _ in string.Formatter().parse(template)}
+        return "response" in _fields(template)
     except (TypeError, ValueError):
         return False
 
@@ -100,6 +104,13 @@ async def score(
         case {"choices": [{"message": {"content": str() as reply}}, *_]}:
             return scale * _number(reply, number)
     raise RemoteScorerError(f"{told}, expected choices with a message of text")
+
+
+def _shows_answer(args: dict[str, Any]) -> bool:
+    return "answer" in _fields(args["template"])
+
+
+score.reads_answer = _shows_answer  # type: ignore[attr-defined]
 
 
 def _question(prompt: str, example: dict[str, Any]) -> str:

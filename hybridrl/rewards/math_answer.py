@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.base import answer_reader, checked_by
 from hybridrl.rewards.gsm8k import MARKER, Mode, mode_problems
 
 BOXED = r"\boxed"
@@ -41,6 +41,7 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
         )
 
 
+@answer_reader
 @checked_by(_problems)
 def score(prompt: str, response: str, example: dict[str, Any], mode: str) -> float:
     r"""Return 1.0 if the response's final answer equals the example's, else 0.0.

@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridrl.config.errors import raised_problems
 from hybridrl.config.user_code.classes import check_reward_function
+from hybridrl.config.user_code.signatures import reads_answer
 from hybridrl.rewards.base import (
     RewardItem,
     Rule,
@@ -78,7 +79,12 @@ def _has_async_part(args: dict[str, Any]) -> bool:
     return any(call.is_async for call in _calls(args["parts"]).values())
 
 
+def _has_part_with_answer(args: dict[str, Any]) -> bool:
+    return any(reads_answer(call.function, call.args) for call in _calls(args["parts"]).values())
+
+
 score.is_async = _has_async_part  # type: ignore[attr-defined]
+score.reads_answer = _has_part_with_answer  # type: ignore[attr-defined]
 
 
 def _calls(parts: dict[str, dict[str, Any]]) -> dict[str, RewardCall]:

@@ -1,5 +1,7 @@
 """Rewards of reference answers: before the first rollout, one problem of each data set."""
 
+from functools import partial
+
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.rows import column_text
@@ -19,12 +21,13 @@ def show_reference_rewards(
     """Score the reference answer of the first problem of each data set; print a line for each.
 
     A worked solution is scored as it stands. The final answer is scored in the usual forms, too,
-    because the reward may ask for one of them; the best one counts.
+    because the reward may ask for one of them; the best one counts. Data sets without answers are
+    left out.
     """
     first: dict[str, Prompt] = {}
     for prompt in prompts:
         first.setdefault(prompt.dataset, prompt)
-    for prompt in first.values():
+    for prompt in filter(partial(references, config), first.values()):
         _show(config, prompt, rewards, console)
 
 
@@ -59,15 +62,18 @@ def _show(config: RunConfig, prompt: Prompt, rewards: FunctionRewards, console: 
 
 
 def references(config: RunConfig, prompt: Prompt) -> list[str]:
-    """Return a problem's worked solution and answer, then its final answer in usual forms."""
-    data, answer = config.data, str(prompt.example["answer"])
+    """Return a problem's worked solution and answer, then its final answer in usual forms.
+
+    There may be none.
+    """
+    data, answer = config.data, prompt.answer
     part = data.mixture.get(prompt.dataset)
     key = (part and part.solution_key) or data.solution_key
     solution = column_text(prompt.example, key) if key else ""
     final = answer.rpartition("####")[2].strip()
     is_short = len(final) <= LONGEST_FINAL and "\n" not in final
     forms = [form.format(final) for form in FORMS] if is_short else []
-    return list(dict.fromkeys([*filter(None, [solution]), answer, *forms]))
+    return list(dict.fromkeys(filter(None, [solution, answer, *(forms if answer else [])])))
 
 
 def _start(text: str) -> str:

@@ -352,3 +352,13 @@ def test_splits_whose_names_begin_alike_are_not_mixed(tmp_path):
     for number in range(2):
         (tmp_path / f"train-0000{number}-of-00002.parquet").touch()
     assert len(files_by_split("me/chats", tmp_path, "")[0][Split.train]) == 2
+
+
+def test_rows_may_have_no_answer(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [{"question": f"Say {i}."} for i in range(10)])
+    assert "If the rows have no answers, set data.answer_key=null" in faults_of(
+        replace(CONFIG, train_files=str(file))
+    )
+    sets = sets_of(replace(CONFIG, train_files=str(file), answer_key=None))
+    assert [problem.answer for problem in sets.train] == [""] * 9
+    assert "answer" not in sets.train[0].example

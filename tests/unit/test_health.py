@@ -426,6 +426,15 @@ def test_a_row_with_the_same_answer_is_no_wrong_answer_to_compare_with():
     assert "  answers of other problems: mean 0.000, from 0 to 0" in _reward_lines(asked, config)
 
 
+def test_a_row_without_an_answer_has_no_line_and_empty_answers_alone():
+    bare = replace(prompt(""), example={"question": "How many?"})
+    found = said("hybridrl.rewards.none.score", bare)
+    assert found.notes == found.warnings == []
+    config = run_config("reward=format", "reward.num_processes=1")
+    kinds = [line.partition(":")[0] for line in _reward_lines([bare], config)]
+    assert kinds == ["reward", "  empty answers"]
+
+
 def test_each_data_set_of_a_mixture_has_a_line():
     sets = [replace(prompt(SOLVED), dataset=name) for name in ("a", "b", "a")]
     found = said("hybridrl.rewards.gsm8k.score", *sets).notes

@@ -41,6 +41,14 @@ def test_a_mistake_is_a_problem_that_names_function_and_cause(tmp_path, monkeypa
     assert told in problem
 
 
+def test_a_row_without_an_answer_is_tried_with_an_empty_response(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, response, example):\n    return example['answer']\n")
+    config = replace(run_config().reward, function=f"{file}:score", args={})
+    (problem,) = trial_problems(config, "What?", {"level": 2})
+    assert "an empty response to the first row" in problem and "KeyError: 'answer'" in problem
+
+
 @pytest.mark.parametrize(
     ("line", "keyword"),
     [

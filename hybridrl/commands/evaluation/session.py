@@ -178,7 +178,7 @@ def _completions(
             "sample": first + row % count,
             "prompt": prompt.text,
             "response": text,
-            "answer": str(prompt.example["answer"]),
+            "answer": prompt.answer,
             "scores": scores,
             "length": lengths[row],
             "truncated": truncated[row],

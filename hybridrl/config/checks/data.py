@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from hybridrl.config.checks.resources import file_problems
+from hybridrl.config.estimators import is_supervised
 from hybridrl.config.schema import RunConfig
 
 # Names are part of metrics and config keys.
@@ -17,6 +18,26 @@ def source_problems(config: RunConfig) -> Iterator[tuple[str, Iterator[str]]]:
     for name in ("train_files", "eval_files"):
         if name in data:
             yield f"data.{name}", file_problems(f"data.{name}", data[name])
+
+
+def reference_problems(config: RunConfig) -> Iterator[str]:
+    """Check that data sets have worked solutions or answers, if prompts or training show them."""
+    data = config.data
+    why = f"data.few_shot = {data.few_shot} shows" if data.few_shot else ""
+    if is_supervised(config):
+        why = "algorithm=sft trains on"
+    shared = data.answer_key or data.solution_key
+    lacking = [
+        f" of data.mixture.{name}"
+        for name, part in data.mixture.items()
+        if not (part.answer_key or part.solution_key)
+    ]
+    for where in lacking or [""] * (not data.mixture):
+        if why and not shared:
+            yield (
+                f"{why} worked solutions, but data.answer_key and data.solution_key{where} are "
+                f"null.\nSet data.solution_key=<column of the solution>."
+            )
 
 
 def mixture_problems(config: RunConfig) -> Iterator[str]:

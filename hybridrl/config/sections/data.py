@@ -47,7 +47,7 @@ class DataConfig(Section):
     train_files: Any
     eval_files: Any
     prompt_key: str
-    answer_key: str
+    answer_key: str | None
     num_eval_problems: Annotated[int | None, at_least_one("null evaluates all problems"), FREE]
     system_prompt: str | None
     few_shot: Annotated[int, at_least_zero("it counts examples; 0 means none")]
@@ -59,3 +59,9 @@ class DataConfig(Section):
     curriculum_steps: Annotated[int, at_least_one("it is the length of the curriculum")]
     prompts_per_step: Annotated[int, at_least_one("a step needs prompts")]
     mixture: dict[str, MixturePart]
+
+    @property
+    def lacks_answers(self) -> bool:
+        """Return whether rows of a data set have no answer."""
+        parts = self.mixture.values()
+        return self.answer_key is None and not (parts and all(part.answer_key for part in parts))

@@ -14,9 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from hybridrl.config import schema
 from hybridrl.config.choices import RewardSignature
 from hybridrl.config.errors import ConfigError, raised_problems
+from hybridrl.config.sections.data import DataConfig
 from hybridrl.config.user_code.files import FORMS, file_of, module_and_name, module_of
 from hybridrl.config.user_code.importing import check_import, check_itself, import_problem
-from hybridrl.config.user_code.signatures import check_arguments, check_signature, is_async
+from hybridrl.config.user_code.signatures import (
+    check_arguments,
+    check_signature,
+    is_async,
+    reads_answer,
+)
 
 # role -> its built-in worker and config class. A path instead of the class avoids importing torch.
 BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
@@ -144,7 +150,22 @@ def reward_problems(config: schema.RunConfig) -> Iterator[str]:
             )
     for key, rule, signature in _reward_functions(config):
         given = (key, rule.function, rule.args, signature)
-        yield from raised_problems(check_reward_function, *given)
+        found = list(raised_problems(check_reward_function, *given))
+        yield from found
+        if not found and not (key == "reward" and config.earns_rewards):
+            yield from _answer_problems(config.data, *given[:3])
+
+
+def _answer_problems(data: DataConfig, key: str, path: str, args: dict[str, Any]) -> Iterator[str]:
+    """Refuse a function that reads answers which the data does not have."""
+    if data.lacks_answers and reads_answer(function_at(key, path), args):
+        others = "name a function that reads none (docs/rewards.md)"
+        yield (
+            f"{key}.function = {path} compares responses with answers, but data.answer_key = null: "
+            f"the data has none.\nSet data.answer_key=<column of the answer>, or "
+            + (f"remove the rule: '~{key}'" if key.startswith("eval.rules.") else others)
+            + "."
+        )
 
 
 def _reward_functions(
@@ -193,6 +214,7 @@ def environment_problems(config: schema.RunConfig) -> Iterator[str]:
         function = _checked_function(key, path)
         check_arguments(key, path, function, args, (({},), args), "(example, **args)")
         check_itself(key, path, function, args)
+        yield from _answer_problems(config.data, key, path, args)
 
 
 def agent_problems(config: schema.RunConfig) -> Iterator[str]:
@@ -206,6 +228,7 @@ def agent_problems(config: schema.RunConfig) -> Iterator[str]:
     function = _checked_function(key, path)
     check_arguments(key, path, function, args, ((None, None), args), "(task, client, **args)")
     check_itself(key, path, function, args)
+    yield from _answer_problems(config.data, key, path, args)
     if not inspect.iscoroutinefunction(function):
         yield (
             f"agent.function = {path}, expected `async def run(task, client) -> reward`.\n"

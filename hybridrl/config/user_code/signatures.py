@@ -42,6 +42,23 @@ class CallsOthers(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsAnswer(Protocol):
+    """A function that knows whether it reads the answer of a row."""
+
+    def reads_answer(self, args: dict[str, Any]) -> bool:
+        """Return whether a call with these args reads example["answer"]."""
+        ...
+
+
+def reads_answer(function: Callable[..., Any], args: dict[str, Any]) -> bool:
+    """Return whether a function is known to read the answer of a row; a trial finds others."""
+    if isinstance(function, ReadsAnswer):
+        return function.reads_answer(args)
+    truth = inspect.signature(function).parameters.get("ground_truth")
+    return truth is not None and _is_required(truth)
+
+
 def is_async(function: Callable[..., Any], args: dict[str, Any]) -> bool:
     """Return whether a reward's calls with these args are awaited."""
     if isinstance(function, CallsOthers):
@@ -88,12 +105,12 @@ def inputs_of(
 
 
 def _verl_inputs(response: str, example: dict[str, Any]) -> dict[str, Any]:
-    return {
+    inputs = {
         "data_source": example.get("data_source", example.get("dataset", "")),
         "solution_str": response,
-        "ground_truth": example["answer"],
         "extra_info": example.get("extra_info") or {},
     }
+    return inputs | ({"ground_truth": example["answer"]} if "answer" in example else {})
 
 
 def _trl_inputs(rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ HELD_OUT_AS_WELL, REPEATED, SHOWN = "held out as well", "repeated", "shown as ex
 
 # Keys of data.* that each data set of a mixture may set for itself.
 _OWN_KEYS = [field.name for field in fields(MixturePart) if field.name != "weight"]
-_OWN_KEY = re.compile(rf"\bdata\.({'|'.join(_OWN_KEYS)})\b")
+# In a data set, answer_key: null is the shared one.
+_OWN_KEY = re.compile(rf"\bdata\.(?!answer_key=null)({'|'.join(_OWN_KEYS)})\b")
 
 # Normalised texts of a question: one per chat message, without system messages.
 Question = tuple[str, ...]

@@ -36,7 +36,8 @@ class Prompt:
         token_ids: of the rendered prompt; at most rollout.max_prompt_tokens.
         text: the rendered prompt.
         question: the problem without template, for display.
-        example: the row with `answer` and `dataset`, its data set's name; argument of rewards.
+        example: the row with `answer`, if the data has one, and `dataset`, its data set's name;
+            argument of rewards.
         tags: groups whose accuracy is reported separately, such as {"range": "unseen"}.
         dataset: its name in data.mixture; empty without a mixture.
         difficulty: larger is harder; 0 without a curriculum.
@@ -56,6 +57,11 @@ class Prompt:
     where: str = ""
     answer_ids: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+
+    @property
+    def answer(self) -> str:
+        """Reference answer; empty if the data has none."""
+        return str(self.example.get("answer") or "")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ class SourceProblem:
 
     Attributes:
         prompt: the question, or a list of chat messages.
-        answer: the solution or final answer.
-        example: the row with `answer` as mapped; argument of reward functions.
+        answer: the solution or final answer; empty if the data has none.
+        example: the row with such an `answer` as mapped; argument of reward functions.
         tags: groups whose accuracy is reported separately, such as {"range": "unseen"}.
         where: `file:line` or similar, for messages.
         solution: worked solution for few-shot examples; empty without such a column.
@@ -60,7 +60,7 @@ class Columns(NamedTuple):
     """Column names by config key; a dot selects a field of a struct."""
 
     prompt_key: str
-    answer_key: str
+    answer_key: str | None
     solution_key: str | None = None
     curriculum: str | None = None
 
@@ -93,8 +93,8 @@ def problems_of(
     return problems, [
         f"{key} = {source}: {len(faults)} row{'s' if len(faults) != 1 else ''} cannot be used.\n"
         f"{first_faults(faults)}\n"
-        f"A row needs text or chat messages in `{columns.prompt_key}` and text or a number in "
-        f"`{columns.answer_key}`"
+        f"A row needs text or chat messages in `{columns.prompt_key}`"
+        + (f", text or a number in `{columns.answer_key}`" if columns.answer_key else "")
         + (f", text or a number in `{columns.solution_key}`" if columns.solution_key else "")
         + (f", a number in `{columns.curriculum}`" if columns.curriculum else "")
         + "."
@@ -114,6 +114,8 @@ def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Col
     return [
         f"data.{name} = {column}: {source} (from {key}) has no such column.\n"
         f"Its columns: {', '.join(_column_names(rows[0].values))}. Set data.{name} to one of them."
+        + " If the rows have no answers, set data.answer_key=null."
+        * (name == "answer_key")
         for name, column in columns._asdict().items()
         if column and rows and all(_lookup(row.values, column) is _ABSENT for row in rows)
     ]
@@ -127,12 +129,12 @@ def _problem(row: Row, columns: Columns) -> SourceProblem:
     """
     values, solution, difficulty = row.values, columns.solution_key, columns.curriculum
     prompt = _prompt_of(values, columns.prompt_key)
-    answer = _answer_of(values, columns.answer_key)
+    answer = "" if columns.answer_key is None else _answer_of(values, columns.answer_key)
     tags = values["tags"] if isinstance(values.get("tags"), dict) else {}
     return SourceProblem(
         prompt,
         answer,
-        values | {"answer": answer},
+        values | ({"answer": answer} if answer else {}),
         {name: str(value) for name, value in tags.items() if value is not None},
         row.where,
         "" if solution is None else _answer_of(values, solution),

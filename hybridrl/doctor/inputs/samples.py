@@ -124,17 +124,19 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
 def _try_rule(
     node: str, key: str, rule: RewardConfig, config: RunConfig, prompts: "Sequence[Prompt]"
 ) -> Finding:
-    """Score reference answers, as they are and in other forms, and empty responses."""
+    """Score reference answers, if there are any, in all their forms, and empty responses."""
     from hybridrl.trainer.reference_answers import references
     from hybridrl.trainer.rewarding import reward_items
 
     name = f"{key}.function = {rule.function}"
     empty = [""] * len(prompts)
     responses = [empty, *zip(*(references(config, prompt) for prompt in prompts), strict=False)]
+    one = [texts[0] for texts in responses[:2]]
     with RewardScorer(rule) as scorer:
         # One row first: a function that hangs costs one timeout.
-        one = [texts[0] for texts in responses[:2]]
-        failures = scorer.score(reward_items([prompts[0]] * 2, one, [[]] * 2)).failures
+        failures = scorer.score(
+            reward_items([prompts[0]] * len(one), one, [[]] * len(one))
+        ).failures
         means = []
         for texts in responses if not failures else ():
             result = scorer.score(reward_items(prompts, texts, [[]] * len(prompts)))
@@ -144,7 +146,10 @@ def _try_rule(
         where = f" ({frame})" if (frame := last_frame(failures[0].traceback)) else ""
         reason = f"{name} fails: {failures[0].kind}: {failures[0].reason}{where}"
         return fail(REWARD, node, reason, BY_HAND)
-    of_empty, best = means[0], max(means[1:])
+    of_empty, *of_references = means
+    if not of_references:
+        return ok(REWARD, node, f"{name}, {len(prompts)} rows: empty responses score {of_empty:g}")
+    best = max(of_references)
     evidence = (
         f"{name}, {len(prompts)} rows: reference answers score {best:g} on average, empty "
         f"responses {of_empty:g}"
@@ -169,7 +174,7 @@ def _try_environment(
             evidence = f"{name} fails: {failed[0]} in reset, for a row of the data"
             return fail(REWARD, node, evidence, BY_HAND)
         rows = [pair for pair in zip(opened, prompts, strict=True) if not pair[0].result.done]
-        turns = [StepRequest(reply.state, str(p.example["answer"])) for reply, p in rows]
+        turns = [StepRequest(reply.state, p.answer) for reply, p in rows]
         turns += [StepRequest(reply.state, "") for reply, _ in rows]
         if failed := [reply.failure for reply in pool.step(turns) if reply.failure]:
             evidence = f"{name} fails: {failed[0]} in step, for an answer or an empty turn"

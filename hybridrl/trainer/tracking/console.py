@@ -132,7 +132,7 @@ class RunConsole:
                 *([("model read", _clip(record.prompt, width))] if own else []),
                 *([("failed", _clip(record.failure, width))] if record.failure else []),
                 *((turn["role"], _clip(turn["text"], width) or "(empty)") for turn in turns),
-                ("expected", _clip(record.answer, width)),
+                *([("expected", _clip(record.answer, width))] if record.answer else []),
             ]
             title = f"sample of step {step}: score {record.score:g}, {record.length} tokens"
             self.header(title, lines)

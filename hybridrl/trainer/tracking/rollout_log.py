@@ -70,7 +70,7 @@ def rollout_records(
             prompt=read_in_row,
             question=prompt.question,
             response=text,
-            answer=str(prompt.example["answer"]),
+            answer=prompt.answer,
             score=score,
             length=lengths[index],
             failure=reasons.get(index),
@@ -148,7 +148,8 @@ def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 def samples_text(records: Sequence[RolloutRecord]) -> str:
     """Format responses with their prompts and scores as Markdown."""
     return "\n".join(
-        f"**score {record.score:g}, {record.length} tokens, expected {record.answer}**\n\n"
-        f"{code_block(record.prompt)}\nresponse:\n\n{code_block(record.response)}"
+        f"**score {record.score:g}, {record.length} tokens"
+        + (f", expected {record.answer}**\n\n" if record.answer else "**\n\n")
+        + f"{code_block(record.prompt)}\nresponse:\n\n{code_block(record.response)}"
         for record in records
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -317,6 +318,14 @@ def test_a_reward_that_would_fail_is_named(
     finding = reward_finding(config, prompts, monkeypatch, function)
     assert_finds(finding, "inputs.reward", verdict, evidence, advice)
     assert function.__name__ in finding.evidence
+
+
+def test_a_reward_without_reference_answers_is_tried_on_empty_responses(
+    config, prompts, monkeypatch
+):
+    bare = [replace(prompt, example={"question": prompt.question}) for prompt in prompts]
+    finding = reward_finding(config, bare, monkeypatch, shrugs)
+    assert_finds(finding, "inputs.reward", Verdict.ok, "8 rows: empty responses score 0.5", "")
 
 
 def test_a_reward_that_is_not_there_fails(config, prompts, monkeypatch):
