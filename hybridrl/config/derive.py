@@ -36,6 +36,8 @@ from hybridrl.config.schema import RunConfig
 MAX_REWARD_PROCESSES = 8
 # vLLM's own default on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
 MAX_NUM_SEQS = 1024
+# Limits of trainer.max_log_prob_diff: float32 on CPUs; bfloat16, and float32 on GPUs.
+EXACT_LOG_PROBS, ROUNDED_LOG_PROBS = 1e-3, 0.1
 # In lora.target_modules: every linear layer of the model's family.
 ALL_LINEAR = "all-linear"
 
@@ -61,6 +63,7 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
         ("rollout.max_in_flight", _in_flight),
         ("rollout.max_num_seqs", _num_seqs),
         ("reward.num_processes", _processes),
+        ("trainer.max_log_prob_diff", _log_prob_limit),
     ):
         if _is_null(config, key):
             section, name = key.split(".")
@@ -155,6 +158,13 @@ def _num_seqs(config: RunConfig, machine: Machine) -> int:
 
 def _processes(config: RunConfig, machine: Machine) -> int:
     return max(1, min(MAX_REWARD_PROCESSES, machine.nodes[0].cores))
+
+
+def _log_prob_limit(config: RunConfig, machine: Machine) -> float:
+    """Return the limit of vLLM's and the trainer's difference, which is that of their dtypes."""
+    on_cpu = config.hardware.accelerator is Accelerator.cpu
+    dtypes = {config.fsdp.param_dtype, config.rollout.dtype}
+    return EXACT_LOG_PROBS if on_cpu and dtypes == {"float32"} else ROUNDED_LOG_PROBS
 
 
 def choose_for_memory(

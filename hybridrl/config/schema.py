@@ -278,12 +278,17 @@ class EnvironmentConfig(FunctionConfig):
 
 @dataclass(kw_only=True)
 class TrainerConfig(Section):
-    """conf/trainer. With epochs, total_steps counts once the data is read (epochs.py)."""
+    """conf/trainer. With epochs, total_steps counts once the data is read (epochs.py).
+
+    max_log_prob_diff may be null before `derive`.
+    """
 
     total_steps: Annotated[int, at_least_one("a run needs a step"), FREE]
     epochs: Annotated[float | None, above_zero("it counts passes over the prompts"), FREE]
     critic_warmup_steps: Annotated[int, at_least_zero("0 means no warm-up")]
-    max_log_prob_diff: Annotated[float, above_zero("it limits a mean of absolute values"), FREE]
+    max_log_prob_diff: Annotated[
+        float | None, above_zero("it limits a mean of absolute values"), FREE
+    ]
     samples_every_steps: Annotated[int, at_least_zero("0 means never"), FREE]
     save_final_model: Annotated[bool, FREE]
     max_skipped_steps: Annotated[int, at_least_one("1 ends the run at the first one"), FREE]

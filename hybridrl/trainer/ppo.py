@@ -196,12 +196,14 @@ class PPOTrainer(TrainingLoop):
             scheduled = scheduled.keeping(scored).adding(**found)
         self.phases.split("score", outcomes)
         top_p, keep_kv = self.config.rollout.top_p, self.config.rollout.keep_kv
+        limit = self.config.trainer.max_log_prob_diff
+        assert limit is not None
         compared = current_tokens(scheduled.batch, self.engine.weight_version, keep_kv=keep_kv)
         self.metrics |= check_rollout_log_probs(
             scheduled.batch,
             compared,
             top_p=top_p,
-            limit=self.config.trainer.max_log_prob_diff,
+            limit=limit,
             where=self.engine_place,
         )
         if self.config.lora is not None:

@@ -531,6 +531,24 @@ def test_roles_share_the_nodes_and_nulls_are_resolved():
     assert config.reward.num_processes == 2  # one per core of the laptop
 
 
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        ([], 1e-3),
+        (["fsdp.param_dtype=bfloat16"], 0.1),
+        (["rollout.dtype=bfloat16"], 0.1),
+        (["trainer.max_log_prob_diff=0.5"], 0.5),
+        (["hardware=gpu"], 0.1),
+    ],
+)
+def test_the_limit_of_log_probs_is_that_of_their_dtypes(overrides, limit):
+    machine = GPU_NODE if "hardware=gpu" in overrides else LAPTOP
+    hardware = [] if "hardware=gpu" in overrides else ["hardware=cpu"]
+    found = examined([*hardware, *overrides], machine=machine)
+    assert found.report.problems == []
+    assert found.config.trainer.max_log_prob_diff == limit
+
+
 def test_an_extended_worker_brings_its_own_keys(tmp_path, monkeypatch):
     """A subclass's keys are read, its typos refused, and its own checks reported."""
     (tmp_path / "my_package.py").write_text(
