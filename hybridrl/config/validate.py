@@ -11,6 +11,7 @@ from contextlib import suppress
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
 from hybridrl.config.checks.effects import effect_problems
+from hybridrl.config.checks.installation import head_size_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
@@ -72,6 +73,7 @@ COMMON_MODEL_CHECKS = (
     sizes.length_problems,
     sizes.tensor_parallel_problems,
     sizes.cache_problems,
+    head_size_problems,
 )
 TRAINING_MODEL_CHECKS = (
     sizes.sequence_head_problems,

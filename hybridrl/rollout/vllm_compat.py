@@ -98,6 +98,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.tool_parsers", "ToolParserManager.list_registered"),
     ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init"),
     ("vllm.v1.structured_output.backend_xgrammar", "validate_xgrammar_grammar"),
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend.get_supported_head_sizes"),
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),

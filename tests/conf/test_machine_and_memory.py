@@ -11,6 +11,7 @@ from composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, QWEN, TINY, examined,
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from hybridrl.config.checks.installation import cpu_head_sizes
 from hybridrl.config.planner.machine import (
     GIB,
     GPU,
@@ -343,3 +344,13 @@ def test_torch_takes_few_threads_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert [torch_threads(on_gpu=False, processes=n) for n in (1, 4, 100)] == [64, 16, 1]
     assert [torch_threads(on_gpu=True, processes=n) for n in (1, 4, 16)] == [8, 8, 4]
+
+
+def test_a_head_size_that_vllm_lacks_on_cpus_is_refused():
+    """Sizes of the installed vLLM, if there is one."""
+    tiny = TINY | {"head_dim": 16}
+    if not cpu_head_sizes():
+        pytest.skip("needs vLLM")
+    (problem,) = problems("hardware=cpu", model=tiny)
+    assert "heads of size 16" in problem and "32, 64" in problem
+    assert problems("hardware=gpu", machine=GPU_NODE, model=QWEN | {"head_dim": 16}) == []

@@ -66,6 +66,9 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
         "from tests.unit.test_compat import cache_keys, missing\n"
         f"print('missing:', missing({names!r}))\n"
+        "from hybridrl.config.checks.installation import cpu_head_sizes\n"
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"
+        "print('same:', cpu_head_sizes() == CPUAttentionBackend.get_supported_head_sizes())\n"
         "print('keys of vLLM:', len({*cache_keys()}))\n"
         "with vllm_compat.compiled_for_all_batches(): print('keys here:', len({*cache_keys()}))\n"
     )
@@ -73,5 +76,7 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=250
     )
-    last = ran.stdout.splitlines()[-3:]
-    assert last == ["missing: []", "keys of vLLM: 2", "keys here: 1"], ran.stderr[-2000:]
+    last = ran.stdout.splitlines()[-4:]
+    assert last == ["missing: []", "same: True", "keys of vLLM: 2", "keys here: 1"], ran.stderr[
+        -2000:
+    ]

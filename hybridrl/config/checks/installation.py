@@ -1,11 +1,18 @@
-"""Versions of Ray, vLLM and torch, from package metadata, before any heavy import."""
+"""Versions of Ray, vLLM and torch, and limits of vLLM, before any heavy import."""
 
+import ast
 import importlib.metadata
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +28,9 @@ OLDEST_TORCH, TOO_NEW_TORCH = (2, 11), (2, 15)
 OLDEST_RAY = (2, 60)
 # Remedy for a `ray_problem`.
 RAY_ADVICE = "pip install 'ray>={}.{}'".format(*OLDEST_RAY)
+
+# Function in vLLM's source that lists the head sizes of its attention on CPUs.
+CPU_HEAD_SIZES = "get_supported_head_sizes"
 
 # Packages whose CUDA builds break `import transformers` beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -71,6 +81,34 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
         known = ", ".join(tested)
         logger.warning("vllm %s is untested on %s; tested: %s", version, accelerator.value, known)
     return version
+
+
+def head_size_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Check that vLLM's attention on CPUs has the model's head size."""
+    sizes = cpu_head_sizes() if config.hardware.accelerator is Accelerator.cpu else []
+    if sizes and shape.head_dim not in sizes:
+        yield (
+            f"model.path = {config.model.path} has attention heads of size {shape.head_dim} "
+            f"(head_dim, or hidden_size / num_attention_heads), which vLLM cannot compute on CPUs: "
+            f"it has {', '.join(map(str, sizes))}.\n"
+            f"Set model.path to a model with one of these, or use a GPU."
+        )
+
+
+def cpu_head_sizes() -> list[int]:
+    """Return the head sizes of vLLM's attention on CPUs, read from its source; [] if not found.
+
+    Importing it would take seconds.
+    """
+    spec = find_spec("vllm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with suppress(OSError, SyntaxError, ValueError):  # an unknown version
+            source = Path(folder, "v1/attention/backends/cpu_attn.py").read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.FunctionDef) and node.name == CPU_HEAD_SIZES:
+                    (sizes,) = (n.value for n in node.body if isinstance(n, ast.Return))
+                    return list(ast.literal_eval(sizes)) if sizes else []
+    return []
 
 
 def frees_cache_alone() -> bool:
