@@ -7,6 +7,7 @@ tensor's dtype, shape and place in the rest of the file. An index names the file
 import math
 import stat
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import parse_json, reason_of
@@ -100,7 +101,8 @@ def _differences(
     """Yield a problem if the tensors in the files are not those of config.json."""
     if EMBEDDING not in tensors:  # other names, which transformers may map
         return
-    expected = dict(_expected(shape))
+    # So many that some are missing, if config.json describes more than there are.
+    expected = dict(islice(_expected(shape), len(tensors) + MAX_NAMED + 1))
     found = [
         f"{name} is {tensors[name]}, expected {list(sides)}"
         if name in tensors
@@ -111,7 +113,7 @@ def _differences(
     surplus = f"model.layers.{shape.layers}."
     found += [f"{name} is of no layer" for name in tensors if name.startswith(surplus)]
     if found:
-        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        more = " and more" if len(found) > MAX_NAMED else ""
         yield (
             f"{folder}: the weights are not those that its config.json describes: "
             f"{'; '.join(found[:MAX_NAMED])}{more}"

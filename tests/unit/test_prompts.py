@@ -167,6 +167,14 @@ def test_folder_without_a_whole_tokenizer_is_a_config_error(tmp_path, content):
         load_tokenizer(model_config(tmp_path))
 
 
+@pytest.mark.parametrize("length", ["x", True, [1]])
+def test_a_longest_length_that_is_no_number_is_named(model, length):
+    file = Path(model.path, "tokenizer_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": length}))
+    with pytest.raises(ConfigError, match=r"model_max_length = .*, expected a number"):
+        load_tokenizer(model)
+
+
 def test_decoding_leaves_special_tokens_out(model):
     tokenizer = load_tokenizer(model)
     row = tokenizer("What is 1 ?<|end|>")["input_ids"]

@@ -99,6 +99,7 @@ def test_damaged_and_missing_weights_are_named(folder, change, words):
     [
         ({"vocab_size": 650}, "model.embed_tokens.weight is [640, 128], expected [650, 128]"),
         ({"num_hidden_layers": 4}, "model.layers.3.self_attn.q_proj.weight is missing"),
+        ({"num_hidden_layers": 10**9}, "model.layers.3.self_attn.q_proj.weight is missing"),
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is of no layer"),
     ],
 )
@@ -119,6 +120,8 @@ def test_weights_of_another_model_are_told_by_their_shapes(folder, changes, word
         ({"head_dim": "absent", "num_attention_heads": 3}, "num_attention_heads = 3"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
         ({"max_position_embeddings": -1}, "max_position_embeddings = -1"),
+        ({"rms_norm_eps": "NaN"}, "rms_norm_eps = 'NaN', expected a number of at least 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
         ({"vocab_size": "absent", "hidden_size": None}, "lacks hidden_size, vocab_size"),
     ],
 )

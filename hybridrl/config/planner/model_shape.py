@@ -1,5 +1,6 @@
 """Sizes and parameter counts of a decoder, from its config.json."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -179,6 +180,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         for key, size in sizes.items()
         if size is not None and (type(size) is not int or not 0 < size <= LARGEST_COUNT)
     ]
+    eps = config.get("rms_norm_eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        wrong.append(f"rms_norm_eps = {shown(repr(eps))}, expected a number of at least 0")
     # Absent keys have the defaults of transformers' configurations.
     if not wrong:
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from hybridrl.config.command.input_errors import parse_json
+from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.rows import Message
@@ -52,6 +53,9 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     try:
         if (file := folder / "tokenizer_config.json").is_file():
             config = parse_json(file.read_bytes())
+        longest = config.get("model_max_length")
+        if isinstance(longest, bool) or not isinstance(longest, int | float | None):
+            raise ValueError(f"model_max_length = {shown(repr(longest))}, expected a number")
         trusts = model.trust_remote_code and "auto_map" in config
         # transformers makes an empty tokenizer of a folder without files.
         if not trusts and not any((folder / name).is_file() for name in VOCABULARIES):
