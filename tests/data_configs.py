@@ -18,6 +18,7 @@ def data_config(**changes: Any) -> DataConfig:
         "answer_key": "answer",
         "num_eval_problems": None,
         "system_prompt": None,
+        "chat_template_kwargs": {},
         "few_shot": 0,
         "solution_key": None,
         "too_long_prompts": TooLongPrompts.error,

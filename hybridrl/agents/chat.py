@@ -11,15 +11,11 @@ from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt, me
 from hybridrl.agents.errors import RequestError, refused_parameter
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsRequest, event, usage
 from hybridrl.agents.policy import Policy
+from hybridrl.config.checks.data import RESERVED
 from hybridrl.rollout.tool_calls import Parsed
 
-# Parameters of apply_chat_template that are not a template's own.
-RESERVED = {
-    *("self", "policy", "episode", "messages"),
-    *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-}
+# Keywords of `rendered` that are not the request's.
+_RESERVED = RESERVED | {"policy", "episode", "messages"}
 UNSEEN_TOOLS = (
     "The model's chat template leaves tools out, so that the model would never see them. Describe "
     "them in a message and read calls from the text, or train a model whose template has tools."
@@ -53,7 +49,7 @@ class Chat(Format):
         """Render the messages by the chat template."""
         if request.top_logprobs:
             raise refused_parameter("top_logprobs", request.top_logprobs, "Use logprobs alone.")
-        if known := RESERVED & request.chat_template_kwargs.keys():
+        if known := _RESERVED & request.chat_template_kwargs.keys():
             why = "The endpoint sets it."
             raise refused_parameter("chat_template_kwargs", min(known), why)
         prompt = rendered(

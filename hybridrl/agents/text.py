@@ -1,6 +1,6 @@
 """Text of the model: rendering, tokens, and the text of a completion while it is sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.tokenizer import (
+    NO_OPTIONS,
     ids_after,
     plain_text,
     rendered,
@@ -32,13 +33,22 @@ class ModelText:
 
     Methods raise jinja2.TemplateError if the template does not accept the messages.
 
+    Args:
+        options: arguments of the chat template, unless a request has others.
+
     Attributes:
         size: number of tokens.
         longest: most characters of a token.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        end_token_ids: Sequence[int],
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._options = {"add_generation_prompt": True, **options}
         self.size = len(tokenizer)
         self.longest = max(map(len, tokenizer.get_vocab()))
         self._end_token_ids = tuple(end_token_ids)
@@ -53,7 +63,7 @@ class ModelText:
         """Return the text of a prompt; `options` are those of apply_chat_template."""
         if not self._tokenizer.chat_template:
             return plain_text(list(messages))
-        return rendered(self._tokenizer, messages, **{"add_generation_prompt": True} | options)
+        return rendered(self._tokenizer, messages, **self._options | options)
 
     @cached_property
     def has_tools(self) -> bool:

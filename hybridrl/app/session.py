@@ -185,6 +185,7 @@ def _evaluator(
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         greedy=config.eval.greedy,
+        top_k=config.eval.top_k,
         samples=config.eval.samples,
     )
 
@@ -218,8 +219,10 @@ def _show_header(
     config, shape, reward = result.config, result.shape, result.reward_shape
     assert shape is not None
     of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
-    about = machine.describe()
-    lines = header_lines(config, run_dir, about, prompts, shape.parameters, of_reward)
+    lora, about = config.lora, machine.describe()
+    adapters = 0 if lora is None else shape.adapter_parameters(lora.rank, lora.target_modules)
+    counts = shape.parameters, of_reward, shape.layers * adapters
+    lines = header_lines(config, run_dir, about, prompts, *counts)
     console.header(config.run.name, [*lines, *described(resume, config, run_dir)])
 
 

@@ -90,6 +90,7 @@ def _serve(argv: Sequence[str]) -> None:
                 args.port,
                 tool_parser=args.tool_parser or agent["tool_parser"],
                 other_sampling=OtherSampling(args.other_sampling or agent["other_sampling"]),
+                template_options=config.data.chat_template_kwargs,
             )
         )
         endpoint.episode(key, (config.rollout.seed, "serve"), 0, endpoint.settings, SEQUENCES)

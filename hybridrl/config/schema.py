@@ -301,8 +301,10 @@ class TrainerConfig(Section):
 class EvalConfig(Section):
     """conf/eval."""
 
+    before_training: bool
     every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
     greedy: bool
+    top_k: Annotated[int | None, at_least_one("null samples from all tokens")]
     samples: Annotated[int, at_least_one("each problem has a response")]
     rules: dict[str, FunctionConfig]
 

@@ -40,6 +40,7 @@ COMMON_CHECKS = (
     agent_problems,
     reward_problems,
     data.reference_problems,
+    data.template_problems,
 )
 TRAINING_CHECKS = (
     sizes.prompt_problems,

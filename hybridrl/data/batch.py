@@ -40,6 +40,7 @@ class PromptBatch(Shardable):
         responses_per_prompt: samples of each prompt.
         temperature: divides the logits; 0 decodes greedily.
         top_p: probability mass of nucleus sampling; 1 samples from the whole distribution.
+        top_k: number of most probable tokens to sample from; None: all.
         expected_tokens: [P] float64, cost by which prompts are partitioned over engines
             (data/lengths.py); None: the prompts' own lengths.
         first_sample: [P] int64, index of each prompt's first sample; None: 0.
@@ -67,6 +68,7 @@ class PromptBatch(Shardable):
     responses_per_prompt: int
     temperature: float
     top_p: float
+    top_k: int | None = None
     expected_tokens: Tensor | None = None
     first_sample: Tensor | None = None
     turn: int = 0

@@ -19,7 +19,7 @@ from hybridrl.config.planner.machine import GPU, Machine, Node
 from hybridrl.data.sources.problem_sets import left_out_text
 from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
-from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text
+from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text, first_evaluated
 
 LOG_FILE = "main.log"
 # Messages of main.log, first and last ones of more.
@@ -42,9 +42,10 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         name, state, folder: of the run. facts: [(label, text)]. accuracies: [(name, before, after,
-        change)]. settings: [(key, value, source)], those that are not defaults. config: [(key,
-        value)], all. findings: [(check, when, evidence, remedy)], of health checks. messages:
-        [(time, level, text)], others. result: numbers for the table of runs.
+        change)]; first: title of before. settings: [(key, value, source)], those that are not
+        defaults. config: [(key, value)], all. findings: [(check, when, evidence, remedy)], of
+        health checks. messages: [(time, level, text)], others. result: numbers for the table of
+        runs.
     """
     manifest, result = _json(folder / MANIFEST_FILE), _json(folder / RESULT_FILE)
     said = read_messages(folder / LOG_FILE)
@@ -75,6 +76,7 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "state": state,
         "folder": str(folder),
         "facts": [(label, text) for label, text in facts if text],
+        "first": first_evaluated(rows),
         "accuracies": [
             (name, accuracy_text(*before), accuracy_text(*after), _change(after[0] - before[0]))
             for name, before, after in accuracy_changes(rows)

@@ -191,6 +191,7 @@ class Requests:
         shared = SamplingParams(
             temperature=prompts.temperature,
             top_p=prompts.top_p,
+            top_k=prompts.top_k or 0,  # 0: all
             stop_token_ids=[*self._stop_token_ids, *prompts.stop_token_ids],
             logprobs=0,  # the sampled token's alone
             detokenize=False,

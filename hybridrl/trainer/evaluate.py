@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import Any
 
 from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
@@ -15,6 +16,7 @@ MAX_TAG_VALUES = 8
 # The normal distribution has 95 % of its mass within so many standard deviations.
 Z95 = 1.96
 
+GREEDY = {"temperature": 0.0, "top_p": 1.0}
 # Scores of responses, with their failures.
 Scored = Rewarded | ScoreResult
 
@@ -22,9 +24,9 @@ Scored = Rewarded | ScoreResult
 class Evaluator:
     """Evaluation of the weights that generation uses, on the held-out problems.
 
-    One response to each is sampled as in training and, if asked for, one is `greedy`. They are
-    scored by the rewards of the training and by further rules. Before and after training `samples`
-    are sampled, of which the best counts.
+    One response to each is sampled as in training, but for `top_k`; one is `greedy` if asked for.
+    They are scored by the rewards of the training and by further rules. Before and after training
+    `samples` are sampled, of which the best counts.
 
     Attributes:
         last_accuracy: of the last evaluation; NaN before it.
@@ -40,6 +42,7 @@ class Evaluator:
         temperature: float,
         top_p: float,
         greedy: bool,
+        top_k: int | None = None,
         samples: int = 1,
     ) -> None:
         self.prompts = prompts
@@ -47,11 +50,16 @@ class Evaluator:
         self._rules = {f"_{name}": rule for name, rule in rules.items()}
         self._temperature = temperature
         self._top_p = top_p
+        self._top_k = top_k
         self._greedy = greedy
         self._samples = samples
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
         self.last_accuracy = math.nan
         self.responses: dict[str, tuple[RolloutBatch, Rewarded]] = {}
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        return {"temperature": self._temperature, "top_p": self._top_p, "top_k": self._top_k}
 
     def evaluate(
         self, step: int, generate: Generate, *, is_end: bool = False
@@ -73,14 +81,14 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: scores that raised or hung, over all rules.
         """
-        batch, results = self._scored("sampled", step, generate, self._temperature, self._top_p)
+        batch, results = self._scored("sampled", step, generate)
         metrics: dict[str, float | None] = {}
         for group, members in self._groups.items():
             for rule, result in results.items():
                 name = f"eval/accuracy_{group}{rule}"
                 metrics[name] = fmean([result.scores[index] for index in members])
         if self._greedy:
-            _, greedy = self._scored("greedy", step, generate, temperature=0.0, top_p=1.0)
+            _, greedy = self._scored("greedy", step, generate)
             results |= {f"_greedy{rule}": result for rule, result in greedy.items()}
         if is_end and self._samples > 1:
             best = self._best(results[""].scores, step, generate)
@@ -101,8 +109,7 @@ class Evaluator:
         request = request_of(
             self.prompts,
             step,
-            temperature=self._temperature,
-            top_p=self._top_p,
+            **self._sampling,
             samples=more,
             first_sample=1,
         )
@@ -114,10 +121,11 @@ class Evaluator:
         return ScoreResult(best, rest.failures)
 
     def _scored(
-        self, kind: str, step: int, generate: Generate, temperature: float, top_p: float
+        self, kind: str, step: int, generate: Generate
     ) -> tuple[RolloutBatch, dict[str, Scored]]:
         """Sample and score; keys are suffixes of metrics, "" for the training reward."""
-        request = request_of(self.prompts, step, temperature=temperature, top_p=top_p)
+        how = GREEDY if kind == "greedy" else self._sampling
+        request = request_of(self.prompts, step, **how)
         batch = generate(request)
         last = batch.select(batch.last_of_episodes)
         rewarded, results = score_by_rules(self._rewards, self._rules, self.prompts, last)

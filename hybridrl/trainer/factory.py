@@ -92,6 +92,7 @@ def generator_for(
             config.agent.port,
             tool_parser=config.agent.tool_parser,
             other_sampling=config.agent.other_sampling,
+            template_options=config.data.chat_template_kwargs,
         )
         stack.enter_context(endpoint)
         return AgentGenerator(
@@ -106,7 +107,7 @@ def generator_for(
     assert isinstance(environment.processes, EnvironmentPool)
     conversations = Conversations(
         environment.processes,
-        turn_tokens(config.model, config.environment),
+        turn_tokens(config.model, config.environment, config.data.chat_template_kwargs),
         decode,
         {number: prompt.example for number, prompt in by_id.items()},
         Limits(config.environment.max_turns, config.rollout.max_response_tokens),

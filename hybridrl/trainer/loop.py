@@ -88,7 +88,7 @@ class TrainingLoop:
             RunStopped: too many updates in a row were not finite, or a callback failed.
         """
         if not self.has_begun:
-            self.begin(evaluates=True)
+            self.begin(evaluates=self.config.eval.before_training)
         while self.state.step < self.config.trainer.total_steps and not self.is_stopped:
             self.step()
         if self.is_stopped and self.config.checkpoint.every_steps:

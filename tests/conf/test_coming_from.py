@@ -58,7 +58,7 @@ def test_each_of_their_keys_is_translated():
         ("grpo.num_generations", "rollout.responses_per_prompt"),
         ("beta", "algorithm.kl.coef"),
         ("lr", "actor.optim.lr"),
-        ("top_k", NO_KEY),
+        ("top_k", "eval.top_k"),
         ("actor.use_dynamic_bsz", NO_KEY),
     ],
 )

@@ -150,3 +150,8 @@ def test_the_judge_of_a_command_takes_four_arguments(tmp_path, name, says):
     command += ["agent.args.command=[ls]", f"agent.args.reward.function={file}:{name}"]
     found = problems(*command)
     assert len(found) == (says is not None) and (says or "") in "".join(found)
+
+
+def test_arguments_of_a_chat_template_are_its_own():
+    (found,) = problems("hardware=cpu", "+data.chat_template_kwargs={tokenize: true, mood: 1}")
+    assert found.startswith("data.chat_template_kwargs.tokenize: it is no argument")

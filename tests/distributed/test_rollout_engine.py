@@ -116,6 +116,7 @@ def in_turns(engine: VLLMEngine) -> dict[str, Any]:
     return {
         "whole": whole,
         "parts": (first, second),
+        "most_probable": engine.generate(replace(prompts(), responses_per_prompt=1, top_k=1)),
         "stop": stop,
         "stopped": stopped,
         "to_the_end": engine.generate(longest()),
@@ -189,6 +190,11 @@ def test_an_engine_without_prompts_returns_nothing(seen):
     """A round of resampling may have fewer prompts than there are engines."""
     assert len(seen["nothing"].responses) == len(seen["nothing"].log_probs) == 0
     assert seen["nothing"].truncated.tolist() == []
+
+
+def test_the_one_most_probable_token_is_the_greedy_one(seen):
+    turns = seen["turns"]
+    assert torch.equal(turns["most_probable"].responses.values, turns["whole"].responses.values)
 
 
 def test_a_response_in_two_parts_is_the_response(seen):

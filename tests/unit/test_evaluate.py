@@ -65,7 +65,9 @@ class Engine:
         return replace(batch, responses=responses, truncated=truncated)
 
 
-def evaluator(greedy: bool = True, flexible: str = "right", samples: int = 1) -> Evaluator:
+def evaluator(
+    greedy: bool = True, flexible: str = "right", samples: int = 1, top_k: int | None = None
+) -> Evaluator:
     return Evaluator(
         PROMPTS,
         FunctionRewards(decode, Contains("#### right")),
@@ -73,6 +75,7 @@ def evaluator(greedy: bool = True, flexible: str = "right", samples: int = 1) ->
         temperature=0.7,
         top_p=0.9,
         greedy=greedy,
+        top_k=top_k,
         samples=samples,
     )
 
@@ -111,8 +114,9 @@ def test_failed_judgements_are_counted():
 
 def test_requests_are_sampled_as_in_training_then_greedy():
     engine = Engine()
-    evaluator().evaluate(10, engine)
+    evaluator(top_k=5).evaluate(10, engine)
     sampled, greedy = engine.requests
+    assert (sampled.top_k, greedy.top_k) == (5, None)
     assert (sampled.temperature, sampled.top_p) == (0.7, 0.9)
     assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
     for request in engine.requests:

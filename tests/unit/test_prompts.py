@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.agents.text import ModelText
 from hybridrl.config.choices import Repeated, TooLongPrompts
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
-from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
+from hybridrl.data.sources.tokenizer import TurnTokens, decoder, load_tokenizer
 from tests.data_configs import data_config
 from tests.role_configs import model_config
-from tests.tokenizer_folders import model_folder
+from tests.tokenizer_folders import TEMPLATE, model_folder
 
 QUESTIONS = [f"What is {'1 + ' * i}1 ?" for i in range(12)]
 
@@ -65,6 +66,35 @@ def test_tokenizer_without_template_gets_plain_text(config, tmp_path, caplog):
     sets = load_prompts(config, model_config(folder), 100)
     assert sets.train[0].text == "What is 1 ?\n"
     assert "no chat template" in caplog.text
+
+
+MOODY = TEMPLATE + "{%- if add_generation_prompt and mood -%}{{ mood }}{%- endif -%}"
+
+
+def test_the_chat_template_gets_further_arguments_everywhere(config, tmp_path):
+    """Prompts, what follows a turn, and agents' requests, which may have their own."""
+    folder = model_folder(tmp_path / "moody", [*QUESTIONS, "Calm"], template=MOODY)
+    calm = replace(config, chat_template_kwargs={"mood": "Calm"})
+    (first, *_), tokenizer = (
+        load_prompts(calm, model_config(folder), 100).train,
+        load_tokenizer(model_config(folder)),
+    )
+    assert first.text == "<|user|>What is 1 ?<|assistant|>Calm"
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    options = calm.chat_template_kwargs
+    text = ModelText(tokenizer, [end], options)
+    asked = [{"role": "user", "content": "What"}]
+    assert text.render(asked) == "<|user|>What<|assistant|>Calm"
+    assert text.render(asked, mood="Wild") == "<|user|>What<|assistant|>Wild"
+    turns = MOODY.replace("+ message['content']", "+ message['content'] + '<|end|>'")
+    tokenizer.chat_template = turns
+    (ids,) = TurnTokens(tokenizer, [end], (), "user", options).answers(["What"], [end])
+    assert tokenizer.decode(ids) == "<|user|>What<|end|><|assistant|>Calm"
+
+
+def test_an_argument_that_the_chat_template_does_not_read_is_refused(config, model):
+    (problem,) = problems_of(replace(config, chat_template_kwargs={"mod": 1}), model, 100)
+    assert problem.startswith("data.chat_template_kwargs.mod has no effect")
 
 
 @pytest.mark.parametrize(("known", "is_said"), [(QUESTIONS, False), (QUESTIONS[:1], True)])

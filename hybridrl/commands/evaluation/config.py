@@ -53,7 +53,7 @@ SECTIONS = (
     "environment",
     "agent",
 )
-READ = (*SECTIONS, "run.name", "eval.rules")
+READ = (*SECTIONS, "run.name", "eval.rules", "eval.top_k")
 # Keys that a flag replaces.
 FLAGS = {
     "rollout.responses_per_prompt": "--samples N",

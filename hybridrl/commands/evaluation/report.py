@@ -126,6 +126,7 @@ def write_results(
         "samples": evaluation.options.samples,
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
+        "top_k": evaluation.top_k,
         "correct_at": evaluation.options.correct_at,
         "results": [
             {"rule": rule_name(rule), "group": group} | _numbers(result)

@@ -55,6 +55,11 @@ class Evaluation:
         """Nucleus of sampling."""
         return 1.0 if self.options.greedy else self.config.rollout.top_p
 
+    @property
+    def top_k(self) -> int | None:
+        """Number of most probable tokens to sample from; None: all."""
+        return None if self.options.greedy else self.config.eval.top_k
+
 
 @dataclass
 class Totals:
@@ -110,6 +115,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
                 evaluation.subject.step,
                 temperature=evaluation.temperature,
                 top_p=evaluation.top_p,
+                top_k=evaluation.top_k,
                 samples=count,
                 first_sample=first,
             )

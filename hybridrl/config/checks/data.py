@@ -7,6 +7,12 @@ from hybridrl.config.checks.resources import file_problems
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.schema import RunConfig
 
+# Parameters of apply_chat_template that are not a template's own.
+RESERVED = {
+    *("self", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 # Names are part of metrics and config keys.
 _NAME = re.compile(r"[A-Za-z]\w*")
 
@@ -38,6 +44,15 @@ def reference_problems(config: RunConfig) -> Iterator[str]:
                 f"{why} worked solutions, but data.answer_key and data.solution_key{where} are "
                 f"null.\nSet data.solution_key=<column of the solution>."
             )
+
+
+def template_problems(config: RunConfig) -> Iterator[str]:
+    """Check that data.chat_template_kwargs are a template's own."""
+    for name in sorted(RESERVED & config.data.chat_template_kwargs.keys()):
+        yield (
+            f"data.chat_template_kwargs.{name}: it is no argument of a chat template; hybridrl "
+            f"sets it.\nRemove it: '~data.chat_template_kwargs.{name}'"
+        )
 
 
 def mixture_problems(config: RunConfig) -> Iterator[str]:

@@ -384,7 +384,7 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it.\nType +{text}"
     guess = did_you_mean(key, [*ADDED_GROUPS, *known])
-    if ".args." in key:
+    if ".args." in key or ".chat_template_kwargs." in key:
         near = f" {guess}" if guess.startswith("Did you") else ""
         return f"{text}: no file sets this argument.{near}\nFor a new one type +{text}"
     return f"{text}: unknown key, nothing reads it. {guess}"

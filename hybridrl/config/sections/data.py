@@ -50,6 +50,7 @@ class DataConfig(Section):
     answer_key: str | None
     num_eval_problems: Annotated[int | None, at_least_one("null evaluates all problems"), FREE]
     system_prompt: str | None
+    chat_template_kwargs: dict[str, Any]
     few_shot: Annotated[int, at_least_zero("it counts examples; 0 means none")]
     solution_key: str | None
     too_long_prompts: TooLongPrompts

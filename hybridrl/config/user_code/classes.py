@@ -225,6 +225,8 @@ def agent_problems(config: schema.RunConfig) -> Iterator[str]:
     key, path, args = "agent", agent.function, agent.args
     if config.environment is not None:
         yield "there are an environment and an agent.\nRemove environment.*, or the agent."
+    if config.eval.top_k is not None:
+        yield f"eval.top_k = {config.eval.top_k}: an agent's requests have none.\nRemove it."
     function = _checked_function(key, path)
     check_arguments(key, path, function, args, ((None, None), args), "(task, client, **args)")
     check_itself(key, path, function, args)

@@ -1,11 +1,12 @@
 """Reference answers of supervised fine-tuning, as token ids with an end token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.rows import Message
-from hybridrl.data.sources.tokenizer import ids_after, load_tokenizer, rendered
+from hybridrl.data.sources.tokenizer import NO_OPTIONS, ids_after, load_tokenizer, rendered
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 
@@ -14,14 +15,15 @@ class AnswerTokens:
     """Tokeniser of the assistant's turns that follow rendered prompts.
 
     A turn is tokenised behind the last token of its prompt, which stays the same in training and in
-    generation. It ends at the model's end token, as sampled responses do.
+    generation. It ends at the model's end token, as sampled responses do. `options` are further
+    arguments of the chat template.
 
     Raises:
         ConfigError: there is no such model, or it has no end token.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
-        self._tokenizer = load_tokenizer(model)
+    def __init__(self, model: ModelConfig, options: Mapping[str, Any] = NO_OPTIONS) -> None:
+        self._tokenizer, self._options = load_tokenizer(model), options
         self._ends = stop_token_ids(plain_folder(model.path))
         if not self._ends:
             raise ConfigError(
@@ -43,7 +45,7 @@ class AnswerTokens:
         if not self._tokenizer.chat_template:
             return answer
         turn = {"role": "assistant", "content": answer}
-        text = rendered(self._tokenizer, [*messages, turn])
+        text = rendered(self._tokenizer, [*messages, turn], **self._options)
         written = text.removeprefix(prompt)
         is_whole = "".join(answer.split()) in "".join(written.split())
         return written if text.startswith(prompt) and is_whole else answer

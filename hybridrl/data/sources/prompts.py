@@ -127,8 +127,9 @@ def load_prompts(
     """
     sets = load_problem_sets(config, with_solutions=max_answer_tokens is not None)
     tokenizer = load_tokenizer(model)
-    renderer = Renderer(tokenizer)
-    answers = None if max_answer_tokens is None else AnswerTokens(model)
+    options = config.chat_template_kwargs
+    renderer = Renderer(tokenizer, options)
+    answers = None if max_answer_tokens is None else AnswerTokens(model, options)
     rendered = _rendered(config, sets, renderer, answers)
     kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
     for name, (train, held_out) in rendered.items():
@@ -185,9 +186,9 @@ def _rendered(
     Ids are consecutive, those of all training prompts first.
 
     Raises:
-        ConfigError: the chat template raises, or a system prompt has no effect.
+        ConfigError: the chat template raises, or a system prompt or an option has no effect.
     """
-    faults, next_id = _unused_system_prompts(config, sets), 0
+    faults, next_id = [*_unused_system_prompts(config, sets), *_unused_options(renderer)], 0
     halves: list[dict[str, list[Prompt]]] = []
     for half_of in (attrgetter("train"), attrgetter("held_out")):
         halves.append({})
@@ -219,6 +220,15 @@ def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> 
         )
         faults.append(sets[name].with_own_keys(text) if name else text)
     return faults
+
+
+def _unused_options(renderer: Renderer) -> list[str]:
+    """Report arguments that the chat template does not read."""
+    return [
+        f"data.chat_template_kwargs.{name} has no effect: the model's chat template does not read "
+        f"it.\nRemove it, or correct its name: '~data.chat_template_kwargs.{name}'"
+        for name in renderer.unused_options()
+    ]
 
 
 def _keep_short(

@@ -11,8 +11,9 @@ Without a chat template such a message follows a blank line and ends with a newl
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -34,6 +35,9 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 # Exceptions of a template's expressions.
 _TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+
+# Arguments of a chat template.
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 # Placeholders of a turn and its answer in the rendered chat template.
 _TURN, _ANSWER = "hybridrlturn", "hybridrlanswer"
@@ -141,12 +145,18 @@ class Renderer:
     Without a chat template, messages are separated by blank lines, an answer by a newline, and the
     tokenizer adds its special tokens.
 
+    Args:
+        tokenizer: of the model.
+        options: further arguments of the chat template.
+
     Attributes:
         unknown_id: token of text that the tokenizer does not know; -1 without one of its own.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", options: Mapping[str, Any] = NO_OPTIONS
+    ) -> None:
+        self._tokenizer, self._options = tokenizer, options
         self.has_template = bool(tokenizer.chat_template)
         used = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         unknown = tokenizer.unk_token_id
@@ -162,7 +172,8 @@ class Renderer:
         """
         if not self.has_template:
             return plain_text(messages)
-        return rendered(self._tokenizer, messages, add_generation_prompt=True)
+        options = {"add_generation_prompt": True, **self._options}
+        return rendered(self._tokenizer, messages, **options)
 
     @property
     def lacks_marker(self) -> bool:
@@ -177,12 +188,17 @@ class Renderer:
             return False
         try:
             with_marker = self.render(user)
-            without = rendered(self._tokenizer, user)
-            both = rendered(self._tokenizer, turns)
+            without = rendered(self._tokenizer, user, **self._options)
+            both = rendered(self._tokenizer, turns, **self._options)
         except TemplateError:
             return False
         before = both.partition(_TURN)[0]
         return with_marker == without and with_marker.strip() != before.strip()
+
+    def unused_options(self) -> list[str]:
+        """Return the options that the chat template does not mention."""
+        template = str(self._tokenizer.chat_template)
+        return [name for name in self._options if name not in template]
 
     @property
     def description(self) -> str:
@@ -227,6 +243,7 @@ class TurnTokens:
         end_token_ids: tokens that end a response of the model.
         stop: strings that also end a turn.
         role: of an answer in the chat template.
+        options: further arguments of the chat template.
 
     Raises:
         ConfigError: a stop string is not one token.
@@ -238,8 +255,9 @@ class TurnTokens:
         end_token_ids: Sequence[int],
         stop: Sequence[str],
         role: str,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._options = tokenizer, options
         self._end_token_ids = end_token_ids
         self._role = role
         self.stop_token_ids = stop_tokens(tokenizer, stop, end_token_ids)
@@ -273,7 +291,8 @@ class TurnTokens:
             {"role": self._role, "content": _ANSWER},
         ]
         try:
-            text = rendered(self._tokenizer, messages, add_generation_prompt=True)
+            options = {"add_generation_prompt": True, **self._options}
+            text = rendered(self._tokenizer, messages, **options)
         except TemplateError as error:
             raise self._template_error(str(error)) from error
         behind = text.partition(_TURN)[2]

@@ -1,7 +1,8 @@
 """The endpoint over a run's rollout engines."""
 
 import gc
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from hybridrl.agents.episode import Episode, Settings
 from hybridrl.agents.policy import Policy
@@ -11,7 +12,7 @@ from hybridrl.agents.text import ModelText
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.sources.tokenizer import load_tokenizer
+from hybridrl.data.sources.tokenizer import NO_OPTIONS, load_tokenizer
 from hybridrl.distributed.background import without_collections
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
@@ -31,6 +32,7 @@ class Endpoint:
         host, port: address to listen on; port 0: a free one.
         tool_parser: as agent.tool_parser.
         other_sampling: as agent.other_sampling.
+        template_options: as data.chat_template_kwargs, for requests without their own.
 
     Attributes:
         settings: sampling of training steps.
@@ -50,6 +52,7 @@ class Endpoint:
         *,
         tool_parser: str | None,
         other_sampling: OtherSampling = OtherSampling.refuse,
+        template_options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
         tokenizer = load_tokenizer(rollout.model)
         ends = stop_token_ids(plain_folder(rollout.model.path))
@@ -57,7 +60,7 @@ class Endpoint:
         self.end_token = ends[0] if ends else 0
         self.settings = Settings.of(rollout, other_sampling)
         self.engines = LiveEngines(group)
-        self.policy = Policy(ModelText(tokenizer, ends), self.engines, parse)
+        self.policy = Policy(ModelText(tokenizer, ends, template_options), self.engines, parse)
         with without_collections():  # later ones would take a quarter of the server's time
             self.server = EndpointServer(self.policy, host, port)
         self._threshold = gc.get_threshold()

@@ -1,12 +1,14 @@
 """The environment of a run: its processes, its rewards, its failures and its stop strings."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridrl.config.errors import raised_problems
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.sources.tokenizer import Decode, TurnTokens, load_tokenizer
+from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, TurnTokens, load_tokenizer
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
@@ -73,14 +75,18 @@ class EnvironmentRewards:
         return Rewarded(texts, scores, failures)
 
 
-def turn_tokens(model: ModelConfig, config: EnvironmentConfig) -> TurnTokens:
+def turn_tokens(
+    model: ModelConfig, config: EnvironmentConfig, options: Mapping[str, Any] = NO_OPTIONS
+) -> TurnTokens:
     """Return the turn encoder of a model, with the stop strings of the config.
+
+    `options` are further arguments of the chat template.
 
     Raises:
         ConfigError: there is no such model, or a stop string is not one token of it.
     """
     ends = stop_token_ids(plain_folder(model.path))
-    return TurnTokens(load_tokenizer(model), ends, config.stop, config.role)
+    return TurnTokens(load_tokenizer(model), ends, config.stop, config.role, options)
 
 
 def stop_problems(model: ModelConfig, config: EnvironmentConfig) -> list[str]:

@@ -141,6 +141,7 @@ def request_of(
     *,
     temperature: float,
     top_p: float,
+    top_k: int | None = None,
     samples: int = 1,
     first_sample: int = 0,
 ) -> PromptBatch:
@@ -155,6 +156,7 @@ def request_of(
         responses_per_prompt=samples,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
         first_sample=torch.full((len(prompts),), first_sample),
     )
 

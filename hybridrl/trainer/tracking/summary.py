@@ -220,6 +220,12 @@ def accuracy_changes(rows: Sequence[Metrics]) -> list[Change]:
     return changes
 
 
+def first_evaluated(rows: Sequence[Metrics]) -> str:
+    """Return the title of the first evaluation's accuracies: before training, or its step."""
+    steps = [int(row["step"] or 0) for row in rows if row.get(ACCURACY) is not None]
+    return f"step {steps[0]}" if steps and steps[0] else "before"
+
+
 def phase_shares(rows: Sequence[Metrics]) -> list[tuple[str, float]]:
     """Compute each phase's share of the steps' time, longest first; `other` is the rest."""
     names = {name for row in rows for name in row if name.startswith("time/")} - {STEP, OUTSIDE}
