@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from hybridrl.commands.running import UsageError, argument_parser, run_command
-from hybridrl.report.page import REPORT_FILE, find_folders, write_report
+from hybridrl.report.page import find_folders, write_report
+from hybridrl.trainer.tracking.tracker import REPORT_FILE
 
 DESCRIPTION = """\
 Write one HTML file about runs: settings, results, curves, responses, tokens, timeline. It opens in

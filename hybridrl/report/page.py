@@ -18,11 +18,10 @@ from hybridrl.app.runs import RESULT_FILE
 from hybridrl.config.errors import ConfigError
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
-from hybridrl.trainer.tracking.tracker import METRICS_FILE
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, REPORT_FILE
 
 log = logging.getLogger(__name__)
 
-REPORT_FILE = "report.html"
 MAX_BYTES = 8_000_000
 # Characters of JSON that are read, and the smallest share of them that is tried.
 MAX_CHARACTERS, MIN_SHARE = 15_000_000, 1e-3

@@ -113,6 +113,15 @@ def test_header_has_a_line_for_each_data_set_of_a_mixture():
     assert dict(lines)["steps"].startswith("30 (1.4 passes over sums, 0.059 passes over words);")
 
 
+def test_header_names_the_adapters_and_the_machine_once():
+    lines = dict(header("lora=default", "lora.rank=8", "lora.alpha=16"))
+    adapters = "LoRA of rank 8, alpha 16, on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+    assert lines["adapters"].startswith(adapters) and "parameters are trained" in lines["adapters"]
+    assert "adapters" not in dict(header()) and "machine" in dict(header())
+    reason = "hardware.reason='this machine has no NVIDIA GPU, 4 cores, 64 GiB RAM'"
+    assert "machine" not in dict(header(reason))
+
+
 def test_header_sums_up_many_evaluations():
     lines = dict(header("trainer.total_steps=100"))
     assert "evaluated 11 times" in lines["steps"]
@@ -124,6 +133,12 @@ def test_header_sums_up_many_evaluations():
 )
 def test_evaluation_steps(total, every, steps):
     assert evaluation_steps(total, every) == steps
+    assert evaluation_steps(total, every, first=False) == steps[1:]
+
+
+def test_header_leaves_out_an_evaluation_that_does_not_happen():
+    lines = dict(header("eval.before_training=false", "eval.every_steps=20"))
+    assert "evaluated at 20, " in lines["steps"]
 
 
 def test_header_fits_the_terminal_and_keeps_paths_whole_in_logs():
@@ -298,7 +313,7 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
         assert "2 in 0:10 (3.5 s each without evaluations)" in text
         assert "rollout 60%, eval 30%, other 10%" in text
         assert "2 failed" in text
-        assert "final/  metrics.jsonl" in text
+        assert "final/  metrics.jsonl  report.html" in text
 
 
 @pytest.mark.parametrize(
@@ -324,7 +339,8 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     rows = [STEP | cut | {"step": step} | accuracies for step in (0, steps)]
     console, file = screen(terminal=False)
     grows = may_grow(plain(run_config(f"actor.optim.schedule={schedule}")))
-    console.summary(rows, 0, run, needs_trust=bool(trust), may_grow=grows, epochs=epochs)
+    options = {"epochs": epochs, "has_report": schedule == "cosine"}
+    console.summary(rows, 0, run, needs_trust=bool(trust), may_grow=grows, **options)
     text = file.getvalue()
     assert f"2 more accuracies (eval/...): {run}/metrics.jsonl" in text
     for column in ("reward: mean", "max ratio: largest factor", "KL: from the reference"):
@@ -334,7 +350,9 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     assert [title for title in explained if title not in step_line(rows[1], 40, "?")] == []
     _, commands = text.split("\nnext")
     next_lines = [line.strip() for line in commands.splitlines()]
+    assert ("report.html" in text) == has_report
     assert next_lines == [
+        *(["hybridrl report 'outputs/my run'"] if not has_report else []),
         f"hybridrl eval 'outputs/my run'{trust}",
         "hybridrl export 'outputs/my run' my_model",
         *(f"hybridrl resume 'outputs/my run'{overrides}" for overrides in more),

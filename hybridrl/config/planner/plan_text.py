@@ -73,7 +73,8 @@ def _heading(
 ) -> Iterator[tuple[str, str]]:
     yield "name", config.run.name
     yield "hardware", f"{config.hardware.accelerator}: {config.hardware.reason}"
-    yield "machine", machine.describe()
+    if (about := machine.describe()) not in config.hardware.reason:
+        yield "machine", about
     yield (
         "model",
         f"{config.model.path}: {shape.family.kind}, {shape.parameters:,} parameters, "

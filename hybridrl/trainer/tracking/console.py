@@ -29,6 +29,7 @@ from hybridrl.trainer.tracking.summary import (
     Eta,
     Metrics,
     accuracy_changes,
+    first_evaluated,
     legend,
     phases_text,
     short_name,
@@ -37,7 +38,7 @@ from hybridrl.trainer.tracking.summary import (
     summary_lines,
     title_row,
 )
-from hybridrl.trainer.tracking.tracker import METRICS_FILE
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, REPORT_FILE
 
 log = logging.getLogger(__name__)
 
@@ -155,27 +156,30 @@ class RunConsole:
         needs_trust: bool = False,
         may_grow: bool = True,
         epochs: float | None = None,
+        has_report: bool = True,
     ) -> None:
         """Print the summary of a run from its metrics.
 
         `needs_trust` is as of an evaluation; a run that `may_grow` can be resumed with more steps,
-        or with more than its `epochs`.
+        or with more than its `epochs`. One that `has_report` writes its report after this.
         """
         self.close()
         if changes := accuracy_changes(rows):
-            self.console.print(_accuracy_table(changes[:MAX_ACCURACIES]))
+            self.console.print(_accuracy_table(changes[:MAX_ACCURACIES], first_evaluated(rows)))
             if (more := len(changes) - MAX_ACCURACIES) > 0:
                 self.note(f"{more} more accuracies (eval/...): {run_dir / METRICS_FILE}")
         steps = max([int(row["step"] or 0) for row in rows], default=0)
         longer = f"total_steps={2 * steps}" if epochs is None else f"epochs={2 * epochs:g}"
         grown = [f" trainer.{longer}"] * may_grow
         overrides = grown if steps >= self._total else [""]
+        report = {REPORT_FILE} if has_report else set()
+        commands = _next_commands(run_dir, overrides, needs_trust, has_report)
         lines = [
             *summary_lines(rows, failed_checkpoints),
             ("directory", str(run_dir)),
-            ("files", _files(run_dir)),
+            ("files", _files(run_dir, report)),
             ("columns", legend(rows, self.console.width if self.console.is_terminal else None)),
-            ("next", "\n".join(_next_commands(run_dir, overrides, needs_trust))),
+            ("next", "\n".join(commands)),
         ]
         self.header("done", [line for line in lines if line[1]])
 
@@ -205,10 +209,10 @@ class RunConsole:
         return min(self.console.width - 4, MAX_TEXT_WIDTH)
 
 
-def _accuracy_table(changes: Sequence[Change]) -> Table:
+def _accuracy_table(changes: Sequence[Change], first: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("held-out accuracy")
-    for title in ("before", "after", "change"):
+    for title in (first, "after", "change"):
         table.add_column(title, justify="right")
     for name, before, after in changes:
         gain = after[0] - before[0]
@@ -222,7 +226,9 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
     return table
 
 
-def _next_commands(run_dir: Path, overrides: Sequence[str], needs_trust: bool) -> list[str]:
+def _next_commands(
+    run_dir: Path, overrides: Sequence[str], needs_trust: bool, has_report: bool
+) -> list[str]:
     """Return commands that go on with a run, resumed with each of the `overrides`."""
     run = str(run_dir)
     with suppress(OSError):  # the directory was removed meanwhile
@@ -230,21 +236,23 @@ def _next_commands(run_dir: Path, overrides: Sequence[str], needs_trust: bool) -
         if os.path.samefile(os.environ.get("PWD", ""), ".") and Path.cwd() in run_dir.parents:
             run = os.path.relpath(run_dir)
     run = shlex.quote(run)
+    report = [] if has_report else [f"hybridrl report {run}"]
     if not steps_in(checkpoints_folder(run_dir)):
-        return []
+        return report
     return [
+        *report,
         f"hybridrl eval {run}" + " --run-code" * needs_trust,
         f"hybridrl export {run} my_model",
         *(f"hybridrl resume {run}{override}" for override in overrides),
     ]
 
 
-def _files(run_dir: Path) -> str:
-    """List the run directory, folders with a slash."""
+def _files(run_dir: Path, more: set[str]) -> str:
+    """List the run directory, with files that are written next; folders have a slash."""
     if not run_dir.is_dir():
         return "(none)"
-    there = sorted(path for path in run_dir.iterdir() if not path.name.startswith("."))
-    return "  ".join(f"{path.name}/" if path.is_dir() else path.name for path in there)
+    there = {path.name + "/" * path.is_dir() for path in run_dir.iterdir()}
+    return "  ".join(sorted(name for name in there | more if not name.startswith(".")))
 
 
 def _clip(text: str, width: int) -> str:

@@ -28,16 +28,20 @@ def header_lines(
     prompts: PromptSets,
     parameters: int,
     reward_parameters: int = 0,
+    adapter_parameters: int = 0,
 ) -> list[tuple[str, str]]:
-    """Build the header as (label, text) pairs; `parameters` are counts, of the model and the
-    reward model.
+    """Build the header as (label, text) pairs.
+
+    `parameters` are counts, of the model, the reward model and the adapters.
     """
+    reason = config.hardware.reason
     lines = [
         ("run", f"{config.run.name}, seed {config.seed}"),
         ("directory", str(run_dir)),
-        ("machine", machine),
-        ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
+        ("machine", "" if machine in reason else machine),
+        ("hardware", f"{config.hardware.accelerator.value}: {reason}"),
         ("model", _model(config, parameters)),
+        ("adapters", _adapters(config, adapter_parameters)),
         ("reward model", _reward_model(config, reward_parameters)),
         *input_lines(config, prompts),
         ("method", _method(config)),
@@ -97,10 +101,10 @@ def count_text(number: float) -> str:
     return f"{number:.0f}"
 
 
-def evaluation_steps(total: int, every: int) -> list[int]:
-    """List the evaluated steps; 0 is before training."""
+def evaluation_steps(total: int, every: int, *, first: bool = True) -> list[int]:
+    """List the evaluated steps; 0, the `first` of all, is before training."""
     between = range(every, total, every) if every > 0 else ()
-    return sorted({0, *between, total})
+    return sorted({*([0] if first else []), *between, total})
 
 
 def _model(config: RunConfig, parameters: int) -> str:
@@ -115,6 +119,16 @@ def _reward_model(config: RunConfig, parameters: int) -> str:
     if reward is None:
         return ""
     return f"{reward.model.path}{_size(parameters)}, weight {reward.weight:g}"
+
+
+def _adapters(config: RunConfig, parameters: int) -> str:
+    lora = config.lora
+    if lora is None:
+        return ""
+    return (
+        f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}: "
+        f"{count_text(parameters)} parameters are trained"
+    )
 
 
 def _size(parameters: int) -> str:
@@ -166,7 +180,8 @@ def _steps(config: RunConfig, data_sets: list[DataSetSummary]) -> str:
         f"{drawn * facts.share / facts.train:.2g} passes over {facts.name or 'the data'}"
         for facts in data_sets
     )
-    steps = evaluation_steps(total, config.eval.every_steps)
+    first, every = config.eval.before_training, config.eval.every_steps
+    steps = evaluation_steps(total, every, first=first)
     listed = ", ".join(map(str, steps))
     when = f"at {listed}" if len(steps) <= MAX_STEPS_SHOWN else f"{len(steps)} times"
     epochs = config.trainer.epochs

@@ -192,6 +192,7 @@ class Reporter:
             needs_trust=needs_trust(config),
             may_grow=may_grow(config),
             epochs=self._config.trainer.epochs,
+            has_report=self._config.tracking.report,
         )
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 METRICS_FILE, TIMELINE_FILE = "metrics.jsonl", "timeline.jsonl"
+# Written after the end of a run.
+REPORT_FILE = "report.html"
 
 # Metrics of every row; null if a step has no such number.
 PROMISED = (
