@@ -7,6 +7,7 @@ the table, too. A job without the file has failed.
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ JOB_OVERRIDES = ".hydra/overrides.yaml"
 NOT_BEGUN_FILE = "not_begun.json"
 # Number of a job with an unknown number.
 UNKNOWN_JOB = -1
+
+# A number with a decimal point, in the value of an override.
+_LONG_NUMBER = re.compile(r"(?<![\w.-])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.])")
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ def is_within_noise(best: JobResult, other: JobResult) -> bool:
 def sweep_table(results: list[JobResult]) -> Table:
     """Return a table of ranked results with the overrides in which jobs differ.
 
+    Their numbers have three significant digits, unless that would make two jobs look the same.
     All jobs within noise of the best have rank 1.
     """
     known = [set(r.overrides) for r in results if r.overrides]
@@ -154,16 +159,19 @@ def sweep_table(results: list[JobResult]) -> Table:
     table = Table(title="Sweep, best first", title_justify="left", caption_justify="left")
     names = ("rank", "job", "overrides", "held-out accuracy", "reward", "KL", "minutes", "status")
     for name in names:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
+    # Hydra writes a file's name as `my_reward.py\:score`.
+    own = [" ".join(o for o in r.overrides if o not in common).replace("\\:", ":") for r in results]
+    short = [_LONG_NUMBER.sub(lambda found: f"{float(found[0]):.3g}", text) for text in own]
+    if len({*short}) == len({*own}):
+        own = short
     alike = [result for result in results[1:] if is_within_noise(results[0], result)]
     for rank, result in enumerate(results, start=1):
-        # Hydra writes a file's name as `my_reward.py\:score`.
-        own = " ".join(o for o in result.overrides if o not in common).replace("\\:", ":")
         status = result.status + (f": {result.error}" if result.error else "")
         table.add_row(
             "-" if result.metric is None else "1" if result in alike else str(rank),
             str(result.job),
-            escape(own),
+            escape(own[rank - 1]),
             accuracy_text(result.metric, result.ci95),
             "-" if result.reward is None else f"{result.reward:.3f}",
             "-" if result.kl is None else f"{result.kl:.4f}",

@@ -109,3 +109,19 @@ def test_accuracies_that_do_not_differ_share_the_first_rank(tmp_path):
     assert "2 jobs within noise of the best" in str(table.caption)
     many = sweep_table([replace(one, ci95=0.0155) for one in results[:3]])
     assert [*many.columns[0].cells] == ["1", "2", "3"] and many.caption is None
+
+
+def test_numbers_of_overrides_have_three_digits_unless_jobs_would_look_the_same(tmp_path):
+    def cells(*overrides):
+        jobs = [JobResult(n, [o], "ok", 0.5, 1.0, "x") for n, o in enumerate(overrides)]
+        return [*sweep_table(jobs).columns[2].cells]
+
+    lrs = ["actor.optim.lr=4.294535301234567e-05", "actor.optim.lr=0.000123456789"]
+    assert cells(*lrs, "seed=12345", "x=v1.23456") == [
+        "actor.optim.lr=4.29e-05",
+        "actor.optim.lr=0.000123",
+        "seed=12345",
+        "x=v1.23456",
+    ]
+    alike = ["actor.optim.lr=1.00012", "actor.optim.lr=1.00013"]
+    assert cells(*alike) == alike
