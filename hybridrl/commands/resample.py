@@ -106,8 +106,7 @@ def read_recorded(run_dir: Path, step: int, response: int) -> Recorded:
     """Read a response from rollouts/ and, if it is there, from tokens/."""
     path = run_dir / "rollouts" / f"step_{step}.jsonl"
     if not path.is_file():
-        names = (file.stem.removeprefix("step_") for file in path.parent.glob("step_*.jsonl"))
-        steps = ", ".join(map(str, sorted(map(int, names)))) or "none"
+        steps = ", ".join(map(str, recorded_steps(run_dir))) or "none"
         raise UsageError(f"--step {step}: {path} does not exist.\nRecorded steps: {steps}.")
     # Not splitlines, which cuts texts at other characters, too.
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -122,15 +121,22 @@ def read_recorded(run_dir: Path, step: int, response: int) -> Recorded:
     return Recorded(step, response, [json.loads(line) for line in lines], sample)
 
 
+def recorded_steps(run_dir: Path) -> list[int]:
+    """Return the training steps whose responses are in rollouts/."""
+    files = (run_dir / "rollouts").glob("step_*.jsonl")
+    return sorted(int(file.stem.removeprefix("step_")) for file in files)
+
+
 def checkpoint_before(run_dir: Path, step: int) -> Path | None:
     """Return the checkpoint of the weights that sampled a step; None: those before training."""
     folder = checkpoints_folder(run_dir)
     kept = steps_in(folder)
     if step == 1 or step - 1 in kept:
         return folder / step_name(step - 1) if step > 1 else None
+    possible = [str(one) for one in recorded_steps(run_dir) if one - 1 in (0, *kept)]
     raise UsageError(
         f"--step {step}: its weights are those of checkpoint {step - 1}, which is not in {folder}."
-        f"\nSteps with such a checkpoint: {', '.join(str(one + 1) for one in [0, *kept])}. "
+        f"\nRecorded steps with such a checkpoint: {', '.join(possible) or 'none'}. "
         "checkpoint.every_steps=1 with checkpoint.keep_last=0 keeps all."
     )
 

@@ -97,5 +97,8 @@ def test_a_step_needs_the_checkpoint_of_the_step_before(tmp_path):
         (folder / step_name(step)).mkdir(parents=True)
     assert checkpoint_before(tmp_path, 9) == folder / step_name(8)
     assert checkpoint_before(tmp_path, 1) is None
-    with pytest.raises(UsageError, match=r"checkpoint: 1, 5, 9\."):
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 5, 8):  # the run had eight steps
+        (tmp_path / "rollouts" / f"step_{step}.jsonl").touch()
+    with pytest.raises(UsageError, match=r"Recorded steps with such a checkpoint: 1, 5\."):
         checkpoint_before(tmp_path, 8)
