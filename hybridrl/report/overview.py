@@ -35,6 +35,8 @@ MESSAGE = re.compile(
     r"\[?(?P<time>\d{4}-\d\d-\d\d [\d:]{8})[,\d]*\]?(?:\[[\w.]+\]\[| )"
     r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)(?:\] - | [\w.]+: )(?P<text>.*)"
 )
+# A path in quotes that Hydra does not need.
+_PATH = re.compile(r"'([\w.:@%+-]*/[\w./:@%+-]*)'")
 
 
 def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -128,9 +130,9 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _command(argv: Sequence[str]) -> str:
     """Return the command that was typed: `hybridrl train` leaves its second word out of sys.argv,
-    and adds the hardware, if it chose that, and last the folder.
+    and adds the hardware, if it chose that, and last the folder. Paths need no quotes of Hydra's.
     """
-    program, words = "".join(argv[:1]), list(argv[1:])
+    program, words = "".join(argv[:1]), [_PATH.sub(r"\1", word) for word in argv[1:]]
     if Path(program).name not in TRAIN:
         return f"{program} {shlex.join(words)}".strip()
     keys = [word.partition("=")[0] for word in words]

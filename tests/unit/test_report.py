@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from hybridrl.commands.report import report
 from hybridrl.commands.running import UsageError
-from hybridrl.report.overview import findings, messages, overview, read_messages
+from hybridrl.report.overview import _command, findings, messages, overview, read_messages
 from hybridrl.report.page import find_folders, write_at_end, write_report
 from hybridrl.report.read import MAX_POINTS, read_run, series, thinned
 from hybridrl.trainer.health.checks import CHECKS
@@ -211,3 +212,12 @@ def test_a_device_or_folder_is_not_replaced_by_a_report(run):
     for output in (Path("/dev/null"), run):
         with pytest.raises(UsageError, match="is no ordinary file"):
             report([run], output)
+
+
+def test_the_command_of_a_resumed_run_has_no_quotes_of_hydra():
+    """`hybridrl resume` composes with quoted paths."""
+    argv = ["/x/hybridrl/main.py", "seed=2", "resume=auto", "hydra.run.dir='/a/run 1'"]
+    argv += ["hydra.searchpath=['file:///conf']", "model.path='/m/b'", "hydra.run.dir='/a/run'"]
+    shown = _command(argv)
+    assert "model.path=/m/b" in shown and "'hydra.searchpath=[file:///conf]'" in shown
+    assert "/a/run 1" in shown and shlex.split(shown)[4] == "hydra.run.dir='/a/run 1'"
