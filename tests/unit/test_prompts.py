@@ -12,7 +12,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import TurnTokens, decoder, load_tokenizer
-from tests.data_configs import data_config
+from tests.data_configs import data_config, jsonl
 from tests.role_configs import model_config
 from tests.tokenizer_folders import TEMPLATE, model_folder
 
@@ -66,6 +66,21 @@ def test_tokenizer_without_template_gets_plain_text(config, tmp_path, caplog):
     sets = load_prompts(config, model_config(folder), 100)
     assert sets.train[0].text == "What is 1 ?\n"
     assert "no chat template" in caplog.text
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_a_last_message_of_the_assistant_begins_the_answer(tmp_path, template):
+    """It is no turn of its own, in prompts and in reference answers."""
+    folder = model_folder(tmp_path / "model", ["What is", "It", "\nIt is 1 ."], template)
+    chat = [{"role": "user", "content": "What is"}, {"role": "assistant", "content": "It is"}]
+    rows = [{"question": chat, "answer": " 1 ."}] * 8
+    config = data_config(train_files=str(jsonl(tmp_path / "a.jsonl", rows)), prompts_per_step=1)
+    config = replace(config, held_out_overlap=Repeated.keep)
+    (first, *_) = load_prompts(config, model_config(folder), 100, max_answer_tokens=9).train
+    begin = "<|user|>What is<|assistant|>It is" if template else "What is\nIt is"
+    decode = load_tokenizer(model_config(folder)).decode
+    assert first.text == begin == decode(first.token_ids)
+    assert decode(first.answer_ids) == " 1 .<|end|>"
 
 
 MOODY = TEMPLATE + "{%- if add_generation_prompt and mood -%}{{ mood }}{%- endif -%}"

@@ -44,7 +44,11 @@ class AnswerTokens:
         """
         if not self._tokenizer.chat_template:
             return answer
-        turn = {"role": "assistant", "content": answer}
+        begun = ""
+        if messages[-1]["role"] == "assistant":  # the beginning of the answer
+            *messages, last = messages
+            begun = last["content"]
+        turn = {"role": "assistant", "content": begun + answer}
         text = rendered(self._tokenizer, [*messages, turn], **self._options)
         written = text.removeprefix(prompt)
         is_whole = "".join(answer.split()) in "".join(written.split())

@@ -167,13 +167,16 @@ class Renderer:
     def render(self, messages: list[Message]) -> str:
         """Return the prompt text up to the beginning of the assistant's answer.
 
+        A last message of the assistant is the beginning of the answer.
+
         Raises:
             jinja2.TemplateError: the template raises for these messages.
         """
+        is_begun = messages[-1]["role"] == "assistant"
         if not self.has_template:
-            return plain_text(messages)
-        options = {"add_generation_prompt": True, **self._options}
-        return rendered(self._tokenizer, messages, **options)
+            return plain_text(messages).removesuffix("\n" * is_begun)
+        begin = "continue_final_message" if is_begun else "add_generation_prompt"
+        return rendered(self._tokenizer, messages, **{begin: True}, **self._options)
 
     @property
     def lacks_marker(self) -> bool:
