@@ -5,13 +5,14 @@ plan                            that of run.dry=true
 the model before training       samples of some training problems; starts Ray and vLLM
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.data.sources.prompts import Prompt, PromptSets
+    from hybridrl.rewards.scorer import ScoreResult
 
 DESCRIPTION = """\
 Show what a run would read and reward, its plan, and how good its model is before training.
@@ -42,6 +44,9 @@ Overrides as in `hybridrl train`.
 """
 # Prompts shown as the model reads them, and problems whose answers are scored and sampled.
 SHOWN, PROBLEMS = 10, 32
+REFERENCES = "reference answers"
+# Characters shown of a response, and of the end of its prompt.
+RESPONSE, PROMPT_END = 400, 80
 # Token ids shown of each prompt, at its beginning and its end.
 _IDS = 6
 
@@ -68,13 +73,15 @@ def _check(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(config.model)
     console.print("\n".join(_prompt_lines(prompts, tokenizer, config)))
     console.print("\n".join(_length_lines(prompts, tokenizer, config)))
-    console.print("\n".join(_reward_lines(prompts.train[:PROBLEMS], config)))
+    for line in _reward_lines(prompts.train[:PROBLEMS], config):
+        console.print(line)
     show_plan(result, prompts)
     if not args.no_samples:
         check_installation(config.hardware.accelerator)
         model_folder(config.model)
         config.model.path = absolute_path(config.model.path)
-        console.print("\n".join(_solve_lines(prompts, config)))
+        for line in _solve_lines(prompts, config):
+            console.print(line)
 
 
 def _prompt_lines(
@@ -116,32 +123,21 @@ def _length_lines(
 
 
 def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
-    """Yield the rewards of reference answers, of wrong ones and of empty ones."""
-    from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+    """Yield the rewards of reference answers, of wrong ones and of empty ones.
+
+    The first line is the number of calls, before they are made: a judge may cost money.
+    """
     from hybridrl.trainer.reference_answers import references
-    from hybridrl.trainer.rewarding import reward_items
 
     if (program := config.environment or config.agent) is not None:
         yield f"reward: of conversations, by {program.function}"
         return
     # A bare answer also in the usual forms, because the reward may ask for one.
     forms = [*zip(*(references(config, prompt) for prompt in asked), strict=False)]
-    kinds: dict[str, ScoreResult] = {}
-    with RewardScorer(config.reward) as scorer:
-
-        def scored(texts: Sequence[str]) -> ScoreResult:
-            return scorer.score(reward_items(asked, texts, [[]] * len(asked)))
-
-        answers = max(forms, key=lambda texts: fmean(scored(texts).scores), default=())
-        if answers:
-            others = [
-                next((other for other in answers[row:] + answers[:row] if other != answer), "")
-                for row, answer in enumerate(answers)
-            ]
-            kinds["reference answers"] = scored(answers)
-            kinds["answers of other problems"] = scored(others)
-        kinds["empty answers"] = scored([""] * len(asked))
-    yield f"reward: {config.reward.function}"
+    least, most = (len(asked) * count for count in (1 + 2 * bool(forms), 2 + len(forms)))
+    calls = f"{least} to {most}" if least < most else f"{least}"
+    yield f"reward: {config.reward.function}, called for {calls} texts"
+    answers, kinds = _scored_kinds(asked, forms, config)
     for kind, found in kinds.items():
         failed = f", {len(found.failures)} failed" if found.failures else ""
         yield (
@@ -160,13 +156,49 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
         yield f"  Reference answers are written as the reward expects them, such as {answers[0]!r}."
 
 
+def _scored_kinds(
+    asked: "list[Prompt]", forms: Sequence[Sequence[str]], config: RunConfig
+) -> "tuple[Sequence[str], dict[str, ScoreResult]]":
+    """Score answers of three kinds; return the reference answers, and the results by kind.
+
+    Reference answers are in the first of `forms` that earns more than empty ones, else the best.
+    """
+    from hybridrl.rewards.scorer import RewardScorer
+    from hybridrl.trainer.rewarding import reward_items
+
+    kinds: dict[str, ScoreResult] = {}
+    answers: Sequence[str] = ()
+    with RewardScorer(config.reward) as scorer:
+
+        def scored(texts: Sequence[str]) -> "ScoreResult":
+            return scorer.score(reward_items(asked, texts, [[]] * len(asked)))
+
+        empty = scored([""] * len(asked))
+        for form in forms:
+            found = scored(form)
+            if not answers or fmean(found.scores) > fmean(kinds[REFERENCES].scores):
+                answers, kinds[REFERENCES] = form, found
+            if fmean(found.scores) > max(0.0, fmean(empty.scores)):
+                break
+        if answers:
+            others = [
+                next((other for other in (*answers[row:], *answers[:row]) if other != answer), "")
+                for row, answer in enumerate(answers)
+            ]
+            kinds["answers of other problems"] = scored(others)
+    return answers, kinds | {"empty answers": empty}
+
+
 def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
-    """Yield the model's rewards before training, of some training problems."""
+    """Yield the model's rewards before training, of some training problems, and two responses."""
     from hybridrl.commands.evaluation.options import EvalOptions, Split, Subject
-    from hybridrl.commands.evaluation.session import Evaluation, evaluate
+    from hybridrl.commands.evaluation.session import COMPLETIONS, Evaluation, evaluate
     from hybridrl.controller.ray.runtime import ray_runtime
 
     asked, samples = prompts.train[:PROBLEMS], config.rollout.responses_per_prompt
+    rules = "".join(f" and of the rule {name}" for name in config.eval.rules)
+    calls = "" if config.earns_rewards else f": {len(asked) * samples} calls of the reward{rules}"
+    yield f"before training: {len(asked)} problems x {samples} samples{calls}"
     options = EvalOptions(samples=samples, ks=[1], split=Split.train, runs_code=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -174,15 +206,14 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
         stack.enter_context(ray_runtime(config.cluster, config.hardware.accelerator))
         evaluation = Evaluation(options, subject, config, prompts, asked, folder)
         totals = evaluate(evaluation, lambda *_: None)
+        with (folder / COMPLETIONS).open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
     groups = totals.scores[""]
     every = [score for group in groups for score in group]
     mixed = sum(len(set(group)) > 1 for group in groups)
     never = sum(max(group) < options.correct_at for group in groups)
     always = sum(min(group) >= options.correct_at for group in groups)
-    yield (
-        f"before training: mean reward {fmean(every):.3f} over {len(groups)} problems x {samples} "
-        f"samples"
-    )
+    yield f"  mean reward {fmean(every):.3f}"
     yield (
         f"  {mixed} of {len(groups)} prompts ({mixed / len(groups):.0%}) have responses with "
         f"different rewards; {never} are never solved, {always} always (a reward of at least "
@@ -192,9 +223,28 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
         f"  responses: {totals.tokens / len(every):.0f} tokens in the mean, "
         f"{totals.truncated / len(every):.0%} truncated"
     )
+    yield from _sample_lines(rows)
     if samples > 1 and not mixed:
         yield (
             "  Without different rewards GRPO and its relatives would learn nothing: use easier or "
             "harder problems,\n  partial rewards (reward=weighted), a better model, or supervised "
             "training first (+recipe=gsm8k_sft)."
         )
+
+
+def _sample_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the best response and the worst one to another prompt, shortened."""
+
+    def reward(row: dict[str, Any]) -> float:
+        return float(row["scores"]["reward"])
+
+    best = max(rows, key=reward)
+    others = [row for row in rows if row["problem"] != best["problem"]]
+    for row in (best, *([min(others, key=reward)] if others else [])):
+        yield (
+            f"  reward {reward(row):g}, {row['length']} tokens, after a prompt that ends in "
+            f"{row['prompt'][-PROMPT_END:]!r}:"
+        )
+        text = row["response"]
+        shown = text if len(text) <= RESPONSE else f"{text[:RESPONSE]}..."
+        yield f"    {shown!r}"

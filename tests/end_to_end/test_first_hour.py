@@ -87,6 +87,8 @@ def test_the_first_hour(task):
     subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=task, check=True, timeout=60)
     told = hybridrl(task, "check", "+recipe=my_task")
     assert re.search(r"\d+ of 32 prompts \(\d+%\) have responses with different rewards", told)
+    assert "before training: 32 problems x 8 samples: 256 calls of the reward" in told
+    assert len(re.findall(r"  reward [-\d.]+, \d+ tokens, after a prompt", told)) == 2
     told = hybridrl(task, "train", "+recipe=my_task", *SMALL)
     run = (task / "outputs" / "latest").resolve()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

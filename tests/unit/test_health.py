@@ -435,6 +435,19 @@ def test_a_row_without_an_answer_has_no_line_and_empty_answers_alone():
     assert kinds == ["reward", "  empty answers"]
 
 
+def test_calls_of_a_reward_are_counted_before_they_are_made():
+    """Other forms of the answer are tried only if it earns nothing: 96 calls, not 224."""
+    asked = [prompt(str(number)) for number in range(32)]
+    for mode, form in (("flexible", None), ("strict", "'#### 0'")):
+        config = run_config(f"reward.args.mode={mode}", "reward.num_processes=1")
+        lines = _reward_lines(asked, config)
+        told = next(lines)
+        assert told == "reward: hybridrl.rewards.gsm8k.score, called for 96 to 192 texts"
+        rest = list(lines)
+        assert rest[0] == "  reference answers: mean 1.000, from 1 to 1"
+        assert len(rest) == 3 + bool(form) and (form or "") in rest[-1]
+
+
 def test_each_data_set_of_a_mixture_has_a_line():
     sets = [replace(prompt(SOLVED), dataset=name) for name in ("a", "b", "a")]
     found = said("hybridrl.rewards.gsm8k.score", *sets).notes
