@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import pwd
 import re
@@ -251,11 +252,25 @@ def test_a_task_is_not_named_like_a_recipe_which_would_hide_it(tmp_path):
 @pytest.mark.parametrize(("samples", "advises"), [(1, False), (2, True)])
 def test_equal_rewards_are_no_problem_where_each_prompt_has_one(samples, advises, monkeypatch):
     scores = {"": [[1.0] * samples, [0.0] * samples]}
-    monkeypatch.setattr(session, "evaluate", lambda *_: Totals(scores))
+    rows = [
+        {"problem": n, "prompt": "Say\n" * 99, "response": "x" * 500, "length": 7}
+        | {"scores": {"reward": reward}}
+        for n, of_problem in enumerate(scores[""])
+        for reward in of_problem
+    ]
+
+    def evaluate(evaluation, _):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (evaluation.output / session.COMPLETIONS).write_text(text)
+        return Totals(scores)
+
+    monkeypatch.setattr(session, "evaluate", evaluate)
     monkeypatch.setattr(runtime, "ray_runtime", lambda *_: nullcontext())
     config = run_config(f"rollout.responses_per_prompt={samples}", "actor.mini_batch_size=1")
     lines = "\n".join(check._solve_lines(PromptSets([], [], []), config))
     assert ("would learn nothing" in lines) == advises
+    assert "reward 1, 7 tokens" in lines and "reward 0, 7 tokens" in lines
+    assert f"'{'x' * 400}...'" in lines
 
 
 def test_check_measures_the_answers_that_fine_tuning_trains_on():
