@@ -430,7 +430,7 @@ def test_a_mini_batch_divides_over_groups_that_share_sequences():
 
 def test_kv_heads_may_be_divided_or_divide():
     """8 heads and 2 KV heads: tp 4 replicates each KV head on two ranks."""
-    model = TINY | {"num_attention_heads": 8, "num_key_value_heads": 2}
+    model = TINY | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
     args = ["hardware=cpu", "cluster.gpus_per_node=4", "rollout.tensor_parallel_size=4"]
     assert problems(*args, model=model) == []
 
