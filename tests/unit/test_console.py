@@ -339,7 +339,8 @@ def test_summary_explains_its_numbers_and_names_the_next_commands(
     rows = [STEP | cut | {"step": step} | accuracies for step in (0, steps)]
     console, file = screen(terminal=False)
     grows = may_grow(plain(run_config(f"actor.optim.schedule={schedule}")))
-    options = {"epochs": epochs, "has_report": schedule == "cosine"}
+    has_report = schedule == "cosine"
+    options = {"epochs": epochs, "has_report": has_report}
     console.summary(rows, 0, run, needs_trust=bool(trust), may_grow=grows, **options)
     text = file.getvalue()
     assert f"2 more accuracies (eval/...): {run}/metrics.jsonl" in text

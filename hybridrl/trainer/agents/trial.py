@@ -58,7 +58,8 @@ def trial_problems(config: RunConfig, prompt: Prompt) -> list[str]:
         return []
     engines, ends = Silent(), stop_token_ids(plain_folder(config.model.path))
     parse = None if agent.tool_parser is None else lambda text, tools: Parsed(text, [])
-    policy = Policy(ModelText(load_tokenizer(config.model), ends), engines, parse)
+    text = ModelText(load_tokenizer(config.model), ends, config.data.chat_template_kwargs)
+    policy = Policy(text, engines, parse)
     settings = Settings.of(config.rollout, agent.other_sampling)
     key, record = secrets.token_urlsafe(16), EpisodeRecord(policy.text.encode)
     policy.open(Episode(key, (config.seed, "trial"), 0, settings, record))
