@@ -12,7 +12,8 @@ FUNCTION, PARTS = "reward.function", "reward.args.parts"
 def set_parts(cfg: DictConfig, report: Report) -> None:
     """Replace a list in reward.function by the sum of its functions, and drop null parts.
 
-    A part has the name and the signature of its function, and the weight 1.
+    A part has the name and the signature of its function, and the weight 1. Functions of one name
+    are told apart by their files or modules: a_score, b_score.
     """
     if OmegaConf.is_missing(cfg, "reward") or not isinstance(cfg.get("reward"), DictConfig):
         return
@@ -29,8 +30,8 @@ def set_parts(cfg: DictConfig, report: Report) -> None:
 
 def _set_sum(cfg: DictConfig, paths: list[str], report: Report) -> None:
     parts = {
-        path.replace(":", ".").rpartition(".")[2]: {"function": path, "args": {}, "weight": 1.0}
-        for path in paths
+        name: {"function": path, "args": {}, "weight": 1.0}
+        for name, path in zip(_names(paths), paths, strict=True)
     }
     if len(parts) < len(paths):
         report.add(
@@ -41,3 +42,10 @@ def _set_sum(cfg: DictConfig, paths: list[str], report: Report) -> None:
         )
     for key, value in ((FUNCTION, WEIGHTED), (PARTS, parts), ("reward.signature", "auto")):
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+
+
+def _names(paths: list[str]) -> list[str]:
+    """Return the names of functions; with their files or modules if one occurs twice."""
+    split = [path.replace(".py:", ".").replace("/", ".").split(".") for path in paths]
+    short = [names[-1] for names in split]
+    return short if len({*short}) == len(short) else ["_".join(names[-2:]) for names in split]

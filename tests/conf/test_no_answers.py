@@ -9,7 +9,8 @@ JUDGE = ["reward=judge", "reward.args.model=m"]
 READERS = [
     (["reward=gsm8k", NO_RULE], "reward"),
     (["reward=math", NO_RULE], "reward"),
-    (["reward=weighted", NO_RULE], "reward"),
+    (["reward=gsm8k_form", NO_RULE], "reward"),
+    (["reward.function=[hybridrl.rewards.gsm8k.score,hybridrl.rewards.none.score]"], "reward"),
     ([*JUDGE, NO_RULE], "reward"),
     (["reward=format"], "eval.rules.flexible"),
     (["environment=calculator", NO_RULE], "environment"),
@@ -31,7 +32,8 @@ def test_what_reads_an_answer_is_refused_with_what_to_type(overrides, key):
         ["reward=format", NO_RULE],
         [*JUDGE, "reward.args.template='Grade {question} {response}'", NO_RULE],
         ["reward=none", "reward_model=default", "reward_model.model.path=rm", NO_RULE],
-        ["reward=weighted", "~reward.args.parts.correct", NO_RULE],
+        ["reward=gsm8k_form", "~reward.args.parts.correct", NO_RULE],
+        ["reward=gsm8k_form", "reward.args.parts.correct=null", NO_RULE],
     ],
 )
 def test_other_parts_need_none(overrides):

@@ -141,10 +141,17 @@ def test_a_list_of_functions_is_their_sum(recipes):
         }
 
 
-def test_functions_of_a_list_need_names_of_their_own():
+def test_functions_of_one_name_in_a_list_are_told_apart_by_their_modules():
     both = "hybridrl.rewards.none.score", "hybridrl.rewards.gsm8k.score"
-    (problem,) = problems(*BASE, f"reward.function=[{','.join(both)}]")
-    assert f"reward.function = [{', '.join(both)}]" in problem and "reward/part_" in problem
+    result = examined([*BASE, f"reward.function=[{','.join(both)}]"])
+    assert result.report.problems == []
+    parts = result.config.reward.args["parts"]
+    assert {name: part["function"] for name, part in parts.items()} == {
+        "none_score": both[0],
+        "gsm8k_score": both[1],
+    }
+    (problem,) = problems(*BASE, f"reward.function=[{both[0]},{both[0]}]")
+    assert f"reward.function = [{both[0]}, {both[0]}]" in problem and "reward/part_" in problem
     (problem,) = problems(*BASE, "reward.function=[]")
     assert "reward.function = []" in problem
 

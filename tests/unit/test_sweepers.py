@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,7 @@ def test_jobs_at_once_have_folders_of_their_own(tmp_path, launcher):
 
 def test_a_job_that_does_not_begin_leaves_the_result_of_the_run_in_its_folder(tmp_path):
     run = make_run(tmp_path / "here" / "0", status="ok")
+    shutil.rmtree(run / "checkpoints")  # with which the job would be refused
     os.utime(run / "result.json", (1, 1))
     (job,) = swept(tmp_path, "seed=1")
     assert (job["status"], job["reward"]) == ("dry", None)
