@@ -17,10 +17,12 @@ PATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
 
 
 def test_examples_are_short():
-    assert [path.stem for path in EXAMPLES] == ["own_task", "reshard", "step", "train"]
+    names = ["own_task", "reshard", "sandboxed_agent", "step", "train"]
+    assert [path.stem for path in EXAMPLES] == names
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) < 60
-        assert path.name in (ROOT / "docs" / "python.md").read_text()
+        page = "agents.md" if path.stem == "sandboxed_agent" else "python.md"
+        assert path.name in (ROOT / "docs" / page).read_text()
 
 
 def test_steps_by_hand_are_on_policy_and_have_their_penalty_in_the_loss(tmp_path):
