@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.schema import RunConfig
 from hybridrl.environments.base import trial_problems as environment_trial
 from hybridrl.rewards.calls import trial_problems as reward_trial
@@ -16,8 +17,10 @@ def trial_problems(config: RunConfig, prompt: "Prompt") -> list[str]:
     if config.environment is not None:
         return environment_trial(config.environment, prompt.example)
     if config.agent is None:
-        return reward_trial(config.reward, prompt.text, prompt.example)
-    if find_spec("vllm") is None:  # whose packages the endpoint needs; a dry run may lack them
+        return reward_trial(config.reward, prompt.text, prompt.example, prompt.answer)
+    # A resume or restart goes on with a program that has run, whose servers may not be back yet.
+    # The endpoint needs packages of vLLM's, which a dry run may lack.
+    if config.resume != NONE or find_spec("vllm") is None:
         return []
     from hybridrl.trainer.agents.trial import trial_problems as agent_trial
 

@@ -134,7 +134,8 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
         return
     # A bare answer also in the usual forms, because the reward may ask for one.
     forms = [*zip(*(references(config, prompt) for prompt in asked), strict=False)]
-    least, most = (len(asked) * count for count in (1 + 2 * bool(forms), 2 + len(forms)))
+    counts = (3, 2 + len(forms)) if forms else (1, 1)  # without answers empty texts alone
+    least, most = (len(asked) * count for count in counts)
     calls = f"{least} to {most}" if least < most else f"{least}"
     yield f"reward: {config.reward.function}, called for {calls} texts"
     answers, kinds = _scored_kinds(asked, forms, config)
@@ -227,7 +228,7 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
     if samples > 1 and not mixed:
         yield (
             "  Without different rewards GRPO and its relatives would learn nothing: use easier or "
-            "harder problems,\n  partial rewards (reward=weighted), a better model, or supervised "
+            "harder problems,\n  partial rewards (docs/rewards.md), a better model, or supervised "
             "training first (+recipe=gsm8k_sft)."
         )
 

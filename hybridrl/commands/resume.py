@@ -11,6 +11,7 @@ from hybridrl.app.runs import RunOnDisk, find_runs, run_at
 from hybridrl.checkpoint.files import CHECKPOINTS, checkpoints_folder, steps_in
 from hybridrl.commands.running import UsageError, argument_parser
 from hybridrl.commands.runs import FOLDERS
+from hybridrl.config.changes import STEPS
 from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import RUN_DIR, quoted
 from hybridrl.config.command.input_errors import expanded
@@ -19,6 +20,7 @@ from hybridrl.config.keys import leaves
 from hybridrl.trainer.checkpointing.base_models import MODEL, REWARD_MODEL
 
 LATEST = "latest"
+EPOCHS = "trainer.epochs"
 EPILOG = """\
 Exit codes: those of hybridrl train. Changes that affect the results are refused as by resume=auto,
 unless checkpoint.allow_config_changes=true.
@@ -104,6 +106,8 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
     new = changed | {"resume"}
     if any(_key(override) == "hardware.reason" for override in own):
         new |= {"hardware", "hardware.reason"}  # it was not chosen by the user
+    if new & {STEPS, EPOCHS}:  # the new length takes the place of the old one
+        new |= {STEPS, EPOCHS}
     kept = [override for override in own if _key(override) not in new]
     hidden = [override for override in kept if HIDDEN in override]
     if hidden:

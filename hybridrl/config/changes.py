@@ -60,7 +60,7 @@ def changes(
     differing = [
         key
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, MISSING) != new.get(key, MISSING) or key in files
+        if _unless_empty(old, key) != _unless_empty(new, key) or key in files
     ]
     followers = {
         leader: [key for key in keys if old.get(key) == old[leader] and new.get(key) == new[leader]]
@@ -80,6 +80,12 @@ def changes(
         for key in sorted(reported)
     ]
     return sorted(found, key=lambda change: not change.matters)
+
+
+def _unless_empty(config: Mapping[str, Any], key: str) -> Any:
+    """Return a leaf; an empty section counts as missing, as in runs older than its key."""
+    value = config.get(key, MISSING)
+    return MISSING if value == {} else value
 
 
 def may_grow(config: Mapping[str, Any]) -> bool:

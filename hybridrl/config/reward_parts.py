@@ -1,6 +1,8 @@
 """Parts of a summed reward: a list of functions becomes a weighted sum, and null parts go."""
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+import re
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from hybridrl.config.command.report import Report
 from hybridrl.config.keys import raw_tree
@@ -24,8 +26,9 @@ def set_parts(cfg: DictConfig, report: Report) -> None:
     elif function == WEIGHTED:
         parts = OmegaConf.select(cfg, PARTS, throw_on_resolution_failure=False)
         if isinstance(parts, DictConfig):
-            for name in [name for name, part in raw_tree(parts).items() if part is None]:
-                parts.pop(name)
+            with open_dict(parts):
+                for name in [name for name, part in raw_tree(parts).items() if part is None]:
+                    parts.pop(name)
 
 
 def _set_sum(cfg: DictConfig, paths: list[str], report: Report) -> None:
@@ -48,4 +51,6 @@ def _names(paths: list[str]) -> list[str]:
     """Return the names of functions; with their files or modules if one occurs twice."""
     split = [path.replace(".py:", ".").replace("/", ".").split(".") for path in paths]
     short = [names[-1] for names in split]
-    return short if len({*short}) == len(short) else ["_".join(names[-2:]) for names in split]
+    if len({*short}) == len(short):
+        return short
+    return [re.sub(r"\W", "_", "_".join(names[-2:])) for names in split]

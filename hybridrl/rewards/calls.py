@@ -95,13 +95,14 @@ def reward_task(
     return call.score_later if call.is_async else call.score
 
 
-def trial_problems(config: RewardConfig, prompt: str, example: dict[str, Any]) -> list[str]:
+def trial_problems(
+    config: RewardConfig, prompt: str, example: dict[str, Any], response: str
+) -> list[str]:
     """Try a user's reward on the reference answer of a row, or an empty one; return the problems.
 
     A mistake of the program and a result that is no number are problems. Other errors may have
     their cause elsewhere, such as a server that is not there yet.
     """
-    response = str(example.get("answer") or "")
     tried = "the reference answer of" if response else "an empty response to"
     what = f"its trial on {tried} the first row"
     item: RewardItem = (prompt, response, example, [])

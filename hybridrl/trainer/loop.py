@@ -150,11 +150,10 @@ class TrainingLoop:
         self.checkpoints.step_ended()
 
     def pause(self) -> None:
-        """Commit a written checkpoint; end the run here if a signal has arrived.
+        """End the run here if a signal has arrived.
 
         Until the update, weights and optimizer state are those of the step before.
         """
-        self.checkpoints.poll()
         if self.preemption.is_asked:
             raise Preempted(self.preemption.asked_by[0], self.checkpoint_now())
 

@@ -77,7 +77,8 @@ class SaverWorker(Worker):
 
         The host memory is reused by each save and has the size of this rank's state.
         """
-        assert self.saving is None or self.saving.done(), "one save at a time"
+        if self.saving is not None:  # committed already, when rank 0 had all results
+            wait([self.saving])
         start = time.perf_counter()
         staging = self.saver.staging
         staging.clear()

@@ -31,6 +31,7 @@ def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictCo
     HydraConfig.instance().set_config(cfg)
     OmegaConf.set_struct(cfg, False)
     cfg.pop("hydra")
+    OmegaConf.set_struct(cfg, True)
     return cfg
 
 

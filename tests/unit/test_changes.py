@@ -115,6 +115,11 @@ def test_a_key_that_is_new_or_gone_is_a_change():
     assert changes(now, before) == [Change("actor.mine", 1, MISSING, matters=True)]
 
 
+def test_an_empty_section_that_older_runs_lack_is_no_change():
+    assert changes({"data": {}}, {"data": {"chat_template_kwargs": {}}}) == []
+    assert changes({"data": {}}, {"data": {"chat_template_kwargs": {"a": 0}}}) != []
+
+
 def test_those_that_matter_come_first():
     before, now = plain(run_config()), plain(run_config())
     now["cluster"]["nodes"], now["seed"] = 7, 7

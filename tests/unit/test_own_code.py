@@ -62,13 +62,39 @@ def test_parts_losses_and_estimators_count(code):
     }
 
 
-def test_of_an_agents_command_the_arguments_count_that_are_files(code):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from {} import VALUE",
+        "import {} as other",
+        "def late():\n    from {} import VALUE",
+        "import pack.inner",
+        "from pack import inner",
+    ],
+)
+def test_a_module_counts_however_it_is_imported(code, line):
+    folder, helper = code
+    name = helper.removesuffix(".py")
+    (folder / helper).write_text("VALUE = 1.0\n")
+    (folder / "pack").mkdir()
+    (folder / "pack" / "__init__.py").write_text("")
+    (folder / "pack" / "inner.py").write_text(f"from {name} import VALUE\n")
+    (folder / "imports.py").write_text(
+        f"{line.format(name)}\ndef score(prompt, response, example): return 0.0\n"
+    )
+    config = run_config(f"reward.function={folder}/imports.py:score")
+    assert helper in own_code(config)["reward.function"]
+
+
+def test_of_an_agents_command_own_files_count(code):
+    """The interpreter is not the user's."""
     folder, _ = code
-    command = f"agent.args.command=[{sys.executable},{folder}/other.py,--fast]"
-    found = own_code(run_config("environment=agent_command", command))
-    assert {key: list(files) for key, files in found.items()} == {
-        "agent.args.command": ["other.py"]
-    }
+    (folder / "agent.sh").write_text("#!/bin/sh\n")
+    for command in ([sys.executable, f"{folder}/other.py", "--fast"], [f"{folder}/agent.sh"]):
+        given = f"agent.args.command=[{','.join(command)}]"
+        found = own_code(run_config("environment=agent_command", given))
+        own = [part for part in command if part.startswith(str(folder))]
+        assert {key: list(files) for key, files in found.items()} == {"agent.args.command": own}
 
 
 def test_changed_code_is_refused_by_file_or_told_if_it_is_allowed(code, tmp_path):

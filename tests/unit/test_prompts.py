@@ -108,8 +108,8 @@ def test_the_chat_template_gets_further_arguments_everywhere(config, tmp_path):
 
 
 def test_an_argument_that_the_chat_template_does_not_read_is_refused(config, model):
-    (problem,) = problems_of(replace(config, chat_template_kwargs={"mod": 1}), model, 100)
-    assert problem.startswith("data.chat_template_kwargs.mod has no effect")
+    (problem,) = problems_of(replace(config, chat_template_kwargs={"moo": 1}), model, 100)
+    assert problem.startswith("data.chat_template_kwargs.moo has no effect")
 
 
 @pytest.mark.parametrize(("known", "is_said"), [(QUESTIONS, False), (QUESTIONS[:1], True)])

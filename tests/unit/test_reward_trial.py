@@ -21,7 +21,7 @@ def tried(tmp_path, line: str, keyword: str = "def") -> list[str]:
     file = tmp_path / "mine.py"
     file.write_text(REWARD.format(line=line, keyword=keyword))
     config = replace(run_config().reward, function=f"{file}:score", args={}, timeout_s=1.0)
-    return trial_problems(config, "What?", EXAMPLE)
+    return trial_problems(config, "What?", EXAMPLE, EXAMPLE["answer"])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_row_without_an_answer_is_tried_with_an_empty_response(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def score(prompt, response, example):\n    return example['answer']\n")
     config = replace(run_config().reward, function=f"{file}:score", args={})
-    (problem,) = trial_problems(config, "What?", {"level": 2})
+    (problem,) = trial_problems(config, "What?", {"level": 2}, "")
     assert "an empty response to the first row" in problem and "KeyError: 'answer'" in problem
 
 

@@ -31,6 +31,11 @@ FOREIGN = [
         "= hybridrl.rewards.sandbox.programs.io.FileIO",
     ),
     ("reward", {"function": "/tmp/evil.py:score"}, "reward.function = /tmp/evil.py:score"),
+    (
+        "reward",
+        {"function": ["hybridrl.rewards.gsm8k.score", "/tmp/evil.py:score"]},
+        "reward.function.1 = /tmp/evil.py:score",
+    ),
     ("algorithm", {"advantage": "evil.py:f"}, "algorithm.advantage = evil.py:f"),
     ("trainer", {"callbacks": ["evil.Stop"]}, "trainer.callbacks.0 = evil.Stop"),
     ("rollout", {"worker": "evil.Worker"}, "rollout.worker = evil.Worker"),

@@ -28,9 +28,10 @@ _ENDING = ".py"
 
 
 def names_code(key: str) -> bool:
-    """Return whether a dotted key names code."""
-    in_list = key.startswith(f"{CALLBACKS}.")
-    return key.rpartition(".")[2] in NAMES_CODE or key in (ESTIMATOR, CALLBACKS) or in_list
+    """Return whether a dotted key names code, of a list also that of an entry (`function.0`)."""
+    start, _, last = key.rpartition(".")
+    key = start if last.isdecimal() else key
+    return key.rpartition(".")[2] in NAMES_CODE or key in (ESTIMATOR, CALLBACKS)
 
 
 def module_of(path: str) -> str:

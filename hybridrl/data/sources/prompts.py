@@ -44,6 +44,7 @@ class Prompt:
         where: `file:line` or similar, for messages.
         answer_ids: token ids of the reference answer with its end token; empty unless asked for.
         messages: the problem as chat messages, before the template.
+        has_answer: false if the data has no answers, whatever columns `example` has.
     """
 
     prompt_id: int
@@ -57,11 +58,12 @@ class Prompt:
     where: str = ""
     answer_ids: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    has_answer: bool = True
 
     @property
     def answer(self) -> str:
         """Reference answer; empty if the data has none."""
-        return str(self.example.get("answer") or "")
+        return str(self.example.get("answer") or "") if self.has_answer else ""
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,7 @@ def prompts_of(
             problem.where,
             answer,
             messages,
+            bool(problem.answer),
         )
         for index, (problem, text, tokens, answer, messages) in enumerate(
             zip(problems, texts, ids, answer_ids, asked, strict=True)

@@ -11,6 +11,7 @@ Without a chat template such a message follows a blank line and ends with a newl
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -200,8 +201,8 @@ class Renderer:
 
     def unused_options(self) -> list[str]:
         """Return the options that the chat template does not mention."""
-        template = str(self._tokenizer.chat_template)
-        return [name for name in self._options if name not in template]
+        words = {*re.findall(r"\w+", str(self._tokenizer.chat_template))}
+        return [name for name in self._options if name not in words]
 
     @property
     def description(self) -> str:

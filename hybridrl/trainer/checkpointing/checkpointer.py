@@ -156,8 +156,9 @@ class Checkpointer:
     def logged(self, step: int, row: Row) -> None:
         """Record a step's metrics, also for the pending save of that step."""
         self._last = (step, row)
-        if self._writing is not None and self._writing.step == step:
-            self._writing.row = row
+        writing = self._writing  # which the committing thread may drop
+        if writing is not None and writing.step == step:
+            writing.row = row
 
     def poll(self) -> None:
         """Commit the pending save if all ranks are done; calls no worker."""

@@ -1,6 +1,7 @@
 """Own code of a run: hashes of the files of rewards, environments, losses, workers and so on."""
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,13 +14,16 @@ from hybridrl.trainer.tracking.provenance import plain
 
 # Program and arguments of environment=agent_command.
 COMMAND = "agent.args.command"
+# Programs in these folders are not the user's. Larger files are data.
+INSTALLED_IN = ("/usr", "/bin", sys.prefix)
+CODE_BYTES = 16 * 2**20
 
 
 def own_code(config: RunConfig) -> dict[str, dict[str, str]]:
     """Return the SHA-256 of each file of own code, by config key and file name.
 
-    Modules beside such a file count if it imports them; of an agent's command, the arguments that
-    are files.
+    Modules that such a file imports from its folder count, too; of an agent's command, the program
+    and the arguments that are files of the user's, up to CODE_BYTES.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -29,12 +33,19 @@ def own_code(config: RunConfig) -> dict[str, dict[str, str]]:
         paths = [str(path) for path in (value if isinstance(value, list) else [value])]
         files = dict[str, Path]()
         if key == COMMAND:
-            files = {Path(path).name: Path(path) for path in paths[1:] if Path(path).is_file()}
+            files = {path: Path(path) for path in paths if _is_own(Path(path))}
         elif names_code(key):
             files = {name: file for path in paths for name, file in source_files(path).items()}
         if files:
             found[key] = _hashes(key, files)
     return found
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a part of a command is a file of the user's, and not a large one of data."""
+    if not path.is_absolute() or any(path.is_relative_to(place) for place in INSTALLED_IN):
+        return False
+    return path.is_file() and path.stat().st_size <= CODE_BYTES
 
 
 def _hashes(key: str, files: Mapping[str, Path]) -> dict[str, str]:

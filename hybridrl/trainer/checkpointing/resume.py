@@ -168,7 +168,8 @@ def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
 
 def _notes(config: RunConfig, found: Found, state: LoopState, rows: list[Row]) -> list[str]:
     notes = [f"{damaged}; it was quarantined" for damaged in found.damaged]
-    missing = sorted(set(range(state.step + 1)) - {int(row["step"] or 0) for row in rows})
+    first = 0 if config.eval.before_training else 1
+    missing = sorted({*range(first, state.step + 1)} - {int(row["step"] or 0) for row in rows})
     if missing:
         notes.append(f"{METRICS_FILE} lacks {len(missing)} of these steps, from {missing[0]} on")
     total = config.trainer.total_steps
