@@ -149,6 +149,7 @@ def test_dataclasses_and_yaml_have_the_same_keys():
     """With every optional section; roles get their adapters from the shared one, without a link."""
     sections = ["lora=default", "environment=calculator", *WITH_REWARD_MODEL]
     cfg = composed(["hardware=cpu", *sections])
+    OmegaConf.set_struct(cfg, False)
     cfg = OmegaConf.merge(cfg, composed(["hardware=cpu", "environment=calculator_agent"]))
     tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     mappings = {
