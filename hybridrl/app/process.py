@@ -4,6 +4,7 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ KERNEL_FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
 }
+# Looks at the number of runnable threads, and seconds between them.
+BUSY_SAMPLES, BUSY_PAUSE_S = 5, 0.01
 
 
 def set_up_process() -> None:
@@ -34,10 +37,20 @@ def set_up_process() -> None:
     # Large CPU tensors in 2 MiB pages: with 4 KiB pages, allocating a batch takes longer than
     # computing it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Threads that wait for others sleep. Spinning ones, OpenMP's default, take the cores from
-    # those that they wait for as soon as anything else runs on the machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # OpenMP's threads spin while they wait for others. Beside other programs they so take the cores
+    # from those that they wait for; on free cores sleeping would cost a tenth of the speed.
+    if _is_busy():
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import_from_here()
+
+
+def _is_busy() -> bool:
+    """Return whether other programs compute on half of this machine's cores, or on one of two."""
+    runnable = []
+    for _ in range(BUSY_SAMPLES):
+        runnable.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
+        time.sleep(BUSY_PAUSE_S)
+    return min(runnable) - 1 >= max(1, (os.cpu_count() or 1) // 2)  # this thread is one of them
 
 
 def _has_locks(folder: Path) -> bool:

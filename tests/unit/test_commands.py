@@ -8,7 +8,9 @@ import pwd
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -203,11 +205,20 @@ def test_a_failure_with_the_folder_in_its_place_stays_what_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("users", "kept"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")]
 )
-def test_threads_that_wait_sleep_unless_the_user_chose(
+def test_threads_that_wait_sleep_on_a_busy_machine_unless_the_user_chose(
     own_process, monkeypatch, tmp_path, users, kept
 ):
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())
+    ]
     monkeypatch.setattr(os, "environ", {"HYBRIDRL_CACHE": str(tmp_path)} | users)
-    set_up_process()
+    try:
+        time.sleep(0.5)
+        set_up_process()
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
     assert os.environ["OMP_WAIT_POLICY"] == kept
 
 
