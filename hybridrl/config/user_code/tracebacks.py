@@ -1,4 +1,4 @@
-"""What user code says: tracebacks, cut to the user's frames, and texts fit for a log."""
+"""Texts of user code: tracebacks, cut to the user's frames, and lines fit for a log."""
 
 import os
 import sysconfig

@@ -173,10 +173,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the pending save and commit it; wait for removals, too."""
-        with self._lock:
-            writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.ended.set()
+        if (writing := self._taken()) is not None:
             self._end(writing, self._saver.call("finish_save"))
         if self._watching is not None:
             self._watching.result()
@@ -185,10 +182,15 @@ class Checkpointer:
     def close(self) -> None:
         """Give up the pending save unless it is whole."""
         self.poll()
+        self._taken()
+
+    def _taken(self) -> PendingSave | None:
+        """Take the pending save from the committing thread, after a commit that it has begun."""
         with self._lock:
             writing, self._writing = self._writing, None
         if writing is not None:
             writing.ended.set()
+        return writing
 
     def _watch(self, writing: PendingSave) -> None:
         """Commit a save as soon as all ranks are done."""

@@ -1,10 +1,10 @@
 """Own code of a run: hashes of the files of rewards, environments, losses, workers and so on."""
 
-import hashlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybridrl.checkpoint.verification import digest
 from hybridrl.config.changes import own_leaves
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
@@ -50,6 +50,6 @@ def _is_own(path: Path) -> bool:
 
 def _hashes(key: str, files: Mapping[str, Path]) -> dict[str, str]:
     try:
-        return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+        return {name: digest(file).sha256 for name, file in files.items()}
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename} cannot be read: {error.strerror}.") from error
