@@ -1,6 +1,8 @@
 """Small real checkpoints, light enough for child processes that are killed."""
 
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hybridrl.checkpoint import commit
@@ -87,3 +89,11 @@ def huge_checkpoint(run_dir: Path) -> Path:
 def hidden(run_dir: Path) -> list[str]:
     """Names of what is hidden among a run's checkpoints."""
     return sorted(p.name for p in (run_dir / "checkpoints").iterdir() if p.name[0] == ".")
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for a condition at most so long."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from hybridrl.workers.base import Dispatch, Worker, dispatch_of
 from hybridrl.workers.saver import SaverWorker
 from tests.role_configs import fsdp_config, saver_config
 from tests.run_configs import run_config
+from tests.unit.checkpoint.checkpoint_cases import wait_until
 
 DISK = 16 * 2**20  # bytes; of which a checkpoint takes a little more than one MiB
 
@@ -123,14 +124,6 @@ class OneProcess:
         filler.unlink()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait at most 20 seconds."""
-    end = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def state(step: int) -> LoopState:
     """That of a loop after a step."""
     return LoopState(step, 8 * step, {}, None, step, True, {}, {})
@@ -191,12 +184,12 @@ def by_itself(run_dir: Path) -> dict[str, After]:
     time.sleep(3 * LOOK_S)
     found["not reported"] = run.after()
     run.checkpoints.logged(1, {})
-    wait_until(is_over)
+    wait_until(is_over, seconds=20.0)
     found["reported"] = run.after()
     run.checkpoints.finish()
     with run.filled(room=2**16):
         run.begin(2)
-        wait_until(is_over)
+        wait_until(is_over, seconds=20.0)
         found["no room"] = run.after()
     run.checkpoints.finish()
     return found

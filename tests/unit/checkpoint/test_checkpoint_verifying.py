@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,14 @@ from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord
 from hybridrl.checkpoint.verification import verify
 from hybridrl.trainer.checkpointing.verification import VerificationEnded, VerificationProgress
-from tests.unit.checkpoint.checkpoint_cases import FILES, SIZE, huge_checkpoint, manifest, save
+from tests.unit.checkpoint.checkpoint_cases import (
+    FILES,
+    SIZE,
+    huge_checkpoint,
+    manifest,
+    save,
+    wait_until,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,13 +38,6 @@ def has_read(pid: int, size: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return int(Path(f"/proc/{pid}/io").read_text().split()[1]) > size
     return False
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_signals_end_a_command_that_verifies_at_once(huge, tmp_path):
