@@ -241,6 +241,13 @@ class RolloutBatch:
         assert self.episode is not None
         return self.episode.unique_consecutive(return_counts=True)[1]
 
+    def summed_over_episodes(self, values: Tensor) -> Tensor:
+        """Return [B]: for each response the sum of `values` [B] over its episode."""
+        if self.episode is None:
+            return values
+        _, index = self.episode.unique_consecutive(return_inverse=True)
+        return torch.zeros_like(values).index_add(0, index, values)[index]
+
     @property
     def last_sampled(self) -> Tensor:
         """[B] int64: index of each response's last sampled token; of its last if there is none."""

@@ -164,10 +164,7 @@ def _with_episode_tokens(batch: RolloutBatch) -> RolloutBatch:
     """Fill in `RolloutBatch.episode_tokens`: an episode's responses may be on several ranks."""
     if batch.episode is None:
         return batch
-    _, index = batch.episode.unique_consecutive(return_inverse=True)
-    counts = batch.counted.counts()
-    tokens = torch.zeros_like(counts).index_add(0, index, counts)
-    return replace(batch, episode_tokens=tokens[index])
+    return replace(batch, episode_tokens=batch.summed_over_episodes(batch.counted.counts()))
 
 
 def _totals(ranks: Sequence[Epochs], mask: Ragged, episode: Tensor | None) -> EpochTotals:

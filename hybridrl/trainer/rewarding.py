@@ -128,13 +128,11 @@ def _of_episodes(scores: Tensor, batch: RolloutBatch) -> Tensor:
     """Return [B], for each response the mean of `scores` [B] over its episode."""
     if batch.episode is None:
         return scores
-    _, index = batch.episode.unique_consecutive(return_inverse=True)
     tokens = batch.response_mask.counts().double()
-    zeros = torch.zeros_like(scores)
     # Of an episode that sampled nothing, sequences weigh the same.
-    weights = tokens.where(zeros.index_add(0, index, tokens)[index] > 0, 1.0)
-    sums, totals = (zeros.index_add(0, index, values) for values in (weights * scores, weights))
-    return (sums / totals)[index]
+    weights = tokens.where(batch.summed_over_episodes(tokens) > 0, 1.0)
+    sums, totals = map(batch.summed_over_episodes, (weights * scores, weights))
+    return sums / totals
 
 
 def overlong_shaping(config: RunConfig, lengths: Tensor) -> Tensor:
