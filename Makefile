@@ -19,6 +19,7 @@ lint: env
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(PY) -m mypy
+	$(PY) tools/house.py --check
 
 # Two tests share the cores: threads that wait for others of theirs leave them to the other test
 # instead of spinning, which took a third of the time. Long files come first, so that short ones
