@@ -24,6 +24,7 @@ import grimp
 from paths import PACKAGE, REPO, files_of_section, recorded
 
 BUDGETS = REPO / "tools" / "house.toml"
+TOP = "files of no folder"
 LONG_FUNCTION, LONG_SENTENCE = 60, 25
 # Words that name nothing; an identifier names the thing.
 WORDS = {"found", "told", "heard", "advanced", "counting", "beside"}
@@ -100,8 +101,8 @@ class House:
     def room(self, name: str) -> str:
         """The room of a module or folder."""
         rooms = [room for room in self.budgets["rooms"] if name.startswith(f"{room}/")]
-        top, slash, _ = name.partition("/")
-        return max(rooms, key=len, default=top if slash else "files of no folder")
+        top = name.partition("/")[0]
+        return max(rooms, key=len, default=top if (PACKAGE / top).is_dir() else TOP)
 
     @cached_property
     def rooms(self) -> dict[str, tuple[int, int]]:
@@ -150,17 +151,29 @@ class House:
         }
         return sorted(", ".join(sorted(names)) for names in sets if len(names) > 1)
 
-    def arrows(self) -> int:
-        """Pairs of rooms of which one imports the other."""
-        pairs = set()
-        for importer in self.graph.modules:
-            for imported in self.graph.find_modules_directly_imported_by(importer):
-                ends = [
-                    self.room(f"{name.partition('.')[2].replace('.', '/')}/")
-                    for name in (importer, imported)
-                ]
-                pairs |= {tuple(ends)} if ends[0] != ends[1] else set()
-        return len(pairs)
+    @cached_property
+    def arrows(self) -> Counter[tuple[str, str]]:
+        """How often the modules of one room import those of another one."""
+        return Counter(
+            ends
+            for importer in self.graph.modules
+            for imported in self.graph.find_modules_directly_imported_by(importer)
+            if (ends := (self.room_of(importer), self.room_of(imported)))[0] != ends[1]
+        )
+
+    def room_of(self, module: str) -> str:
+        """The room of a module named with dots."""
+        return self.room(f"{module.partition('.')[2].replace('.', '/')}/")
+
+    def into_wings(self) -> int:
+        """Imports of a wing's modules by the core."""
+        of_wings = {room for rooms in self.budgets["wings"].values() for room in rooms}
+        outside = of_wings | {TOP, "api"}
+        return sum(
+            count
+            for (importer, imported), count in self.arrows.items()
+            if importer not in outside and imported in of_wings
+        )
 
     def counts(self) -> Counts:
         """What has a budget and is not a size of a room."""
@@ -173,6 +186,7 @@ class House:
             "functions over 60 lines": sum(lines > LONG_FUNCTION for lines in lengths),
             "files over 300 lines": sum(module.lines > 300 for module in self.modules),
             "circles between modules": len(self.circles),
+            "imports of the wings by the core": self.into_wings(),
             "uses of Any": any_uses,
             "optional fields": sum(module.optional_fields() for module in self.modules),
             "docstring sentences over 25 words": sum(m.long_sentences() for m in self.modules),
@@ -240,7 +254,7 @@ def table(house: House) -> None:
     )
     print(f"{lengths[int(0.95 * len(lengths))]}; longest: ", end="")
     print(", ".join(f"{name} {lines}" for lines, name in functions[:-6:-1]))
-    print(f"arrows between rooms: {house.arrows()}")
+    print(f"arrows between rooms: {len(house.arrows)}")
     for name, count in house.counts().items():
         print(f"{name}: {count:,}")
     for circle in house.circles:
