@@ -175,13 +175,13 @@ def _sampled(
     from hybridrl.commands.evaluation.session import rollout_engines
     from hybridrl.data.lengths import ResponseLengths
     from hybridrl.trainer.factory import generator_for, open_environment
-    from hybridrl.trainer.sampling.base import request_of
+    from hybridrl.trainer.sampling.generation import request_of
     from hybridrl.trainer.state import read_state
 
     each, number = config.rollout.responses_per_prompt, recorded.line["prompt_id"]
     lengths = ResponseLengths()
     if checkpoint is not None:
-        lengths = ResponseLengths.restored(read_state(checkpoint).lengths)
+        lengths.restore(read_state(checkpoint).lengths)
     request = request_of(
         asked[::each],
         recorded.step,

@@ -93,11 +93,12 @@ class ResponseLengths:
         means = {"overall": self.overall, "in_parts": self.in_parts}
         return {name: [mean.count, mean.total] for name, mean in means.items()} | {"seen": seen}
 
-    @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> "ResponseLengths":
-        """Restore from the value of `state`."""
-        seen = {int(prompt_id): Mean(*mean) for prompt_id, mean in state["seen"].items()}
-        return cls(seen, Mean(*state["overall"]), Mean(*state.get("in_parts", ())))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the value of `state`."""
+        self.seen = {int(prompt_id): Mean(*mean) for prompt_id, mean in state["seen"].items()}
+        self.overall = Mean(*state["overall"])
+        self.in_parts = Mean(*state.get("in_parts", ()))
+        self.__post_init__()
 
     def expect(self, prompts: PromptBatch) -> PromptBatch:
         """Return the prompts with their expected_tokens."""

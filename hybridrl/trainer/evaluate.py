@@ -9,7 +9,7 @@ from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.trainer.rewarding import Rewarded, RewardSource, reward_items
-from hybridrl.trainer.sampling.base import request_of
+from hybridrl.trainer.sampling.generation import request_of
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8

@@ -1,9 +1,11 @@
-"""Factories of generation and rewards: with an environment, without one, and for evaluations."""
+"""Factories of generation, of rewards and of the source of a step's groups."""
 
 import socket
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
+from hybridrl.config.choices import Schedule
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
@@ -17,6 +19,12 @@ from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
 from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
 from hybridrl.trainer.multi_turn.generator import MultiTurn
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
+from hybridrl.trainer.sampling.drafts import OneTurn, Turns
+from hybridrl.trainer.sampling.dynamic import DynamicSampling
+from hybridrl.trainer.sampling.partial import GroupsInFlight
+from hybridrl.trainer.sampling.source import Source, SourceParts, StepSource
+from hybridrl.trainer.sampling.split import GroupsAhead
+from hybridrl.trainer.sampling.whole import WholeGroups
 
 
 def open_environment(config: RunConfig, stack: ExitStack) -> RunEnvironment | None:
@@ -122,3 +130,38 @@ def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:
         name: stack.enter_context(RewardScorer(rule_config(config.reward, rule)))
         for name, rule in config.eval.rules.items()
     }
+
+
+def open_source(parts: SourceParts) -> StepSource:
+    """Return the source of a run's groups, as rollout.schedule and algorithm say."""
+    config = parts.config
+    kind = "agent" if config.agent is not None else "turns"
+    source = SOURCES[config.rollout.schedule, kind](parts)
+    if config.algorithm.max_sampling_rounds > 1:
+        source = DynamicSampling(source, parts)
+    return StepSource(source, parts)
+
+
+def _turns(parts: SourceParts) -> Turns:
+    generator = parts.generation.generate
+    return generator.conversations if isinstance(generator, MultiTurn) else OneTurn()
+
+
+def _programs(parts: SourceParts) -> Source:
+    # A web server, which other runs do not need.
+    from hybridrl.trainer.agents.generator import AgentGenerator
+    from hybridrl.trainer.agents.sampling import ProgramsInFlight
+
+    generator = parts.generation.generate
+    assert isinstance(generator, AgentGenerator)
+    return ProgramsInFlight(parts, generator)
+
+
+# By rollout.schedule, and by what responses are made of.
+SOURCES: Mapping[tuple[Schedule, str], Callable[[SourceParts], Source]] = {
+    (Schedule.sync, "turns"): WholeGroups,
+    (Schedule.sync, "agent"): WholeGroups,
+    (Schedule.partial, "turns"): lambda parts: GroupsInFlight(parts, _turns(parts)),
+    (Schedule.partial, "agent"): _programs,
+    (Schedule.split, "turns"): lambda parts: GroupsAhead(parts, _turns(parts)),
+}

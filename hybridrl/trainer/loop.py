@@ -11,7 +11,8 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, call_together
-from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
+from hybridrl.data.batch import Generate, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
@@ -22,12 +23,15 @@ from hybridrl.trainer.callbacks import Callback, call_each
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.rewarding import (
     Rewarded,
     RewardSource,
 )
+from hybridrl.trainer.sampling.generation import Generation
 from hybridrl.trainer.sampling.hybrid_engine import engine_of
+from hybridrl.trainer.sampling.source import SourceParts
 from hybridrl.trainer.state import RunResult, TrainState
 from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
 from hybridrl.trainer.tracking.report import Reporter, is_due
@@ -56,7 +60,6 @@ class TrainingLoop:
         self.workers = workers
         self.kl = KLControl(config.algorithm.kl)
         self.prompts = prompts
-        self.generator = generator
         self.rewards = rewards
         self.engine = engine_of(workers, config.fsdp.offload)
         self.evaluator = evaluator
@@ -71,7 +74,20 @@ class TrainingLoop:
         self.profiler = StepProfiler(steps, workers.pool, reporter.run_dir, self.phases)
         self.grace = GraceCheck(config.checkpoint.on_sigterm, reporter.warn)
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
-        self.state = TrainState(prompts, self.kl, self.engine, self.guard)
+        lengths = ResponseLengths()
+        self.generate = Generation(generator, self.engine, lengths)
+        self.source = open_source(
+            SourceParts(
+                config,
+                prompts.take,
+                self.generate,
+                rewards,
+                workers.rollout,
+                self.trains_policy,
+                self.phases.section,
+            )
+        )
+        self.state = TrainState(prompts, self.kl, self.engine, self.guard, lengths, self.source)
         self.metrics: dict[str, float | None] = {}
         self.callbacks, self.resumes_from = callbacks, resume
         self.has_begun = self.is_stopped = False
@@ -167,13 +183,6 @@ class TrainingLoop:
         if not self.engine.is_current:
             with self.phases.section("reshard"):
                 self.metrics |= self.engine.reshard()
-
-    def generate(self, prompts: PromptBatch) -> RolloutBatch:
-        """Generate responses, partitioned over engines by the lengths that earlier ones had."""
-        batch = self.generator(self.state.lengths.expect(prompts))
-        assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
-        self.state.lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
-        return batch
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:
         """Run optimizer steps of the critic and, after its warm-up, of the actor.

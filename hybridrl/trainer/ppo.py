@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.choices import Schedule
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
 from hybridrl.data.batch import RolloutBatch
@@ -31,7 +30,6 @@ from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.health.measures import token_details
 from hybridrl.trainer.loop import TrainingLoop
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs, current_tokens
-from hybridrl.trainer.multi_turn.generator import MultiTurn
 from hybridrl.trainer.rewarding import (
     Rewarded,
     add_model_scores,
@@ -41,11 +39,7 @@ from hybridrl.trainer.rewarding import (
     outcome_on_last_token,
     overlong_shaping,
 )
-from hybridrl.trainer.sampling.base import Sampled, Sampling
-from hybridrl.trainer.sampling.drafts import OneTurn
-from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
-from hybridrl.trainer.sampling.partial import PartialSampling
-from hybridrl.trainer.sampling.split import SplitSampling
+from hybridrl.trainer.sampling.source import Sampled
 from hybridrl.trainer.timing.engines import engine_place, rollout_metrics, straddling
 from hybridrl.trainer.tracking.token_log import pick_rows
 
@@ -65,29 +59,8 @@ class PPOTrainer(TrainingLoop):
         super().__init__(config, workers, *parts, **more)
         self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_inputs = LossInputs(config.algorithm, config.seed)
-        self.sampling = self._sampling()
         self.engine_place = partial(engine_place, workers.rollout)
         self.reporter.health.place = self.engine_place
-
-    def _sampling(self) -> Sampling:
-        parts = self.config, self.prompts.take, self.generate, self.rewards
-        if self.config.rollout.schedule is Schedule.sync:
-            return Sampling(*parts)
-        rollout, generator = self.workers.rollout, self.generator
-        turns = generator.conversations if isinstance(generator, MultiTurn) else OneTurn()
-        sample = partial(rollout.call, "generate")
-        partial_parts = self.state, self.engine, rollout.num_shards, sample, turns, *parts
-        if self.config.agent is not None:
-            # A web server, which other runs do not need.
-            from hybridrl.trainer.agents.generator import AgentGenerator
-            from hybridrl.trainer.agents.sampling import PartialAgents
-
-            assert isinstance(generator, AgentGenerator)
-            return PartialAgents(generator, *partial_parts)
-        if not isinstance(self.engine, SplitEngine):
-            return PartialSampling(*partial_parts)
-        begin = partial(rollout.begin, "generate_ahead")
-        return SplitSampling(begin, self.trains_policy, *partial_parts)
 
     def train(self, step: int) -> None:
         """Sample and train."""
@@ -98,19 +71,13 @@ class PPOTrainer(TrainingLoop):
         scheduled = self.advantage(scheduled, step)
         self.pause()
         self.update(scheduled, step)
-        self.finish_ahead(step)
+        self.metrics |= self.source.after_update(step)
         batch, reporter = scheduled.batch, self.reporter
         updated = partial(self.forward_any, "compute_token_stats", batch)
         reporter.details |= token_details(batch, updated, reporter.decode_all)
         if self.reporter.is_recorded(step):
             with self.phases.section("record"):
                 self.record(scheduled.batch, step)
-
-    def finish_ahead(self, step: int) -> None:
-        """Take what other ranks have sampled meanwhile, and give them the new weights."""
-        if isinstance(self.sampling, SplitSampling):
-            with self.phases.section("swap"):
-                self.metrics |= self.sampling.finish_ahead(step)
 
     def record(self, batch: RolloutBatch, step: int) -> None:
         """Store the tokens of some responses, with log-probs after the updates."""
@@ -125,7 +92,7 @@ class PPOTrainer(TrainingLoop):
     def rollout(self, step: int) -> Sampled:
         """Sample responses to the next prompts; then put vLLM to sleep."""
         with self.phases.section("rollout"):
-            sampled = self.sampling.sample(step)
+            sampled = self.source.take(step)
             self.engine.sleep()
         seconds, switch_s = self.phases.seconds("rollout"), self.phases.switch_s
         self.metrics |= sampled.metrics | rollout_metrics(sampled.batch, seconds, switch_s)

@@ -15,6 +15,7 @@ from hybridrl.trainer.advantage import KLControl
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.sampling.in_flight import Group, decode, encode
+from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.tracking.tracker import Row
 
 
@@ -75,18 +76,22 @@ class TrainState:
     all prompts seen so far.
 
     Attributes:
-        lengths: of the responses so far.
-        in_flight: groups whose responses later steps continue or train, oldest first.
         step: the last finished training step.
     """
 
     step: int
 
     def __init__(
-        self, prompts: PromptSource, kl: KLControl, engine: HybridEngine, guard: NonFiniteGuard
+        self,
+        prompts: PromptSource,
+        kl: KLControl,
+        engine: HybridEngine,
+        guard: NonFiniteGuard,
+        lengths: ResponseLengths,
+        source: StepSource,
     ) -> None:
-        self.lengths = ResponseLengths()
-        self.in_flight: tuple[Group, ...] = ()
+        self._lengths = lengths
+        self._source = source
         self._prompts = prompts
         self._kl = kl
         self._engine = engine
@@ -97,8 +102,8 @@ class TrainState:
     def commit(self, step: int) -> None:
         """Take the snapshot after `step`."""
         self.step = step
-        self.lengths.commit()
-        self._in_flight = self.in_flight
+        self._lengths.commit()
+        self._in_flight = self._source.state()
         self._finished = partial(
             LoopState,
             step=step,
@@ -113,7 +118,7 @@ class TrainState:
         """Return the snapshot after the last finished step."""
         return self._finished(
             prompts=self._prompts.fingerprint,
-            lengths=self.lengths.state(),
+            lengths=self._lengths.state(),
             in_flight=encode(self._in_flight),
         )
 
@@ -121,8 +126,8 @@ class TrainState:
         """Restore a snapshot before the first step; the actor already has its weights."""
         self._prompts.take(state.prompts_taken)
         self._kl.restore(state.kl_coef)
-        self.lengths = ResponseLengths.restored(state.lengths)
-        self.in_flight = decode(state.in_flight, self._prompts.by_id)
+        self._lengths.restore(state.lengths)
+        self._source.restore(decode(state.in_flight, self._prompts.by_id))
         self._guard.skipped = SkippedSteps(**state.skipped)
         self._engine.restore(state.weight_version, is_current=state.rollout_is_current)
         self.commit(state.step)

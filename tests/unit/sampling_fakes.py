@@ -1,10 +1,16 @@
 """Prompts and an engine whose responses are a function of prompt and sample."""
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.sampling.generation import Generation
+from hybridrl.trainer.sampling.source import SourceParts
 
 
 def prompt(number: int) -> Prompt:
@@ -33,3 +39,25 @@ def generate(request: PromptBatch) -> RolloutBatch:
 
 def decode(rows: list[list[int]]) -> list[str]:
     return [" ".join(map(str, row)) for row in rows]
+
+
+class FirstWeights:
+    """An engine whose weights were never updated."""
+
+    weight_version = 0
+
+
+def source_parts(
+    config: Any,
+    take: Any,
+    generate: Any = None,
+    rewards: Any = None,
+    *,
+    engine: Any = None,
+    rollout: Any = None,
+    trains_policy: Any = lambda step: True,
+) -> SourceParts:
+    """Parts of a source; a test gives those that it reads."""
+    generation = Generation(generate, engine or FirstWeights(), ResponseLengths())
+    section = lambda name: nullcontext()  # noqa: E731
+    return SourceParts(config, take, generation, rewards, rollout, trains_policy, section)

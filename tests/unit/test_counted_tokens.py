@@ -14,7 +14,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer import advantage
 from hybridrl.trainer.advantage import AdvantageEstimator
-from hybridrl.trainer.sampling.base import Sampled, counting
+from hybridrl.trainer.sampling.source import Sampled, without_loss
 from tests.batches import batch_of
 from tests.run_configs import run_config
 
@@ -42,9 +42,9 @@ def case(seed: int, *, tools: bool, unmixed: int, filtered: bool) -> tuple[Rollo
     )
     mixed = torch.arange(4 * EACH) < (4 - unmixed) * EACH
     sampled = Sampled(batch, [])
-    sampled = counting(sampled, mixed) if unmixed else sampled
+    sampled = without_loss(sampled, ~mixed) if unmixed else sampled
     if filtered:
-        sampled = counting(sampled, ~batch.truncated)
+        sampled = without_loss(sampled, batch.truncated)
     return sampled.batch, like(torch.randn(count, generator=generator))
 
 

@@ -11,15 +11,15 @@ from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.errors import RunStopped
+from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.rewarding import (
     FunctionRewards,
     Rewarded,
     baseline_rewards,
     overlong_shaping,
 )
-from hybridrl.trainer.sampling.base import Sampling
 from tests.run_configs import run_config
-from tests.unit.sampling_fakes import decode, generate, prompt
+from tests.unit.sampling_fakes import decode, generate, prompt, source_parts
 
 EACH = 2
 
@@ -61,7 +61,8 @@ class Scorer:
 
 def sampled(mixed: set[int]):
     source, rewarder = Source(), FunctionRewards(decode, Scorer(mixed))
-    return Sampling(config(), source.take, generate, rewarder).sample(step=1), source
+    parts = source_parts(config(), source.take, generate, rewarder)
+    return open_source(parts).take(step=1), source
 
 
 def numbers(result) -> list[int]:
@@ -93,7 +94,7 @@ def test_engines_are_timed_over_all_rounds():
 def test_one_round_scores_nothing_while_sampling():
     source = Source()
     rewarder = FunctionRewards(decode, Scorer(set()))
-    result = Sampling(config(rounds=1), source.take, generate, rewarder).sample(1)
+    result = open_source(source_parts(config(rounds=1), source.take, generate, rewarder)).take(1)
     assert result.rewarded is None and numbers(result) == [0, 1, 2, 3]
     assert result.greedy is None and result.metrics == {}
 
@@ -108,7 +109,7 @@ def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
         return generate(request)
 
     source.next = 1
-    result = Sampling(remax, source.take, noting, rewarder).sample(1)
+    result = open_source(source_parts(remax, source.take, noting, rewarder)).take(1)
     sampled, greedy = requests
     assert (sampled.temperature, sampled.responses_per_prompt) == (1.0, EACH)
     assert (greedy.temperature, greedy.responses_per_prompt) == (0.0, 1)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.rewards.scorer import ScoreResult
+from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.rewarding import FunctionRewards
-from hybridrl.trainer.sampling.base import Sampling
+from hybridrl.trainer.sampling.source import StepSource
 from tests.run_configs import run_config
-from tests.unit.sampling_fakes import decode, generate, prompt
+from tests.unit.sampling_fakes import decode, generate, prompt, source_parts
 
 Group = tuple[int, int]  # prompt, first sample
 
@@ -73,6 +74,12 @@ class Chance:
         return ScoreResult(scores, [])
 
 
+def source(wanted: int, each: int, bound: int, chance: Chance) -> StepSource:
+    rewards = FunctionRewards(decode, chance)
+    asked = config(wanted, each, bound)
+    return open_source(source_parts(asked, chance.take, chance.generate, rewards))
+
+
 def groups_of(batch, each: int) -> list[Group]:
     """By the responses' own tokens, which say prompt and sample."""
     rows = [tuple(row.tolist()[:2]) for row in batch.responses.rows()]
@@ -95,10 +102,7 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
     seed, solved, wanted, each, bound, spare
 ):
     chance = Chance(seed, solved, wanted + spare, each)
-    sampling = Sampling(
-        config(wanted, each, bound), chance.take, chance.generate, FunctionRewards(decode, chance)
-    )
-    result = sampling.sample(step=1)
+    result = source(wanted, each, bound, chance).take(step=1)
     batch = result.batch
     found = groups_of(batch, each)
     asked = [group for of_round in chance.rounds for group in of_round]
@@ -146,9 +150,7 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
 )
 def test_each_round_asks_for_what_is_missing_and_the_bound_is_kept(seed, solved, wanted, bound):
     chance = Chance(seed, solved, 100, each=2)
-    Sampling(
-        config(wanted, 2, bound), chance.take, chance.generate, FunctionRewards(decode, chance)
-    ).sample(step=1)
+    source(wanted, 2, bound, chance).take(step=1)
     missing = wanted
     for index, of_round in enumerate(chance.rounds):
         assert len(of_round) == missing

@@ -48,7 +48,9 @@ def test_budgets_count_evaluations_only_until_something_was_sampled_in_parts():
     lengths.learn(range(2), [4, 6], in_parts=True)
     lengths.learn(range(2), [90, 70])
     lengths.commit()
-    assert lengths.mean == ResponseLengths.restored(lengths.state()).mean == 5
+    restored = ResponseLengths()
+    restored.restore(lengths.state())
+    assert lengths.mean == restored.mean == 5
 
 
 def test_long_answers_are_spread_over_engines():

@@ -11,19 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
-from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.sampling.drafts import Draft, OneTurn
+from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.in_flight import Group, due
-from hybridrl.trainer.sampling.partial import PartialSampling
-from hybridrl.trainer.sampling.split import SplitSampling
-from tests.unit.sampling_fakes import prompt
+from hybridrl.trainer.sampling.partial import GroupsInFlight
+from hybridrl.trainer.sampling.source import StepSource
+from hybridrl.trainer.sampling.split import GroupsAhead
+from tests.unit.sampling_fakes import prompt, source_parts
 
 EACH = 2
 
 
 @dataclass
-class Engines:
+class Engines(SplitEngine):
     """Engines whose responses have drawn lengths; a response's first token is its number.
 
     Attributes:
@@ -48,9 +49,17 @@ class Engines:
         drawn = math.exp(2 + float(torch.randn((), generator=self.generator)))
         return min(self.longest, max(1, int(drawn)))
 
-    def begin_ahead(self, request: PromptBatch, arriving: int | None):
+    @property
+    def num_shards(self) -> int:
+        return self.num_engines
+
+    def call(self, method: str, request: PromptBatch) -> RolloutBatch:
+        assert method == "generate"
+        return self.generate(request)
+
+    def begin(self, method: str, request: PromptBatch, arriving: int | None):
         """Sample with the weights that are there; they change by `swap` alone."""
-        assert arriving in (None, self.holds + 1)
+        assert method == "generate_ahead" and arriving in (None, self.holds + 1)
         batch = self.generate(request)
         return lambda: batch
 
@@ -118,7 +127,6 @@ def run(
     With steps of warm-up, in which the weights do not change, sampling goes on beside training.
     """
     engines = Engines(num_engines, longest)
-    state = SimpleNamespace(lengths=ResponseLengths(), in_flight=())
     config = SimpleNamespace(
         algorithm=SimpleNamespace(
             overlong=SimpleNamespace(train_on_truncated=True),
@@ -139,20 +147,18 @@ def run(
     )
     numbers = cycle(range(prompts))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
-    parts = state, engines, num_engines, engines.generate, OneTurn(), config, take, None, None
     trains = lambda step: step > (warmup or 0)  # noqa: E731
-    sampling = PartialSampling(*parts)
-    if warmup is not None:
-        sampling = SplitSampling(engines.begin_ahead, trains, *parts)
+    parts = source_parts(config, take, engine=engines, rollout=engines, trains_policy=trains)
+    kind = GroupsInFlight if warmup is None else GroupsAhead
+    source = StepSource(kind(parts, OneTurn()), parts)
     batches = []
     for step in range(1, num_steps + 1):
-        batches.append(sampling.sample(step))
+        batches.append(source.take(step))
         engines.weight_version += trains(step)
-        if warmup is not None:
-            batches[-1].metrics.update(sampling.finish_ahead(step))
+        batches[-1].metrics.update(source.after_update(step))
         if warmup is None or not max_versions:  # the loop moves weights before the next step
             engines.holds = engines.weight_version
-    return batches, state.in_flight, engines
+    return batches, source.state(), engines
 
 
 @pytest.mark.parametrize("warmup", [None, 0, 2])

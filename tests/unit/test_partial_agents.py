@@ -10,15 +10,14 @@ import torch
 
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.data.batch import EngineStats, RolloutBatch
-from hybridrl.data.lengths import ResponseLengths
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
 from hybridrl.trainer.agents.generator import Running
-from hybridrl.trainer.agents.sampling import PartialAgents
+from hybridrl.trainer.agents.sampling import ProgramsInFlight
 from hybridrl.trainer.multi_turn.environment import FailureReasons
-from hybridrl.trainer.sampling.drafts import OneTurn
 from hybridrl.trainer.sampling.in_flight import decode, encode
-from tests.unit.sampling_fakes import prompt
+from hybridrl.trainer.sampling.source import StepSource
+from tests.unit.sampling_fakes import prompt, source_parts
 
 EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS = 2, 4, 12, 3
 
@@ -44,7 +43,11 @@ class Agents:
     episodes: dict[str, SimpleNamespace] = field(default_factory=dict)
     failures: FailureReasons = field(default_factory=FailureReasons)
     draw: random.Random = field(default_factory=lambda: random.Random(1))
+    num_shards: int = 2
     stats: tuple[EngineStats, ...] = (EngineStats(1, 1.0, 0.5), EngineStats(0, 0.0, 0.0))
+
+    def call(self, method, request):
+        raise AssertionError("programs sample through the endpoint")
 
     def begin(self, asked, step, samples, engine):
         new = []
@@ -96,8 +99,8 @@ def assert_first_turns_are_rewarded(batch: RolloutBatch) -> None:
     assert rewarded.any()
 
 
-def sampling_of(agents: Agents, state: SimpleNamespace, first: int) -> PartialAgents:
-    """Sampling with prompts from a number on."""
+def source_of(agents: Agents, first: int) -> StepSource:
+    """Source with prompts from a number on."""
     rollout = {"max_in_flight": IN_FLIGHT, "max_versions": MAX_VERSIONS, "temperature": 1.0}
     rollout |= {"responses_per_prompt": EACH, "max_response_tokens": 40, "top_p": 1.0, "seed": 1}
     rollout["keep_kv"] = False
@@ -109,14 +112,15 @@ def sampling_of(agents: Agents, state: SimpleNamespace, first: int) -> PartialAg
     )
     numbers = iter(range(first, 10**6))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
-    return PartialAgents(agents, state, agents, 2, None, OneTurn(), config, take, None, None)
+    parts = source_parts(config, take, engine=agents, rollout=agents)
+    return StepSource(ProgramsInFlight(parts, agents), parts)
 
 
 def test_every_episode_is_trained_once_and_no_token_is_too_old():
-    agents, state = Agents(), SimpleNamespace(lengths=ResponseLengths(), in_flight=())
-    sampling, rewards, lags = sampling_of(agents, state, 0), [], []
+    agents = Agents()
+    source, rewards, lags = source_of(agents, 0), [], []
     for step in range(1, 31):
-        sampled = sampling.sample(step)
+        sampled = source.take(step)
         batch, reasons = sampled.batch, sampled.batch.environment_failures.tolist()
         assert (batch.group_id.bincount() == EACH).all() and len(batch) == PER_STEP * EACH
         assert_first_turns_are_rewarded(batch)
@@ -138,30 +142,31 @@ def test_every_episode_is_trained_once_and_no_token_is_too_old():
 
 
 def test_programs_that_sample_nothing_have_tokens_of_no_age():
-    agents, state = Agents(longest=0), SimpleNamespace(lengths=ResponseLengths(), in_flight=())
-    sampled = sampling_of(agents, state, 0).sample(1)
+    agents = Agents(longest=0)
+    sampled = source_of(agents, 0).take(1)
     assert not sampled.batch.response_mask.values.any()
     assert sampled.metrics["partial/version_lag_max"] == 0.0
 
 
 def test_a_checkpoint_has_ended_episodes_and_the_others_begin_anew():
-    agents, state = Agents(), SimpleNamespace(lengths=ResponseLengths(), in_flight=())
-    sampling = sampling_of(agents, state, 0)
+    agents = Agents()
+    source = source_of(agents, 0)
     for step in range(1, 6):
-        sampling.sample(step)
+        source.take(step)
         agents.weight_version += 1
-    text = json.dumps(encode(state.in_flight))
-    state.in_flight = decode(json.loads(text), prompt)
-    assert json.dumps(encode(state.in_flight)) == text
+    text = json.dumps(encode(source.state()))
     again = Agents(weight_version=agents.weight_version)
+    resumed = source_of(again, 1000)
+    resumed.restore(decode(json.loads(text), prompt))
+    assert json.dumps(encode(resumed.state())) == text
     wanted = [
         (group.step, group.prompt.prompt_id, group.first_sample + k)
-        for group in state.in_flight
+        for group in source.state()
         for k, draft in enumerate(group.drafts)
         if not draft.finished
     ]
-    kept = sum(draft.finished for group in state.in_flight for draft in group.drafts)
-    sampled = sampling_of(again, state, 1000).sample(6)
+    kept = sum(draft.finished for group in source.state() for draft in group.drafts)
+    sampled = resumed.take(6)
     assert again.begun[: len(wanted)] == wanted and kept > 0
     assert all(number >= 1000 for _, number, _ in again.begun[len(wanted) :])
     versions = sampled.batch.token_versions.values

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
-from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompts import Prompt
@@ -17,10 +16,14 @@ from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.sampling.drafts import Draft
+from hybridrl.trainer.sampling.dynamic import DynamicSampling
+from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.in_flight import decode as decode_groups
 from hybridrl.trainer.sampling.in_flight import encode as encode_groups
-from hybridrl.trainer.sampling.partial import PartialSampling
-from hybridrl.trainer.sampling.split import SplitSampling
+from hybridrl.trainer.sampling.partial import GroupsInFlight
+from hybridrl.trainer.sampling.source import StepSource
+from hybridrl.trainer.sampling.split import GroupsAhead
+from tests.unit.sampling_fakes import source_parts
 from tests.unit.talking import AB, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
 EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS, LONGEST = 2, 4, 12, 3, 60
@@ -33,7 +36,7 @@ def log_prob(prefix: list[int]) -> float:
 
 
 @dataclass
-class Engines:
+class Engines(SplitEngine):
     """Engines whose next token is drawn by the seed; turns end by chance.
 
     Attributes:
@@ -50,7 +53,14 @@ class Engines:
     cut: int = 0
     in_flight: list[list[Draft]] = field(default_factory=list)
 
-    def begin_ahead(self, request: PromptBatch, arriving: int | None):
+    @property
+    def num_shards(self) -> int:
+        return self.num_engines
+
+    def call(self, method: str, request: PromptBatch) -> RolloutBatch:
+        return self.generate(request)
+
+    def begin(self, method: str, request: PromptBatch, arriving: int | None):
         return lambda: self.generate(request)
 
     def send(self):
@@ -131,7 +141,6 @@ def run(
     With restarts, each step begins with what a checkpoint of the step before holds.
     """
     engines = Engines()
-    state = SimpleNamespace(lengths=ResponseLengths(), in_flight=in_flight)
     overlong = SimpleNamespace(train_on_truncated=True)
     config = SimpleNamespace(
         algorithm=SimpleNamespace(overlong=overlong, advantage="grpo", max_sampling_rounds=rounds),
@@ -154,7 +163,9 @@ def run(
         taken += count
         return [prompt(number) for number in range(taken - count, taken)]
 
-    def sampling():
+    parts = source_parts(config, take, None, LengthIsReward(), engine=engines, rollout=engines)
+
+    def source(in_flight):
         conversations = Conversations(
             Here("environment_cases.Counts", turns=4),
             TurnTokens(TOKENIZER, [END], ["="], "user"),
@@ -163,26 +174,24 @@ def run(
             Limits(3, LONGEST),
             FailureReasons(),
         )
-        parts = state, engines, engines.num_engines, engines.generate, conversations, config
-        more = *parts, take, None, LengthIsReward()
-        if split:
-            return SplitSampling(engines.begin_ahead, lambda step: True, *more)
-        return PartialSampling(*more)
+        source = (GroupsAhead if split else GroupsInFlight)(parts, conversations)
+        source = StepSource(DynamicSampling(source, parts) if rounds > 1 else source, parts)
+        source.restore(in_flight)
+        return source
 
-    current, batches = sampling(), []
+    current, batches = source(in_flight), []
     for step in range(1, num_steps + 1):
-        batches.append(current.sample(step))
+        batches.append(current.take(step))
         engines.weight_version += 1
-        if split:
-            current.finish_ahead(step)
-        drafts = [draft for group in state.in_flight for draft in group.drafts]
+        current.after_update(step)
+        drafts = [draft for group in current.state() for draft in group.drafts]
         engines.in_flight.append([draft for draft in drafts if not draft.finished])
         if not split or not max_versions:
             engines.holds = engines.weight_version
         if restarts:
-            kept = json.loads(json.dumps(encode_groups(state.in_flight)))
-            state.in_flight, current = decode_groups(kept, prompt), sampling()
-    return batches, state.in_flight, engines
+            kept = json.loads(json.dumps(encode_groups(current.state())))
+            current = source(decode_groups(kept, prompt))
+    return batches, current.state(), engines
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["partial", "split"])

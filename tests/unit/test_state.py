@@ -10,11 +10,13 @@ from test_kl_control import control, scored
 
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Offload
+from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
+from hybridrl.trainer.sampling.drafts import Draft
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
-from hybridrl.trainer.sampling.in_flight import Draft, Group
+from hybridrl.trainer.sampling.in_flight import Group
 from hybridrl.trainer.state import TrainState, read_state
 
 
@@ -81,6 +83,18 @@ class Engines:
         return [self.version]
 
 
+class InFlight:
+    """A source that holds groups."""
+
+    groups = ()
+
+    def state(self):
+        return self.groups
+
+    def restore(self, groups):
+        self.groups = groups
+
+
 class Run:
     """What a run carries from step to step, with an adaptive KL coefficient or no reference."""
 
@@ -91,12 +105,14 @@ class Run:
         self.engine.reshard()
         # Is asked neither to stop the run nor to write.
         self.guard = NonFiniteGuard(config=None, run_dir=None, save_weights=None)
-        self.state = TrainState(self.prompts, self.kl, self.engine, self.guard)
+        self.lengths, self.source = ResponseLengths(), InFlight()
+        parts = self.prompts, self.kl, self.engine, self.guard, self.lengths, self.source
+        self.state = TrainState(*parts)
 
     def steps(self) -> None:
         """Change everything that steps change."""
-        self.state.lengths.learn(range(3), [4, 1, 7])
-        self.state.lengths.learn(range(2), [8, 1], in_parts=True)
+        self.lengths.learn(range(3), [4, 1, 7])
+        self.lengths.learn(range(2), [8, 1], in_parts=True)
         drafts = (
             Draft.empty().sampled(
                 torch.tensor([7, 8]), torch.tensor([-0.1, -2e-30]), 3, turn_ends=False
@@ -104,7 +120,7 @@ class Run:
             Draft.empty(),
         )
         prompt = self.prompts.take(3)[1]
-        self.state.in_flight += (Group(prompt, step=4, version=2, engine=1, drafts=drafts),)
+        self.source.groups += (Group(prompt, step=4, version=2, engine=1, drafts=drafts),)
         self.kl.adapt(scored())
         self.engine.weight_version += 1
         self.guard.skipped.note(5, {"actor/skipped_last": 2.0}, num_steps=2)
@@ -143,7 +159,7 @@ def test_a_run_that_goes_on_stands_where_the_file_says(adaptive, keep, is_stale,
     second.state.restore(read)
     assert second.state.step == 6
     assert second.state.finished() == read
-    assert second.state.lengths == first.state.lengths
+    assert second.lengths == first.lengths
     assert second.prompts.take(4) == first.prompts.take(4)
 
 
@@ -160,9 +176,9 @@ def test_what_is_finished_does_not_move_with_the_step_that_runs():
 
 def test_a_commit_keeps_nothing_for_prompts_that_the_step_has_not_drawn():
     run = Run()
-    run.state.lengths.learn(range(20000), [1] * 20_000)
+    run.lengths.learn(range(20000), [1] * 20_000)
     run.state.commit(1)
-    run.state.lengths.learn(range(3), [4, 1, 7])
+    run.lengths.learn(range(3), [4, 1, 7])
     tracemalloc.start()
     run.state.commit(2)
     peak = tracemalloc.get_traced_memory()[1]

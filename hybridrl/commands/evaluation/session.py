@@ -25,7 +25,7 @@ from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.evaluate import Scored, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.sampling.base import request_of
+from hybridrl.trainer.sampling.generation import request_of
 from hybridrl.workers.reference import PolicyConfig
 
 COMPLETIONS = "completions.jsonl"

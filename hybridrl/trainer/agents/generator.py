@@ -23,7 +23,7 @@ from hybridrl.trainer.agents.endpoint import Endpoint
 from hybridrl.trainer.agents.programs import Found, ProgramPool, task_of
 from hybridrl.trainer.agents.turn_rewards import unknown_turns
 from hybridrl.trainer.multi_turn.environment import FailureReasons
-from hybridrl.trainer.sampling.base import CallStats
+from hybridrl.trainer.sampling.generation import CallStats
 
 log = logging.getLogger(__name__)
 

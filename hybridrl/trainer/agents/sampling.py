@@ -12,36 +12,39 @@ run has the ended episodes of a checkpoint, and starts the programs of the other
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from hybridrl.agents.record import EpisodeRecord, decode_sequences, encode_sequences
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.agents.batch import EpisodeResult
 from hybridrl.trainer.agents.generator import AgentGenerator, Running
-from hybridrl.trainer.sampling.base import CallStats, Sampled
-from hybridrl.trainer.sampling.drafts import Draft
+from hybridrl.trainer.sampling.drafts import Draft, OneTurn
+from hybridrl.trainer.sampling.generation import CallStats
 from hybridrl.trainer.sampling.in_flight import Group
-from hybridrl.trainer.sampling.partial import PartialSampling, open_places
+from hybridrl.trainer.sampling.partial import GroupsInFlight, open_places
+from hybridrl.trainer.sampling.source import Metrics, SourceParts
 
 
-class PartialAgents(PartialSampling):
-    """Sampling whose episodes may take several steps. `parts` are those of `PartialSampling`.
+class ProgramsInFlight(GroupsInFlight):
+    """Source of groups whose episodes may take several steps.
 
     The `state` of a draft is the name of its running episode, then the token sequences of the ended
     one and the rewards of its turns.
     """
 
-    def __init__(self, agents: AgentGenerator, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, parts: SourceParts, agents: AgentGenerator) -> None:
+        super().__init__(parts, OneTurn())
         self._agents = agents
         self._running: dict[str, Running] = {}
 
-    def _sample_step(self, step: int) -> Sampled:
-        sampled = super()._sample_step(step)
-        # Tokens so far are at the endpoint, and evaluations let episodes go on, too.
-        for name in ("continued_tokens", "trained_fraction"):
-            del sampled.metrics[f"partial/{name}"]
-        return sampled
+    def begin_update(self, step: int, batch: RolloutBatch) -> Metrics:
+        """Return metrics of the tokens sampled and trained.
+
+        None counts tokens of one step: they are at the endpoint, and evaluations let episodes go
+        on, too.
+        """
+        taken, self._step = self._step, None
+        assert taken is not None, "a step takes groups first"
+        return self._metrics(taken, batch)
 
     def _until_finished(
         self, groups: list[Group], missing: int, needed: int, version: int
@@ -54,7 +57,8 @@ class PartialAgents(PartialSampling):
             return sum(ended) >= missing and all(ended[:needed])
 
         self._agents.run(is_enough)
-        self._rounds += 1
+        assert self._step is not None
+        self._step.rounds += 1
         return self._collected(groups), [self._agents.stats]
 
     def _started(self, group: Group) -> Group:
@@ -101,7 +105,7 @@ class PartialAgents(PartialSampling):
         batch = self._agents.batch([self._result(*one) for one in numbered])
         whole = batch.by_episode()
         ids = [groups[number].prompt.prompt_id for number in whole.group_id.tolist()]
-        self._state.lengths.learn(ids, whole.responses.lengths.tolist(), in_parts=True)
+        self._lengths.learn(ids, whole.responses.lengths.tolist(), in_parts=True)
         return batch
 
     def _result(self, number: int, group: Group, draft: Draft) -> EpisodeResult:

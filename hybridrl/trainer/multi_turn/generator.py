@@ -18,8 +18,8 @@ from torch import Tensor
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.multi_turn.conversations import Conversations
-from hybridrl.trainer.sampling.base import total_stats
 from hybridrl.trainer.sampling.drafts import Draft, advanced, batch_of
+from hybridrl.trainer.sampling.generation import total_stats
 
 
 class MultiTurn:

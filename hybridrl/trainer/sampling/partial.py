@@ -16,19 +16,19 @@ Source: Kimi Team 2025, "partial rollouts", https://arxiv.org/abs/2501.12599
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import sample_seed
-from hybridrl.trainer.sampling.base import CallStats, Sampled, Sampling, total_stats
 from hybridrl.trainer.sampling.drafts import Draft, Turns, advanced, batch_of
-from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+from hybridrl.trainer.sampling.generation import CallStats, total_stats
 from hybridrl.trainer.sampling.in_flight import Group, due
-from hybridrl.trainer.state import TrainState
+from hybridrl.trainer.sampling.source import Metrics, Sampled, SourceParts
 
 # Least tokens of a further round, as a share of the mean length: few rounds, little too much.
 MIN_SHARE = 0.25
@@ -36,76 +36,114 @@ MIN_SHARE = 0.25
 Place = tuple[int, int]
 
 
-class PartialSampling(Sampling):
-    """Sampling whose responses may take several steps. `state` has those in flight.
+@dataclass
+class Step:
+    """A step's sampling so far.
 
-    `engine` is vLLM on all GPUs, `num_engines` its engines; `continue_` generates with a token
-    budget, on given ones; `turns` says what follows a turn. `parts` are those of `Sampling`.
+    Attributes:
+        number: of the step.
+        continued: tokens of each response that earlier steps have begun.
+        calls: of the engines.
+        rounds: of calls, with a budget each.
+        begun: samples of a prompt that the step has taken before.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        engine: HybridEngine,
-        num_engines: int,
-        continue_: Generate,
-        turns: Turns,
-        *parts: Any,
-    ) -> None:
-        super().__init__(*parts)
-        self._state = state
-        self._engine = engine
-        self._num_engines = num_engines
-        self._continue = continue_
+    number: int
+    continued: list[int]
+    calls: list[CallStats] = field(default_factory=list)
+    rounds: int = 0
+    begun: int = 0
+
+
+class GroupsInFlight:
+    """Source of groups whose responses may take several steps. `turns` says what follows a turn."""
+
+    def __init__(self, parts: SourceParts, turns: Turns) -> None:
+        self._config = parts.config
+        self._each = parts.config.rollout.responses_per_prompt
+        self._next_prompts = parts.next_prompts
+        self._engine = parts.generation.engine
+        self._lengths = parts.generation.lengths
+        self._num_engines = parts.rollout.num_shards
+        self._generate: Generate = partial(parts.rollout.call, "generate")
         self._turns = turns
-        # Of the step: calls of the engines, rounds of them with a budget each, and samples begun
-        # of a prompt that is taken again.
-        self._calls: list[CallStats] = []
-        self._rounds = self._begun = 0
+        self._groups: tuple[Group, ...] = ()  # in flight, oldest first
+        self._step: Step | None = None
 
-    def _sample_step(self, step: int) -> Sampled:
-        self._calls, self._rounds, self._begun = [], 0, 0
-        groups = self._state.in_flight
-        continued = [len(groups[g].drafts[k]) for g, k in open_places(groups)]
-        sampled = super()._sample_step(step)
-        metrics = self._metrics(sampled.batch) | self.in_flight_metrics(self._calls)
-        metrics["partial/continued_responses"] = float(len(continued))
-        metrics["partial/continued_tokens"] = float(sum(continued))
-        return replace(sampled, metrics=sampled.metrics | metrics)
-
-    def _round(self, missing: int, step: int, first_sample: int = 0) -> Sampled:
-        """Take the oldest `missing` finished prompts out of flight, once there are as many."""
+    def take(self, step: int, count: int) -> Sampled:
+        """Take the oldest `count` finished groups out of flight, once there are as many."""
+        if self._step is None:
+            begun = [self._groups[g].drafts[k] for g, k in open_places(self._groups)]
+            self._step = Step(step, [*map(len, begun)])
         version, per_step = self._engine.weight_version, self._config.data.prompts_per_step
-        admitted = self._admitted(step, version, taken=per_step - missing)
-        groups = [*self._state.in_flight, *admitted]
+        groups = [*self._groups, *self._admitted(self._step, version, taken=per_step - count)]
         # More may be due where a run is resumed with a lower rollout.max_versions.
-        needed = min(missing, due(groups, version, self._config.rollout.max_versions, per_step))
-        groups, calls = self._until_finished(groups, missing, needed, version)
-        finished = [index for index, group in enumerate(groups) if group.is_finished][:missing]
+        needed = min(count, due(groups, version, self._config.rollout.max_versions, per_step))
+        groups, calls = self._until_finished(groups, count, needed, version)
+        finished = [index for index, group in enumerate(groups) if group.is_finished][:count]
         assert set(finished).issuperset(range(needed)), "an old response was not finished"
-        self._state.in_flight = tuple(g for i, g in enumerate(groups) if i not in {*finished})
-        self._calls += calls
+        self._groups = tuple(group for i, group in enumerate(groups) if i not in {*finished})
+        self._step.calls += calls
         chosen = [groups[index] for index in finished]
         batch = replace(self._joined(chosen), engines=total_stats(calls))
         return Sampled(batch, [chosen[index].prompt for index in batch.group_id.tolist()])
+
+    def begin_update(self, step: int, batch: RolloutBatch) -> Metrics:
+        """Return metrics of the tokens sampled and trained."""
+        taken, self._step = self._step, None
+        assert taken is not None, "a step takes groups first"
+        sampled = sum(engine.tokens for call in taken.calls for engine in call)
+        return self._metrics(taken, batch) | {
+            "partial/continued_tokens": float(sum(taken.continued)),
+            "partial/trained_fraction": float((self._lag(batch) == 0).sum()) / max(sampled, 1),
+        }
+
+    def after_update(self, step: int) -> Metrics:
+        """Do nothing: engines sample between updates alone."""
+        return {}
+
+    def state(self) -> tuple[Group, ...]:
+        """Return the groups in flight, oldest first."""
+        return self._groups
+
+    def restore(self, groups: Sequence[Group]) -> None:
+        """Restore the groups in flight of a checkpoint."""
+        self._groups = tuple(groups)
+
+    def _metrics(self, taken: Step, batch: RolloutBatch) -> Metrics:
+        """Compute metrics of a step's sampling, of which `batch` is trained."""
+        lag = self._lag(batch)
+        return self._in_flight_metrics(taken.calls) | {
+            "partial/continued_responses": float(len(taken.continued)),
+            "partial/version_lag_mean": float(lag.float().mean()) if len(lag) else 0.0,
+            "partial/version_lag_max": float(lag.max()) if len(lag) else 0.0,
+            "partial/rounds": float(taken.rounds),
+        }
+
+    def _lag(self, batch: RolloutBatch) -> Tensor:
+        """Return the updates since each trained token was sampled."""
+        assert batch.token_versions is not None
+        versions = batch.token_versions.values[batch.response_mask.values]
+        return self._engine.weight_version - versions
 
     def _until_finished(
         self, groups: list[Group], missing: int, needed: int, version: int
     ) -> tuple[list[Group], list[CallStats]]:
         """Sample until `missing` groups are finished, the oldest `needed` among them."""
+        assert self._step is not None
         calls: list[CallStats] = []
         least = 0.0
         while (lacking := lacks(groups, missing)) or lacks(groups[:needed], needed):
             budget = self._budget(groups, lacking, least)
-            groups, more = self._sampled(groups, needed, budget, version, self._continue)
+            groups, more = self._sampled(groups, needed, budget, version, self._generate)
             calls += more
-            self._rounds += 1
+            self._step.rounds += 1
             least = MIN_SHARE
         return groups, calls
 
-    def in_flight_metrics(self, calls: Sequence[CallStats]) -> dict[str, float]:
+    def _in_flight_metrics(self, calls: Sequence[CallStats]) -> Metrics:
         """Count the responses in flight, and tokens of `calls` over keys of earlier weights."""
-        drafts = [draft for group in self._state.in_flight for draft in group.drafts]
+        drafts = [draft for group in self._groups for draft in group.drafts]
         unfinished = sum(not draft.finished for draft in drafts)
         engines = [engine for call in calls for engine in call]
         tokens = max(1, sum(engine.tokens for engine in engines))
@@ -114,29 +152,31 @@ class PartialSampling(Sampling):
         return old_kv | {
             "partial/in_flight": float(unfinished),
             "partial/waiting": float(len(drafts) - unfinished),
-            "partial/length_mean": self._state.lengths.mean or 0.0,
+            "partial/length_mean": self._lengths.mean or 0.0,
         }
 
-    def _admitted(self, step: int, version: int, taken: int = 0) -> list[Group]:
+    def _admitted(self, step: Step, version: int, taken: int = 0) -> list[Group]:
         """Take new prompts; each goes to the engine with the fewest unfinished responses.
 
         `taken` prompts, which the step has taken out already, count as in flight until its end.
         """
-        groups, most = self._state.in_flight, self._config.rollout.max_in_flight
+        groups, most = self._groups, self._config.rollout.max_in_flight
         assert most is not None, "derived"
         load = [0] * self._num_engines
         for group in groups:
             load[self._engine_of(group)] += sum(not draft.finished for draft in group.drafts)
-        prompts = self._take(max(0, most - taken - len(groups)))  # `most` may be lower than before
+        prompts = self._next_prompts(
+            max(0, most - taken - len(groups))
+        )  # `most` may be lower than before
         opened = self._turns.open([prompt.prompt_id for prompt in prompts])
         admitted, begun = [], Counter[int]()  # samples of each prompt, which seeds must tell apart
         for prompt, draft in zip(prompts, opened, strict=True):
             engine = load.index(min(load))
             load[engine] += self._each
-            first, drafts = self._begun + begun[prompt.prompt_id], (draft,) * self._each
-            admitted.append(Group(prompt, step, version, engine, drafts, first))
+            first, drafts = step.begun + begun[prompt.prompt_id], (draft,) * self._each
+            admitted.append(Group(prompt, step.number, version, engine, drafts, first))
             begun[prompt.prompt_id] += self._each
-        self._begun += max(begun.values(), default=0)
+        step.begun += max(begun.values(), default=0)
         return admitted
 
     def _sampled(
@@ -162,7 +202,7 @@ class PartialSampling(Sampling):
             ended = [(g, len(d)) for (g, _), d in zip(places, new, strict=True) if d.finished]
             ids = [groups[g].prompt.prompt_id for g, _ in ended]
             lengths = [length for _, length in ended]
-            self._state.lengths.learn(ids, lengths, in_parts=True)
+            self._lengths.learn(ids, lengths, in_parts=True)
         return groups, calls
 
     def _budget(
@@ -173,7 +213,7 @@ class PartialSampling(Sampling):
         They are at least the share `least` of a mean length for each unfinished response. The mean
         is that of the responses that training has sampled so far, and at least `length`.
         """
-        mean = self._state.lengths.mean or self._config.rollout.max_response_tokens / 2
+        mean = self._lengths.mean or self._config.rollout.max_response_tokens / 2
         responses = max(missing * self._each, least * len(open_places(groups)))
         return math.ceil(responses * max(mean, length))
 
@@ -223,19 +263,6 @@ class PartialSampling(Sampling):
         # A prompt may be in flight twice.
         batch = batch_of(drafts, prompts, torch.tensor([n for n, _ in rows]), self._turns)
         return replace(batch, engine=torch.tensor([self._engine_of(group) for _, group in rows]))
-
-    def _metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """Compute metrics of what was sampled and trained."""
-        assert batch.token_versions is not None
-        versions = batch.token_versions.values[batch.response_mask.values]
-        lag = self._engine.weight_version - versions
-        sampled = sum(engine.tokens for call in self._calls for engine in call)
-        return {
-            "partial/version_lag_mean": float(lag.float().mean()) if len(lag) else 0.0,
-            "partial/version_lag_max": float(lag.max()) if len(lag) else 0.0,
-            "partial/trained_fraction": float((lag == 0).sum()) / max(sampled, 1),
-            "partial/rounds": float(self._rounds),
-        }
 
 
 def lacks(groups: Sequence[Group], wanted: int) -> int:

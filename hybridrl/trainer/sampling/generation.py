@@ -1,0 +1,73 @@
+"""Generation of whole responses with the actor's weights, partitioned over the engines."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import torch
+
+from hybridrl.data.batch import EngineStats, Generate, PromptBatch, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+
+# Throughput of each engine in a call.
+CallStats = tuple[EngineStats, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation of responses with the actor's weights; engines are balanced by known lengths."""
+
+    generate: Generate
+    engine: HybridEngine
+    lengths: ResponseLengths
+
+    def __call__(self, prompts: PromptBatch) -> RolloutBatch:
+        """Generate responses to the prompts."""
+        batch = self.generate(self.lengths.expect(prompts))
+        assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
+        self.lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
+        return batch
+
+
+def request_of(
+    prompts: Sequence[Prompt],
+    step: int,
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int | None = None,
+    samples: int = 1,
+    first_sample: int = 0,
+) -> PromptBatch:
+    """Build a request for `samples` responses to each prompt.
+
+    Seeds derive from `first_sample`, the number of samples of each prompt that exist already.
+    """
+    return PromptBatch(
+        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
+        prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
+        step=step,
+        responses_per_prompt=samples,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        first_sample=torch.full((len(prompts),), first_sample),
+    )
+
+
+def total_stats(
+    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float] = itemgetter(0)
+) -> CallStats:
+    """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
+    return tuple(
+        EngineStats(
+            tokens=sum(stats.tokens for stats in of_engine),
+            seconds=sum(stats.seconds for stats in of_engine),
+            first_token_s=first_token([stats.first_token_s for stats in of_engine]),
+            old_kv_tokens=sum(stats.old_kv_tokens for stats in of_engine),
+        )
+        for of_engine in zip(*calls, strict=True)
+    )
