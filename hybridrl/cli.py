@@ -16,7 +16,7 @@ USAGE = """usage: hybridrl <command> [arguments]
   export   write a checkpoint as a folder for transformers and vLLM
   eval     score a checkpoint or a model on a data set: pass@1, pass@k, completions
   serve    serve a checkpoint or a model at the endpoint of agents
-  replay   repeat the batch for which a run was stopped, or sample a recorded response again
+  replay   find the responses that make an update NaN or infinite
   resume   go on with a run, without typing its command again
   runs     list runs: step, accuracy, state, path
   report   one HTML file of runs: curves, responses, tokens, timeline

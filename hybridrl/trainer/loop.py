@@ -24,7 +24,7 @@ from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import open_source
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
+from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.rewarding import (
     Rewarded,
     RewardSource,

@@ -12,7 +12,7 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.advantage import KLControl
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
+from hybridrl.trainer.nonfinite import NonFiniteGuard, SkippedSteps
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.sampling.in_flight import Group, decode, encode
 from hybridrl.trainer.sampling.source import StepSource

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.trainer.replay.nonfinite import ReplayBatch
-from hybridrl.trainer.replay.session import examine
+from hybridrl.replay.session import examine
+from hybridrl.replay.worker import ReplayConfig, ReplayWorker
+from hybridrl.trainer.nonfinite import ReplayBatch
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.replay import ReplayConfig, ReplayWorker
 from hybridrl.workers.saver import SaverWorker
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config, saver_config

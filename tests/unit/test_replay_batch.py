@@ -3,7 +3,8 @@
 import torch
 
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.replay.nonfinite import ReplayBatch, read_replay, write_replay
+from hybridrl.replay.session import read_replay
+from hybridrl.trainer.nonfinite import ReplayBatch, write_replay
 from tests.run_configs import run_config
 from tests.training_batches import batch_with_experts
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from hybridrl.trainer.replay.nonfinite import SkippedSteps
+from hybridrl.trainer.nonfinite import SkippedSteps
 
 
 def of_actor(last: int) -> dict[str, float]:

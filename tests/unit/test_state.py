@@ -13,7 +13,7 @@ from hybridrl.config.choices import Offload
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
+from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.sampling.drafts import Draft
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.sampling.in_flight import Group

@@ -1,8 +1,9 @@
 """Replay worker: recomputes an update of actor or critic without taking the step."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,26 +18,44 @@ from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.model_worker import load_trained_weights
 
+# Outputs of the model, by role.
+OUTPUTS = {"actor": "log_probs", "critic": "values"}
 
-class MicroBatchResult(NamedTuple):
+
+@dataclass
+class MicroBatch:
     """Loss and gradient of one micro-batch, computed alone.
 
-    `place` is epoch, mini-batch and micro-batch, counted from 0; `rows` are indices into the rank's
-    batch. The loss is this rank's; the gradient norm is over all ranks' micro-batches there.
+    Attributes:
+        place: epoch, mini-batch and micro-batch, counted from 0.
+        responses: indices into the rank's batch; in `Findings` into the whole batch.
+        loss: of this rank.
+        gradient_norm: over all ranks' micro-batches at this place.
+        rank: set in `Findings`.
     """
 
     place: tuple[int, int, int]
-    rows: list[int]
+    responses: list[int]
     loss: float
     gradient_norm: float
     outputs_finite: bool
+    rank: int = 0
+
+    def bad(self, role: str) -> list[str]:
+        """Name the non-finite values."""
+        finite = {
+            OUTPUTS[role]: self.outputs_finite,
+            "loss": math.isfinite(self.loss),
+            "gradient": math.isfinite(self.gradient_norm),
+        }
+        return [name for name, is_finite in finite.items() if not is_finite]
 
 
 @dataclass(kw_only=True)
 class ReplayConfig(RoleConfig):
     """Config of a replay of the update of `role`, "actor" or "critic"."""
 
-    worker: str = "hybridrl.workers.replay.ReplayWorker"
+    worker: str = "hybridrl.replay.worker.ReplayWorker"
     role: str
     fsdp: FSDPConfig
 
@@ -59,7 +78,7 @@ class ReplayWorker(Worker):
         self.trained = worker
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def examine_update(self, batch: RankBatch, kl_coef: float) -> list[MicroBatchResult]:
+    def examine_update(self, batch: RankBatch, kl_coef: float) -> list[MicroBatch]:
         """Compute loss and gradient of each micro-batch of an update alone; takes no step."""
         worker = self.trained
         worker.begin()
@@ -69,13 +88,9 @@ class ReplayWorker(Worker):
             worker.kl_coef = kl_coef
             minis, loss = batch.policy_mini_batches(), worker.policy_loss
             outputs = worker.log_probs
-        places = [
-            (epoch, mini, rows)
-            for epoch, of_epoch in enumerate(batch.epochs)
-            for mini, rows in enumerate(of_epoch)
-        ]
-        results: list[MicroBatchResult] = []
-        for (epoch, mini, rows), (micros, totals) in zip(places, minis, strict=True):
+        places = [(e, m) for e, minis in enumerate(batch.epochs) for m in range(len(minis))]
+        results: list[MicroBatch] = []
+        for (epoch, mini), (micros, totals) in zip(places, minis, strict=True):
             for index, micro in enumerate(micros):
                 position.at("micro-batch", len(results) + 1)
                 with torch.no_grad():
@@ -85,20 +100,18 @@ class ReplayWorker(Worker):
                 value.backward()
                 norm = float(worker.optimizer.gradient_norm())
                 worker.optimizer.drop_gradients()
-                place, number = (epoch, mini, index), float(value.detach())
-                results.append(MicroBatchResult(place, rows[index], number, norm, outputs_finite))
+                place, rows = (epoch, mini, index), batch.epochs[epoch][mini][index]
+                numbers = float(value.detach()), norm, outputs_finite
+                results.append(MicroBatch(place, rows, *numbers))
         return results
 
     @on_all_ranks(Dispatch.BROADCAST)
     def nonfinite_weights(self) -> dict[str, int]:
         """Count non-finite elements in this rank's shards of the weights, by name."""
         self.trained.begin()
-        counts = {}
-        for name, param in self.trained.model.named_parameters():
-            count = int(local_tensor(param).isfinite().logical_not().sum())
-            if count:
-                counts[name] = count
-        return counts
+        named = self.trained.model.named_parameters()
+        counts = {name: int((~local_tensor(param).isfinite()).sum()) for name, param in named}
+        return {name: count for name, count in counts.items() if count}
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_weights(self, folder: str) -> None:

@@ -7,18 +7,15 @@ batch.json          step, role, schedule, config without secrets, decoded texts
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import load_resolved
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code, untrusted_code
+from hybridrl.config.user_code.untrusted_code import untrusted_code
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
@@ -33,8 +30,6 @@ REPLAY_FOLDER = "replay"
 TENSORS_FILE, FACTS_FILE = "batch.safetensors", "batch.json"
 FORMAT = 1
 PROMPT_LENGTHS, RESPONSE_LENGTHS = "lengths.prompts", "lengths.responses"
-# Ragged fields, with the lengths of prompts or responses.
-_RAGGED = frozenset(f.name for f in fields(RolloutBatch) if "Ragged" in str(f.type))
 
 
 @dataclass
@@ -177,33 +172,6 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
     replace_text(folder / FACTS_FILE, json.dumps(facts) + "\n")
 
 
-def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
-    """Read the files of `write_replay`.
-
-    Args:
-        folder: of the batch.
-        runs_code: allow imports of code outside hybridrl that its config names.
-
-    Raises:
-        ConfigError: the batch is missing or damaged, or names foreign code.
-    """
-    try:
-        facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-        batch = _batch(load_file(folder / TENSORS_FILE))
-        if facts["format"] != FORMAT or facts["role"] not in ("actor", "critic"):
-            raise ValueError(f"format {facts['format']}, role {facts['role']}")
-        step, kl_coef, ranks = int(facts["step"]), float(facts["kl_coef"]), facts["ranks"]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigError(
-            f"{folder} does not hold a batch to replay ({type(error).__name__}: {error}).\n"
-            f"Name a folder <run>/{REPLAY_FOLDER}/step_<n> of a run that was stopped because its "
-            "steps were not finite."
-        ) from error
-    if not runs_code:
-        refuse_untrusted_code(facts["config"], str(folder))
-    return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, load_resolved(facts["config"]))
-
-
 def texts_of(replay: ReplayBatch) -> list[Texts]:
     """Decode prompts and responses."""
     decode, batch = decoder(load_tokenizer(replay.config.model)), replay.batch
@@ -211,16 +179,3 @@ def texts_of(replay: ReplayBatch) -> list[Texts]:
     responses = decode(row.tolist() for row in batch.responses.rows())
     rows = zip(batch.group_id.tolist(), prompts, responses, strict=True)
     return [Texts(*row) for row in rows]
-
-
-def _batch(tensors: dict[str, Tensor]) -> RolloutBatch:
-    lengths = {"prompts": tensors.pop(PROMPT_LENGTHS)}
-    responses = tensors.pop(RESPONSE_LENGTHS)
-    if (experts := tensors.get("routed_experts")) is not None:
-        tokens = lengths["prompts"] + responses
-        lengths["routed_experts"] = tokens * (len(experts) // int(tokens.sum()))
-    values: dict[str, Any] = {
-        name: Ragged(tensor, lengths.get(name, responses)) if name in _RAGGED else tensor
-        for name, tensor in tensors.items()
-    }
-    return RolloutBatch(**values)

@@ -7,10 +7,9 @@ responses       the same for each single response of non-finite micro-batches
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +18,36 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.load import load_resolved
+from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
-from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER, ReplayBatch, texts_of
+from hybridrl.replay.worker import MicroBatch, ReplayConfig
+from hybridrl.trainer.nonfinite import (
+    FACTS_FILE,
+    FORMAT,
+    PROMPT_LENGTHS,
+    REPLAY_FOLDER,
+    RESPONSE_LENGTHS,
+    ROLES,
+    TENSORS_FILE,
+    WEIGHTS_FOLDER,
+    ReplayBatch,
+    texts_of,
+)
 from hybridrl.trainer.tracking.best_effort_files import replace_text
-from hybridrl.workers.replay import ReplayConfig
 
 RESULT_FILE = "replay.json"
-# Outputs of the model, by role.
-OUTPUTS = {"actor": "log_probs", "critic": "values"}
 SHOWN_CHARACTERS = 40
-
-
-@dataclass
-class MicroBatch:
-    """`MicroBatchResult` of a rank; responses are indices in the whole batch."""
-
-    rank: int
-    responses: list[int]
-    place: tuple[int, int, int]
-    loss: float
-    gradient_norm: float
-    outputs_finite: bool
-
-    def bad(self, role: str) -> list[str]:
-        """Name the non-finite values."""
-        finite = {
-            OUTPUTS[role]: self.outputs_finite,
-            "loss": math.isfinite(self.loss),
-            "gradient": math.isfinite(self.gradient_norm),
-        }
-        return [name for name, is_finite in finite.items() if not is_finite]
+# Ragged fields, with the lengths of prompts or responses.
+_RAGGED = frozenset(f.name for f in fields(RolloutBatch) if "Ragged" in str(f.type))
 
 
 @dataclass
@@ -76,8 +71,9 @@ class BadResponse:
 
 @dataclass
 class Findings:
-    """Result of a replay, as in replay.json: non-finite weights (name -> number of elements),
-    micro-batches and responses of an update.
+    """Result of a replay, as in replay.json.
+
+    `weights` are numbers of non-finite elements by name.
     """
 
     role: str
@@ -98,6 +94,44 @@ class _Unjoined(ScheduledBatch):
     def join(self, results: Sequence[Any]) -> list[Any]:  # type: ignore[override]
         """Return the results unchanged."""
         return list(results)
+
+
+def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
+    """Read the files that `NonFiniteGuard` wrote.
+
+    With `runs_code`, code outside hybridrl that the config names may be imported.
+
+    Raises:
+        ConfigError: the batch is missing or damaged, or names foreign code.
+    """
+    try:
+        facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        batch = _batch(load_file(folder / TENSORS_FILE))
+        if facts["format"] != FORMAT or facts["role"] not in ROLES:
+            raise ValueError(f"format {facts['format']}, role {facts['role']}")
+        step, kl_coef, ranks = int(facts["step"]), float(facts["kl_coef"]), facts["ranks"]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(
+            f"{folder} does not hold a batch to replay ({type(error).__name__}: {error}).\n"
+            f"Name a folder <run>/{REPLAY_FOLDER}/step_<n> of a run that was stopped because its "
+            "steps were not finite."
+        ) from error
+    if not runs_code:
+        refuse_untrusted_code(facts["config"], str(folder))
+    return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, load_resolved(facts["config"]))
+
+
+def _batch(tensors: dict[str, Tensor]) -> RolloutBatch:
+    lengths = {"prompts": tensors.pop(PROMPT_LENGTHS)}
+    responses = tensors.pop(RESPONSE_LENGTHS)
+    if (experts := tensors.get("routed_experts")) is not None:
+        tokens = lengths["prompts"] + responses
+        lengths["routed_experts"] = tokens * (len(experts) // int(tokens.sum()))
+    values: dict[str, Any] = {
+        name: Ragged(tensor, lengths.get(name, responses)) if name in _RAGGED else tensor
+        for name, tensor in tensors.items()
+    }
+    return RolloutBatch(**values)
 
 
 def replay(kept: ReplayBatch, folder: Path) -> Findings:
@@ -137,44 +171,36 @@ def _examined(kept: ReplayBatch, group: WorkerGroup, ranks: list[Epochs]) -> lis
     scheduled = _Unjoined.of(kept.batch, ranks)
     per_rank = group.call("examine_update", scheduled, kept.kl_coef)
     return [
-        MicroBatch(
-            rank,
-            [scheduled.rows[rank][row] for row in found.rows],
-            found.place,
-            found.loss,
-            found.gradient_norm,
-            found.outputs_finite,
-        )
-        for rank, results in enumerate(per_rank)
-        for found in results
+        replace(micro, rank=rank, responses=[scheduled.rows[rank][k] for k in micro.responses])
+        for rank, micros in enumerate(per_rank)
+        for micro in micros
     ]
 
 
 def _responses(kept: ReplayBatch, alone: dict[int, MicroBatch]) -> list[BadResponse]:
     """List responses with non-finite values, in the batch's order."""
-    texts, fields = texts_of(kept), nonfinite_fields(kept.batch)
-    found = []
-    for row in sorted({*fields, *alone}):
+    texts, bad_fields = texts_of(kept), nonfinite_fields(kept.batch)
+    responses = []
+    for row in sorted({*bad_fields, *alone}):
         single = alone.get(row)
-        bad = fields.get(row, []) + ([] if single is None else single.bad(kept.role))
+        bad = bad_fields.get(row, []) + ([] if single is None else single.bad(kept.role))
         if bad:
             numbers = () if single is None else (single.loss, single.gradient_norm)
-            found.append(BadResponse(row, *texts[row], bad, *numbers))
-    return found
+            responses.append(BadResponse(row, *texts[row], bad, *numbers))
+    return responses
 
 
 def nonfinite_fields(batch: RolloutBatch) -> dict[int, list[str]]:
     """List the fields that are non-finite on sampled tokens, by response."""
-    found: dict[int, list[str]] = {}
-    sampled = batch.response_mask.values
-    row_of = batch.responses.row_ids()
+    by_response: dict[int, list[str]] = {}
+    sampled, row_of = batch.response_mask.values, batch.responses.row_ids()
     for name, field in vars(batch).items():
         if not isinstance(field, Ragged) or not field.values.is_floating_point():
             continue
         bad = field.values.isfinite().logical_not() & sampled
         for row in torch.unique(row_of[bad]).tolist():
-            found.setdefault(row, []).append(name)
-    return found
+            by_response.setdefault(row, []).append(name)
+    return by_response
 
 
 def write_findings(folder: Path, findings: Findings) -> Path:
@@ -188,44 +214,35 @@ def write_findings(folder: Path, findings: Findings) -> Path:
 def show(console: Console, findings: Findings) -> None:
     """Print the findings."""
     title = f"update of the {findings.role} in training step {findings.step}"
-    if findings.is_finite:
-        console.print(f"{title}: everything is finite", soft_wrap=True)
-        return
-    for name, count in findings.weights.items():
-        console.print(f"weights: {count:,} elements of {name} are not finite", soft_wrap=True)
+    lines = [
+        f"weights: {count:,} elements of {name} are not finite"
+        for name, count in findings.weights.items()
+    ]
     for micro in findings.micro_batches:
         epoch, mini, index = micro.place
-        rows = ", ".join(map(str, micro.responses))
-        console.print(
+        lines.append(
             f"epoch {epoch}, mini-batch {mini}, micro-batch {index} on rank {micro.rank}: "
             f"loss {micro.loss:.3g}, gradient norm {micro.gradient_norm:.3g} "
-            f"(with the other ranks'), responses {rows}",
-            soft_wrap=True,
+            f"(with the other ranks'), responses {', '.join(map(str, micro.responses))}"
         )
-    if not findings.responses:
-        console.print("each single response is finite on its own", soft_wrap=True)
-        return
-    console.print(_table(title, findings.responses))
+    if findings.is_finite:
+        lines = [f"{title}: everything is finite"]
+    elif not findings.responses:
+        lines.append("each single response is finite on its own")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    if findings.responses:
+        console.print(_table(title, findings.responses))
 
 
 def _table(title: str, responses: Sequence[BadResponse]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("response", "prompt", "not finite", "loss", "gradient", "prompt's end", "text"):
         table.add_column(column)
-    for response in responses:
-        prompt = " ".join(response.prompt.split())[-SHOWN_CHARACTERS:]
-        text = " ".join(response.text.split())[:SHOWN_CHARACTERS]
-        table.add_row(
-            str(response.response),
-            str(response.group_id),
-            ", ".join(response.bad),
-            _shown(response.loss),
-            _shown(response.gradient_norm),
-            Text(prompt),
-            Text(text),
-        )
+    for one in responses:
+        numbers = ("-" if x is None else f"{x:.3g}" for x in (one.loss, one.gradient_norm))
+        prompt = " ".join(one.prompt.split())[-SHOWN_CHARACTERS:]
+        text = " ".join(one.text.split())[:SHOWN_CHARACTERS]
+        ids = str(one.response), str(one.group_id)
+        table.add_row(*ids, ", ".join(one.bad), *numbers, Text(prompt), Text(text))
     return table
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

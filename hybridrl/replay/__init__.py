@@ -1,0 +1,1 @@
+"""Replay of an update that was not finite. Start with session.py."""
