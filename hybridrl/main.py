@@ -34,7 +34,6 @@ from hybridrl.app.before_start import (
     problems_around,
 )
 from hybridrl.app.compose import conf_dir, make_paths_absolute, stored_weight_problems
-from hybridrl.app.dry_run import dry_run
 from hybridrl.app.folders import HYDRA, Claim, kept_unless_begun
 from hybridrl.app.launch import Checked, Prepared, train_with_restarts
 from hybridrl.app.process import (
@@ -75,6 +74,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.controller.signals import Interrupted, preemption_behind
 from hybridrl.models.resolve import model_folder, resolve_model
+from hybridrl.plan.dry_run import dry_run
 from hybridrl.report.page import write_at_end
 from hybridrl.trainer.errors import RunStopped
 
@@ -96,7 +96,7 @@ def main() -> None:
         found = compose_line(line) if line.composes else None
         claimed, checked = None, None
         if found is not None and line.starts:
-            started = before_start(line, found)
+            started = before_start(line, found, dry_run)
             if started is None:
                 return
             claimed, checked = started

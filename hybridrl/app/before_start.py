@@ -3,12 +3,13 @@
 import logging
 import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from hydra.errors import HydraException
 
 from hybridrl.app.compose import composed, examine_config, find_machine
 from hybridrl.app.data import examine_data
-from hybridrl.app.dry_run import dry_run
 from hybridrl.app.folders import Claim, claim_folder, template
 from hybridrl.app.launch import Checked
 from hybridrl.config.checks.checkpoint import auto_problem
@@ -78,10 +79,13 @@ def compose_line(line: CommandLine, *, guards_output: bool = True) -> Precompose
     return found
 
 
-def before_start(line: CommandLine, found: Precomposed) -> tuple[Claim, Checked | None] | None:
+def before_start(
+    line: CommandLine, found: Precomposed, dry_run: Callable[[Checked, Path], None]
+) -> tuple[Claim, Checked | None] | None:
     """Make the folder of a run or sweep, and check the run; the jobs of a sweep check themselves.
 
-    Nothing is left of a run with problems. Returns None after a dry run, whose plan is printed.
+    Nothing is left of a run with problems. Returns None after a dry run: `dry_run` has printed
+    its plan.
     """
     assert found.cfg is not None and found.hydra is not None
     logging.basicConfig(stream=sys.stdout, format="%(message)s")  # until Hydra's

@@ -19,7 +19,6 @@ from rich.console import Console
 from hybridrl.app.before_start import compose_line
 from hybridrl.app.compose import examine_config, find_machine
 from hybridrl.app.data import check_data
-from hybridrl.app.dry_run import show_plan
 from hybridrl.commands.running import argument_parser, run_command
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
@@ -27,6 +26,7 @@ from hybridrl.config.command.provenance import provenance_of, recipe_files
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.tokenizer import load_tokenizer, token_ids
 from hybridrl.models.resolve import absolute_path, model_folder
+from hybridrl.plan.dry_run import show_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,10 +26,10 @@ from hybridrl.config.planner.fitting import (
 )
 from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
 from hybridrl.config.planner.memory import gib
-from hybridrl.config.planner.verdict import verdict
 from hybridrl.config.schema import RunConfig
 from hybridrl.models.known_shapes import KNOWN
 from hybridrl.models.resolve import read_model_config
+from hybridrl.plan.verdict import verdict
 
 DESCRIPTION = """\
 Plan a run: its memory by phase, settings with which it fits, estimated seconds a step, the command.

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, uses_critic
 from hybridrl.config.planner.memory import rank_phases
-from hybridrl.config.planner.plan_text import plan
+from hybridrl.plan.tables import plan
 
 GRPO = ("+recipe=gsm8k_grpo", "hardware=cpu")
 NAMES = tuple(BUILT_IN_ESTIMATORS)

@@ -9,7 +9,7 @@ from rich.console import Console
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.flops import training_flops
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.config.planner.plan_text import plan
+from hybridrl.plan.tables import plan
 
 EXPERTS = {
     "moe_intermediate_size": 24,

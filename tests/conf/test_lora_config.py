@@ -14,7 +14,7 @@ from hybridrl.config.planner.flops import training_flops
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.config.planner.plan_text import plan
+from hybridrl.plan.tables import plan
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

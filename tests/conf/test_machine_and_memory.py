@@ -32,7 +32,7 @@ from hybridrl.config.planner.memory import (
     workload,
 )
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.config.planner.plan_text import plan
+from hybridrl.plan.tables import plan
 from tests.tiny_hf import MORE
 
 SIZES = {

@@ -6,8 +6,8 @@ from composing import GPU_NODE, H200, QWEN, examined, problems
 from rich.console import Console
 
 from hybridrl.config.planner.machine import GIB, Machine, Node
-from hybridrl.config.planner.plan_text import plan
 from hybridrl.config.planner.world import slots_on_nodes, world_size
+from hybridrl.plan.tables import plan
 
 SMALL_NODE = Node("small", cores=32, memory_bytes=512 * GIB, gpus=(H200,) * 3)
 UNEQUAL = Machine((*GPU_NODE.nodes, SMALL_NODE))

@@ -13,8 +13,8 @@ from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.load import examine
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.config.planner.plan_text import plan
 from hybridrl.models.resolve import read_model_config
+from hybridrl.plan.tables import plan
 from tests.model_shapes import QWEN, REWARD_HEAD, TINY
 
 WITH = ("reward_model=default", "reward_model.model.path=/rm")

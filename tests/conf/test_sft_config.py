@@ -6,8 +6,8 @@ import pytest
 from composing import GPU_NODE, LAPTOP, examined, problems
 from rich.console import Console
 
-from hybridrl.config.planner.plan_text import plan
 from hybridrl.data.sources.prompts import PromptSets
+from hybridrl.plan.tables import plan
 from hybridrl.trainer.tracking.header import header_lines
 from tests.model_shapes import TINY
 

@@ -11,6 +11,7 @@ from hybridrl.app.session import read_inputs
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.prompts import examine_prompts
+from hybridrl.plan.dry_run import dry_run
 from tests.unit.checkpoint.resume_cases import resumable
 
 LINE = ["+recipe=gsm8k_grpo", "hardware=cpu", "data.num_eval_problems=8"]
@@ -33,7 +34,7 @@ def run_dir(tmp_path_factory):
 def by_line(folder, *overrides):
     """As `hybridrl train` and `resume` do."""
     line = parse_argv([*DRY, f"hydra.run.dir={folder}", *overrides])
-    assert before_start(line, compose_line(line)) is None
+    assert before_start(line, compose_line(line), dry_run) is None
 
 
 def by_python(folder, *overrides):

@@ -17,9 +17,9 @@ from hybridrl.config.planner.fitting import (
 )
 from hybridrl.config.planner.flops import H100, DataSheet, data_sheet
 from hybridrl.config.planner.memory import gib
-from hybridrl.config.planner.plan_text import memory_tables, table
 from hybridrl.config.planner.step_time import MFU, NETWORK, NVLINK, step_seconds
 from hybridrl.config.planner.world import world_text
+from hybridrl.plan.tables import memory_tables, table
 
 # GPUs of unknown name with at least this much memory are taken for H100s.
 H100_BYTES = 79 * 2**30

@@ -15,7 +15,7 @@ from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.load import Examined
-from hybridrl.config.planner.plan_text import plan
+from hybridrl.plan.tables import plan
 from hybridrl.trainer.checkpointing.verification import VerificationProgress
 
 if TYPE_CHECKING:
