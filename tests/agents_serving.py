@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from hybridrl.agents.episode import Episode
 from hybridrl.commands.evaluation.session import rollout_engines
+from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
@@ -136,7 +137,7 @@ def serving(folder: Path, *, tool_parser: str | None = "hermes") -> Iterator[Ser
     )
     config.model.path = absolute_path("embedded")
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
-        group = rollout_engines(config, None, 0, folder, stack)
+        group = rollout_engines(config, Subject("embedded"), folder, stack)
         with patch("hybridrl.trainer.agents.endpoint.LiveEngines", Sampled):
             endpoint = Endpoint(config.rollout, group, "127.0.0.1", 0, tool_parser=tool_parser)
         served = Served(stack.enter_context(endpoint))

@@ -19,7 +19,7 @@ from rich.console import Console
 from hybridrl.app.before_start import compose_line
 from hybridrl.app.compose import examine_config, find_machine
 from hybridrl.app.data import check_data
-from hybridrl.commands.running import argument_parser, run_command
+from hybridrl.commands.running import CONFIG_DIR, OVERRIDES, argument, parsed, run_command
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of, recipe_files
@@ -44,11 +44,8 @@ Overrides as in `hybridrl train`.
 """
 # Prompts shown as the model reads them, and problems whose answers are scored and sampled.
 SHOWN, PROBLEMS = 10, 32
-REFERENCES = "reference answers"
-# Characters shown of a response, and of the end of its prompt.
-RESPONSE, PROMPT_END = 400, 80
-# Token ids shown of each prompt, at its beginning and its end.
-_IDS = 6
+# Characters shown of a response, and of the end of its prompt; ids of a prompt at each end.
+RESPONSE, PROMPT_END, IDS = 400, 80, 6
 
 
 def main() -> None:
@@ -57,17 +54,14 @@ def main() -> None:
 
 
 def _check(argv: Sequence[str]) -> None:
-    parser = argument_parser("check", DESCRIPTION)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
-    parser.add_argument("--no-samples", action="store_true", help="do not start the model")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder with config groups of yours")
-    args = parser.parse_intermixed_args(list(argv))
-    own = [] if args.config_dir is None else ["--config-dir", args.config_dir]
-    found = compose_line(parse_argv([*own, *args.overrides]))
-    assert found.cfg is not None and found.hydra is not None
-    recipes = recipe_files(found.hydra.runtime.choices, found.hydra.runtime.config_sources)
-    provenance = provenance_of(found.overrides, recipes)
-    result = examine_config(found.cfg, find_machine(), provenance)
+    no_samples = argument("--no-samples", action="store_true", help="do not start the model")
+    args = parsed("check", DESCRIPTION, OVERRIDES, no_samples, CONFIG_DIR, argv=argv)
+    composed = compose_line(parse_argv(args.line))
+    assert composed.cfg is not None and composed.hydra is not None
+    runtime = composed.hydra.runtime
+    recipes = recipe_files(runtime.choices, runtime.config_sources)
+    provenance = provenance_of(composed.overrides, recipes)
+    result = examine_config(composed.cfg, find_machine(), provenance)
     prompts, config = check_data(result), result.config
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(config.model)
@@ -92,7 +86,7 @@ def _prompt_lines(
 
     for prompt in prompts.train[:SHOWN]:
         ids = prompt.token_ids
-        shown = [*ids[:_IDS], "...", *ids[-_IDS:]] if len(ids) > 2 * _IDS else ids
+        shown = [*ids[:IDS], "...", *ids[-IDS:]] if len(ids) > 2 * IDS else ids
         yield f"{prompt.where}: {len(ids)} tokens, {' '.join(map(str, shown))}"
         yield f"  {tokenizer.decode(ids)!r}"
     yield f"{prompts.measures['data/unknown_fraction']:.1%} unknown tokens in all prompts"
@@ -139,21 +133,19 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
     calls = f"{least} to {most}" if least < most else f"{least}"
     yield f"reward: {config.reward.function}, called for {calls} texts"
     answers, kinds = _scored_kinds(asked, forms, config)
-    for kind, found in kinds.items():
-        failed = f", {len(found.failures)} failed" if found.failures else ""
+    for kind, result in kinds.items():
+        failed = f", {len(result.failures)} failed" if result.failures else ""
         yield (
-            f"  {kind}: mean {fmean(found.scores):.3f}, from {min(found.scores):g} to "
-            f"{max(found.scores):g}{failed}"
+            f"  {kind}: mean {fmean(result.scores):.3f}, from {min(result.scores):g} to "
+            f"{max(result.scores):g}{failed}"
         )
-    right, *wrong = (fmean(found.scores) for found in kinds.values())
-    if not answers:
-        return
-    if right <= max(wrong):
+    right, *wrong = (fmean(result.scores) for result in kinds.values())
+    if answers and right <= max(wrong):
         yield (
             "  Reference answers are rewarded no higher than wrong ones: correct reward.function "
             "or data.answer_key."
         )
-    elif answers[0] != asked[0].answer:
+    elif answers and answers[0] != asked[0].answer:
         yield f"  Reference answers are written as the reward expects them, such as {answers[0]!r}."
 
 
@@ -176,10 +168,11 @@ def _scored_kinds(
 
         empty = scored([""] * len(asked))
         for form in forms:
-            found = scored(form)
-            if not answers or fmean(found.scores) > fmean(kinds[REFERENCES].scores):
-                answers, kinds[REFERENCES] = form, found
-            if fmean(found.scores) > max(0.0, fmean(empty.scores)):
+            result = scored(form)
+            best = kinds.get("reference answers")
+            if best is None or fmean(result.scores) > fmean(best.scores):
+                answers, kinds["reference answers"] = form, result
+            if fmean(result.scores) > max(0.0, fmean(empty.scores)):
                 break
         if answers:
             others = [
@@ -192,39 +185,36 @@ def _scored_kinds(
 
 def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
     """Yield the model's rewards before training, of some training problems, and two responses."""
-    from hybridrl.commands.evaluation.options import EvalOptions, Split, Subject
-    from hybridrl.commands.evaluation.session import COMPLETIONS, Evaluation, evaluate
+    from hybridrl.commands.evaluation.session import COMPLETIONS, Evaluation, Split, evaluate
+    from hybridrl.commands.evaluation.subject import Subject
     from hybridrl.controller.ray.runtime import ray_runtime
 
     asked, samples = prompts.train[:PROBLEMS], config.rollout.responses_per_prompt
     rules = "".join(f" and of the rule {name}" for name in config.eval.rules)
     calls = "" if config.earns_rewards else f": {len(asked) * samples} calls of the reward{rules}"
     yield f"before training: {len(asked)} problems x {samples} samples{calls}"
-    options = EvalOptions(samples=samples, ks=[1], split=Split.train, runs_code=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         subject = Subject("base", model=config.model.path)
         stack.enter_context(ray_runtime(config.cluster, config.hardware.accelerator))
-        evaluation = Evaluation(options, subject, config, prompts, asked, folder)
+        evaluation = Evaluation(subject, config, prompts, asked, folder, samples, split=Split.train)
         totals = evaluate(evaluation, lambda *_: None)
-        with (folder / COMPLETIONS).open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-    groups = totals.scores[""]
+        lines = (folder / COMPLETIONS).read_text(encoding="utf-8").split("\n")[:-1]
+    groups, least = totals.scores[""], evaluation.correct_at
     every = [score for group in groups for score in group]
     mixed = sum(len(set(group)) > 1 for group in groups)
-    never = sum(max(group) < options.correct_at for group in groups)
-    always = sum(min(group) >= options.correct_at for group in groups)
+    never, missed = (sum(of(group) < least for group in groups) for of in (max, min))
     yield f"  mean reward {fmean(every):.3f}"
     yield (
         f"  {mixed} of {len(groups)} prompts ({mixed / len(groups):.0%}) have responses with "
-        f"different rewards; {never} are never solved, {always} always (a reward of at least "
-        f"{options.correct_at:g})"
+        f"different rewards; {never} are never solved, {len(groups) - missed} always (a reward of "
+        f"at least {least:g})"
     )
     yield (
         f"  responses: {totals.tokens / len(every):.0f} tokens in the mean, "
         f"{totals.truncated / len(every):.0%} truncated"
     )
-    yield from _sample_lines(rows)
+    yield from _sample_lines([json.loads(line) for line in lines])
     if samples > 1 and not mixed:
         yield (
             "  Without different rewards GRPO and its relatives would learn nothing: use easier or "
@@ -235,16 +225,12 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
 
 def _sample_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the best response and the worst one to another prompt, shortened."""
-
-    def reward(row: dict[str, Any]) -> float:
-        return float(row["scores"]["reward"])
-
-    best = max(rows, key=reward)
-    others = [row for row in rows if row["problem"] != best["problem"]]
-    for row in (best, *([min(others, key=reward)] if others else [])):
+    ordered = sorted(rows, key=lambda row: -float(row["scores"]["reward"]))
+    others = [row for row in ordered if row["problem"] != ordered[0]["problem"]]
+    for row in (ordered[0], *others[-1:]):
         yield (
-            f"  reward {reward(row):g}, {row['length']} tokens, after a prompt that ends in "
-            f"{row['prompt'][-PROMPT_END:]!r}:"
+            f"  reward {row['scores']['reward']:g}, {row['length']} tokens, after a prompt that "
+            f"ends in {row['prompt'][-PROMPT_END:]!r}:"
         )
         text = row["response"]
         shown = text if len(text) <= RESPONSE else f"{text[:RESPONSE]}..."

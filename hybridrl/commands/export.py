@@ -11,8 +11,9 @@ from hybridrl.checkpoint.files import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.checkpoint.find import Found
 from hybridrl.commands.running import (
     UsageError,
-    argument_parser,
+    argument,
     checkpoint_at,
+    parsed,
     report_removal,
     run_command,
     warn_about_changed_model,
@@ -39,14 +40,15 @@ Needs neither GPU nor Ray, and host memory for one tensor.
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    parser = argument_parser("export", DESCRIPTION)
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory")
-    target = "the folder to write: new, empty or an earlier export"
-    add("folder", type=Path, metavar="DIR", help=target)
-    add("--dtype", type=DType, choices=list(DType), default=DType.float32, help="(float32)")
-    add("--model", metavar="PATH", help="the base model, if it has moved")
-    args = parser.parse_args()
+    dtypes, target = list(DType), "the folder to write: new, empty or an earlier export"
+    args = parsed(
+        "export",
+        DESCRIPTION,
+        argument("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory"),
+        argument("folder", type=Path, metavar="DIR", help=target),
+        argument("--dtype", type=DType, choices=dtypes, default=DType.float32, help="(float32)"),
+        argument("--model", metavar="PATH", help="the base model, if it has moved"),
+    )
     run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
 
 

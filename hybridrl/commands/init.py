@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from hybridrl.app.compose import conf_dir
-from hybridrl.commands.running import UsageError, argument_parser, run_command
+from hybridrl.commands.running import UsageError, argument, parsed, run_command
 from hybridrl.data.sources.problems import train_problems
 
 DESCRIPTION = """\
@@ -31,9 +31,9 @@ NUM_PROBLEMS = 1000
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    parser = argument_parser("init", DESCRIPTION)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new; its name is the task's")
-    run_command(lambda: _write(parser.parse_args(sys.argv[1:]).folder))
+    folder = argument("folder", type=Path, metavar="FOLDER", help="new; its name is the task's")
+    args = parsed("init", DESCRIPTION, folder)
+    run_command(lambda: _write(args.folder))
 
 
 def _write(folder: Path) -> None:

@@ -10,20 +10,14 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from hybridrl.app.compose import composed, conf_dir, find_machine
-from hybridrl.commands.running import UsageError, argument_parser, run_command
+from hybridrl.commands.running import UsageError, argument, parsed, run_command
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.command_line import parse_argv, quoted
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.load import Examined, examine
-from hybridrl.config.planner.fitting import (
-    MOST_GPUS,
-    NODE_GPUS,
-    Change,
-    MemoryCase,
-    remedy,
-)
+from hybridrl.config.planner.fitting import MOST_GPUS, NODE_GPUS, Change, MemoryCase, remedy
 from hybridrl.config.planner.machine import GIB, GPU, Machine, planned_machine
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.schema import RunConfig
@@ -53,7 +47,8 @@ GPUS = re.compile(
 )
 EXAMPLES = f"8x80GB, 2x8x80GB (nodes x GPUs), 8xH100 (or {', '.join(NAMED)})"
 EXIT_DOES_NOT_FIT = 1
-# Keys that gpus= sets.
+# Words that are no settings of a run, and keys that gpus= sets.
+OWN = ("gpus=", "sbatch=")
 SIZES = ("cluster.nodes=", "cluster.gpus_per_node=", "placement.slots_on_nodes=")
 # Keys of a plan that a run does not need.
 ONLY_PLANNED = ("run.dry", "cluster.gpu_memory_gb")
@@ -78,10 +73,9 @@ class Plan(NamedTuple):
 
 def main() -> None:
     """Run the command; exits by SystemExit."""
-    parser = argument_parser("plan", DESCRIPTION, EPILOG)
-    parser.usage = "hybridrl plan [gpus=NxMGB] [sbatch=FILE] [+recipe=NAME] [key=value ...]"
-    _, rest = parser.parse_known_args()
-    run_command(lambda: plan(rest))
+    words = argument("words", nargs="*", metavar="key=value", help="gpus=, sbatch= or of a run")
+    args = parsed("plan", DESCRIPTION, words, epilog=EPILOG)
+    run_command(lambda: plan(args.words))
 
 
 def plan(arguments: list[str]) -> None:
@@ -90,34 +84,31 @@ def plan(arguments: list[str]) -> None:
     Raises:
         ConfigError: an argument or the config is wrong.
     """
-    own = {a.partition("=")[0]: a.partition("=")[2] for a in arguments}
-    overrides = [a for a in arguments if a.partition("=")[0] not in ("gpus", "sbatch")]
-    for argument in overrides:
-        if argument.startswith("-"):
-            raise UsageError(f"{argument}: hybridrl plan has no such option.\nType key=value.")
+    own = dict(word.split("=", 1) for word in arguments if word.startswith(OWN))
+    overrides = [word for word in arguments if not word.startswith(OWN)]
     job = Path(own["sbatch"]) if "sbatch" in own else None
     if job is not None:
         _check_job_file(job)
     nodes, machine = _machine(own.get("gpus"))
     others = [a for a in overrides if a.lstrip("+").startswith(SIZES) and a not in nodes]
-    if "gpus" in own and others:
+    if nodes and others:
         raise UsageError(
             f"{others[0]}: gpus= has the nodes and their GPUs, {' '.join(nodes)}.\n"
             f"Leave one of them out."
         )
     case, examined = make_plan([*overrides, *nodes], machine)
     fits = case.fits()
-    found = [] if fits else remedy(case)
+    changes = [] if fits else remedy(case)
     console = Console(highlight=False, markup=False)
     console = console if console.is_terminal else Console(width=120, highlight=False, markup=False)
-    for part in verdict(case, examined.chosen, found):
+    for part in verdict(case, examined.chosen, changes):
         console.print(part)
     if not fits:
         for line in _alternatives(case, [*overrides, *nodes], machine):
             console.print(line)
-    if found is not None:
-        planned = case.changed(found).config
-        command = _command(overrides, planned, found)
+    if changes is not None:
+        planned = case.changed(changes).config
+        command = _command(overrides, planned, changes)
         console.print(f"\nCommand:\n  {shlex.join(command)}", soft_wrap=True)
         console.print(_written_job(job, planned, command), soft_wrap=True)
     sys.exit(0 if fits else EXIT_DOES_NOT_FIT)
@@ -178,7 +169,7 @@ def _model_config(path: str) -> dict[str, Any]:
 
 def _alternatives(case: MemoryCase, overrides: list[str], machine: Machine) -> Iterator[str]:
     """Yield smaller ways to train that fit the same GPUs."""
-    found = []
+    fitting = []
     without_critic = () if uses_critic(case.config) else ("algorithm=grpo",)
     wanted = [tuple(c for c in changes if c not in without_critic) for changes in ALTERNATIVES]
     for changes in filter(None, dict.fromkeys(wanted)):
@@ -186,18 +177,18 @@ def _alternatives(case: MemoryCase, overrides: list[str], machine: Machine) -> I
             other = make_plan([*overrides, *changes], machine).case
         except ConfigError:
             continue
-        smaller = other.shape.parameters < case.shape.parameters
         is_model = any(change.startswith("model=") for change in changes)
-        if other.fits() and smaller >= is_model:
-            found.append(f"{' '.join(changes)} ({gib(other.peak())})")
-    if found:
-        yield f"\nOn these GPUs fit: {'; '.join(found)}."
+        is_smaller = other.shape.parameters < case.shape.parameters
+        if other.fits() and (is_smaller or not is_model):
+            fitting.append(f"{' '.join(changes)} ({gib(other.peak())})")
+    if fitting:
+        yield f"\nOn these GPUs fit: {'; '.join(fitting)}."
 
 
-def _command(overrides: list[str], planned: RunConfig, found: list[Change]) -> list[str]:
+def _command(overrides: list[str], planned: RunConfig, changes: list[Change]) -> list[str]:
     """Return the training command, with the settings that make it fit."""
     kept = [o for o in overrides if o.split("=")[0].lstrip("+") not in ONLY_PLANNED]
-    kept += map(str, found)
+    kept += map(str, changes)
     nodes = planned.cluster.nodes
     if nodes > 1 and not any(o.startswith("cluster.nodes=") for o in kept):
         kept.append(f"cluster.nodes={nodes}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.commands.running import argument_parser, run_command
+from hybridrl.commands.running import RUN_CODE, argument, parsed, run_command
 from hybridrl.config.checks.installation import check_ray
 
 DESCRIPTION = """\
@@ -29,12 +29,8 @@ WIDTH = 160
 
 def main() -> None:
     """Run the command; exits by SystemExit unless everything is finite."""
-    parser = argument_parser("replay", DESCRIPTION, EPILOG)
-    parser.add_argument("folder", type=Path, help="folder named by the stopped run")
-    parser.add_argument(
-        "--run-code", action="store_true", help="run user code named in the folder's config"
-    )
-    options = parser.parse_args()
+    folder = argument("folder", type=Path, help="folder named by the stopped run")
+    options = parsed("replay", DESCRIPTION, folder, RUN_CODE, epilog=EPILOG)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_command(lambda: _replay(options.folder, runs_code=options.run_code))
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from hybridrl.commands.running import UsageError, argument_parser, run_command
+from hybridrl.commands.running import UsageError, argument, parsed, run_command
 from hybridrl.report.page import find_folders, write_report
 from hybridrl.trainer.tracking.tracker import REPORT_FILE
 
@@ -21,11 +21,12 @@ docs/report.md says how to read it.
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    parser = argument_parser("report", DESCRIPTION)
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, a sweep, or of runs")
-    add("-o", "--output", type=Path, metavar="FILE", help="(RUN/report.html; of several: here)")
-    args = parser.parse_args()
+    args = parsed(
+        "report",
+        DESCRIPTION,
+        argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of runs or a sweep"),
+        argument("-o", "--output", type=Path, metavar="FILE", help="(RUN/report.html, or here)"),
+    )
     run_command(lambda: report(args.runs, args.output))
 
 

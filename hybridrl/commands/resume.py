@@ -9,7 +9,7 @@ from hybridrl import main as training
 from hybridrl.app.process import exit_codes
 from hybridrl.app.runs import RunOnDisk, find_runs, run_at
 from hybridrl.checkpoint.files import CHECKPOINTS, checkpoints_folder, steps_in
-from hybridrl.commands.running import UsageError, argument_parser
+from hybridrl.commands.running import OVERRIDES, UsageError, argument, parsed
 from hybridrl.commands.runs import FOLDERS
 from hybridrl.config.changes import STEPS
 from hybridrl.config.checks.checkpoint import AUTO
@@ -40,12 +40,8 @@ It may be called from anywhere: relative paths are seen from the directory the r
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    parser = argument_parser("resume", DESCRIPTION, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="folder or name of a run, or latest")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="other settings"
-    )
-    args = parser.parse_args()
+    name = argument("run", metavar="RUN", help="folder or name of a run, or latest")
+    args = parsed("resume", DESCRIPTION, name, OVERRIDES, epilog=EPILOG)
     with exit_codes():
         run = find_run(args.run)
         words = arguments(run, args.overrides)

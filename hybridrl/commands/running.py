@@ -3,10 +3,11 @@
 import argparse
 import errno
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hybridrl.app.process import EXIT_CONFIG, EXIT_FAILED, exit_codes, set_up_process
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, named
@@ -31,17 +32,53 @@ class UsageError(ConfigError):
     subject = "on the command line"
 
 
-def argument_parser(
-    command: str, description: str, epilog: str | None = EXIT_CODES
-) -> argparse.ArgumentParser:
-    """Return a parser for `hybridrl <command>`."""
-    return argparse.ArgumentParser(
+# An argument of a command: its names, and what `ArgumentParser.add_argument` takes.
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def argument(*names: str, **settings: Any) -> Argument:
+    """Return an argument for `parsed`, as `ArgumentParser.add_argument` takes it."""
+    return names, settings
+
+
+# Arguments of several commands.
+SUBJECT = argument("subject", metavar="PATH", help="checkpoint, run, model folder or hub name")
+OVERRIDES = argument("overrides", nargs="*", default=[], metavar="key=value", help="of the config")
+CONFIG_DIR = argument("--config-dir", metavar="DIR", help="a folder with config groups of yours")
+RUN_CODE = argument(
+    "--run-code",
+    action="store_true",
+    help="trust the config that is read: user code, URLs, environment variables",
+)
+
+
+def parsed(
+    command: str,
+    description: str,
+    *arguments: Argument,
+    epilog: str = EXIT_CODES,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Parse sys.argv, or `argv`, for `hybridrl <command>`; exits with code 2 if that is wrong.
+
+    With --config-dir and overrides `line` has both, for `parse_argv`.
+    """
+    parser = argparse.ArgumentParser(
         prog=f"hybridrl {command}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    for names, settings in arguments:
+        parser.add_argument(*names, **settings)
+    args = parser.parse_intermixed_args(argv)
+    if OVERRIDES in arguments:
+        own = (
+            ["--config-dir", args.config_dir] if CONFIG_DIR in arguments and args.config_dir else []
+        )
+        args.line = [*own, *args.overrides]
+    return args
 
 
 def run_command(command: Callable[[], None]) -> None:

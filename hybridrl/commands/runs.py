@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from hybridrl.app.runs import RunOnDisk, accuracy_text, find_runs, progress, state_of
-from hybridrl.commands.running import UsageError, argument_parser, run_command
+from hybridrl.commands.running import UsageError, argument, parsed, run_command
 
 # Where runs and jobs of sweeps are unless hydra.run.dir or hydra.sweep.dir says otherwise.
 FOLDERS = [Path("outputs"), Path("multirun")]
@@ -24,10 +24,8 @@ and nothing here says how it ended).
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    parser = argument_parser("runs", DESCRIPTION)
-    add = parser.add_argument
-    add("folders", nargs="*", type=Path, metavar="FOLDER", help="(outputs multirun)")
-    args = parser.parse_args()
+    folders = argument("folders", nargs="*", type=Path, metavar="FOLDER", help="(outputs multirun)")
+    args = parsed("runs", DESCRIPTION, folders)
     run_command(lambda: list_runs(args.folders))
 
 

@@ -1,27 +1,26 @@
 """`hybridrl serve`: the endpoint of agents over the weights of a checkpoint or a model."""
 
+import argparse
 import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from hybridrl.app.compose import find_machine
-from hybridrl.commands.evaluation.config import OF_SAMPLING, evaluation_config
-from hybridrl.commands.evaluation.options import find_subject
+from hybridrl.commands.evaluation.subject import OF_SAMPLING, find_subject, prepared
 from hybridrl.commands.running import (
+    OVERRIDES,
+    RUN_CODE,
+    SUBJECT,
     UsageError,
-    argument_parser,
+    argument,
+    parsed,
     run_command,
-    warn_about_changed_model,
 )
-from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import OtherSampling
-from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import raised_problems
-from hybridrl.models.resolve import absolute_path, model_folder
+from hybridrl.models.resolve import absolute_path
 
 DESCRIPTION = """\
 Serve a checkpoint or any Hugging Face model at the endpoint that environment=agent trains with:
@@ -40,31 +39,28 @@ SEQUENCES = 64
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
-    run_command(lambda: _serve(sys.argv[1:]))
-
-
-def _serve(argv: Sequence[str]) -> None:
-    parser = argument_parser("serve", DESCRIPTION)
-    add = parser.add_argument
-    add("subject", metavar="PATH", help="checkpoint, run directory, model folder or hub name")
-    add("overrides", nargs="*", default=[], metavar="key=value", help="of the config")
-    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    add("--port", type=int, default=0, help="port to listen on (a free one)")
-    add("--key", help="key that clients send (a random one)")
-    add("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (the run's)")
     choices = [one.value for one in OtherSampling]
-    add("--other-sampling", choices=choices, help="as agent.other_sampling (the run's)")
-    add("--run-code", action="store_true", help="trust the checkpoint's config, as hybridrl eval")
-    args = parser.parse_intermixed_args(list(argv))
+    args = parsed(
+        "serve",
+        DESCRIPTION,
+        SUBJECT,
+        OVERRIDES,
+        argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)"),
+        argument("--port", type=int, default=0, help="port to listen on (a free one)"),
+        argument("--key", help="key that clients send (a random one)"),
+        argument("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (the run's)"),
+        argument("--other-sampling", choices=choices, help="agent.other_sampling (the run's)"),
+        RUN_CODE,
+    )
+    run_command(lambda: _serve(args))
+
+
+def _serve(args: argparse.Namespace) -> None:
     key = args.key or secrets.token_urlsafe(16)
     if not re.fullmatch(r"[\w-]+", key, re.ASCII):
         raise UsageError("--key has other characters than letters, digits, - and _.\nRemove them.")
-    subject, machine = find_subject(args.subject), find_machine()
-    line = parse_argv(args.overrides)
-    config = evaluation_config(
-        line, subject, machine, runs_code=args.run_code, sections=OF_SAMPLING
-    ).config
-    check_installation(config.hardware.accelerator)
+    subject = find_subject(args.subject)
+    config = prepared(subject, args.line, runs_code=args.run_code, sections=OF_SAMPLING).config
     # Heavy imports follow the checks.
     from hybridrl.commands.evaluation.session import rollout_engines
     from hybridrl.controller.ray.runtime import ray_runtime
@@ -73,15 +69,12 @@ def _serve(argv: Sequence[str]) -> None:
 
     if wrong := raised_problems(check_address, args.host, args.port, "--host {} --port {}"):
         raise UsageError(*wrong)
-    model_folder(config.model)  # downloads once, not in every worker
-    if subject.checkpoint is not None:
-        warn_about_changed_model(subject.checkpoint, config.model)
-    found = None if subject.checkpoint is None else subject.checkpoint.manifest.config.get("agent")
-    agent = found or {"tool_parser": None, "other_sampling": OtherSampling.refuse}
+    run = {} if subject.checkpoint is None else subject.checkpoint.manifest.config
+    agent = run.get("agent") or {"tool_parser": None, "other_sampling": OtherSampling.refuse}
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
         config.model.path = absolute_path(config.model.path)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridrl-serve-")))
-        rollout = rollout_engines(config, subject.folder, subject.step, logs, stack)
+        rollout = rollout_engines(config, subject, logs, stack)
         endpoint = stack.enter_context(
             Endpoint(
                 config.rollout,

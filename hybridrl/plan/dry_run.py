@@ -31,8 +31,8 @@ def dry_run(checked: Checked, folder: Path) -> None:
         ConfigError: the run in `folder` would be refused because of its checkpoint.
     """
     assert checked.prompts is not None
-    found = _checkpoint(checked.result, checked.prompts, folder)
-    show_plan(checked.result, checked.prompts, found)
+    checkpoint = _checkpoint(checked.result, checked.prompts, folder)
+    show_plan(checked.result, checked.prompts, checkpoint)
 
 
 def show_plan(

@@ -33,6 +33,11 @@ from hybridrl.config.schema import RunConfig
 
 # Further ranks are left out.
 MAX_RANKS_LISTED = 32
+# Title of the roles, where all ranks have them, and where some only sample.
+HOLDERS = (
+    "Every rank holds",
+    "The ranks of an engine hold (rollout), with a shadow copy; each other rank (all else)",
+)
 
 
 def plan(
@@ -50,7 +55,7 @@ def plan(
     return Group(
         table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),
         *_placement(config, machine),
-        table(_holders(config), roles, _roles(config)),
+        table(HOLDERS[engine_ranks(config) > 0], roles, _roles(config)),
         table("Batches", (), _batches(config)),
         *memory_tables(config, shape, machine, reward_shape),
         *_remarks(config),
@@ -75,13 +80,15 @@ def _heading(
     yield "hardware", f"{config.hardware.accelerator}: {config.hardware.reason}"
     if (about := machine.describe()) not in config.hardware.reason:
         yield "machine", about
+    experts = ""
+    if shape.experts is not None:
+        number, active, *_ = shape.experts
+        experts = f"{shape.active_parameters:,} active, {active} of {number} experts, "
     yield (
         "model",
-        f"{config.model.path}: {shape.family.kind}, {shape.parameters:,} parameters, "
-        f"{_experts(shape)}"
+        f"{config.model.path}: {shape.family.kind}, {shape.parameters:,} parameters, {experts}"
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
-        f"{shape.kv_heads} KV heads, "
-        f"vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
+        f"{shape.kv_heads} KV heads, vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
     )
     if shape.untested:
         yield "untested", shape.untested
@@ -95,13 +102,6 @@ def _heading(
             f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
             f"weight {reward.weight:g}",
         )
-
-
-def _experts(shape: ModelShape) -> str:
-    if shape.experts is None:
-        return ""
-    number, active, *_ = shape.experts
-    return f"{shape.active_parameters:,} active, {active} of {number} experts, "
 
 
 def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
@@ -130,12 +130,6 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     if len(places) > len(rows):
         rows.append(["..."] * len(columns))
     return title, table(None, columns, rows)
-
-
-def _holders(config: RunConfig) -> str:
-    if not engine_ranks(config):
-        return "Every rank holds"
-    return "The ranks of an engine hold (rollout), with a shadow copy; each other rank (all else)"
 
 
 def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -197,9 +191,9 @@ def memory_tables(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> Iterator[RenderableType]:
     """Yield the predicted memory of a GPU or CPU slot by phase, and the RAM of a node."""
-    on_gpu, limit = config.hardware.accelerator is Accelerator.gpu, "at least"
-    gpu_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0) if on_gpu else None
+    on_gpu, limit, gpu_bytes = config.hardware.accelerator is Accelerator.gpu, "at least", None
     if on_gpu:
+        gpu_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0)
         limit = f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown, so not checked"
     phases = rank_phases(config, shape, gpu_bytes, reward_shape)
     columns = ["phase", "needs", "of which (from 2 %)"]

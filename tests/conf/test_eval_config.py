@@ -7,8 +7,7 @@ from composing import GPU_NODE, LAPTOP, examined
 
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.commands.evaluation.config import evaluation_config
-from hybridrl.commands.evaluation.options import Subject
+from hybridrl.commands.evaluation.subject import Subject, evaluation_config
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError

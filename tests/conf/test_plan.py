@@ -269,7 +269,6 @@ def test_the_command_says_what_does_not_fit_and_what_does(empty_folder, capsys):
         (["gpus=9x80GB"], "in whole nodes of 8"),
         (["gpus=8xRTX4090"], "8xH100 (or A100"),
         (["gpus=1x80GB", "modle=qwen2_5_7b"], "Did you mean model"),
-        (["gpus=1x80GB", "-m"], "-m: hybridrl plan has no such option"),
         (["gpus=1x80GB", "hardware=cpu"], "no GPUs to plan for"),
         (["gpus=8x80GB", "cluster.nodes=3"], "cluster.nodes=3: gpus= has the nodes"),
         (["gpus=1x80GB", "rollout.kv_cache_mb=1", "model=qwen2_5_7b"], "expected at least"),

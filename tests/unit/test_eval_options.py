@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.commands.evaluate import _output_folder
-from hybridrl.commands.evaluation.options import EvalOptions, Split, Subject, parse_options
-from hybridrl.commands.evaluation.session import passes
+from hybridrl.commands.evaluate import _output_folder, parse_options
+from hybridrl.commands.evaluation.session import Split, passes
+from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.config.errors import ConfigError
 
 
@@ -81,9 +81,8 @@ def test_calls_ask_all_problems_and_each_sample_once(samples, problems, per_call
 
 def test_evaluations_begun_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = EvalOptions(samples=1, ks=[1])
-    folders = [_output_folder(options, Subject("mine")) for _ in range(3)]
+    folders = [_output_folder(None, Subject("mine")) for _ in range(3)]
     assert sorted(Path("evals/mine").iterdir()) == sorted(set(folders)) and len(set(folders)) == 3
     (folders[0] / "results.json").touch()
     with pytest.raises(ConfigError, match="is not an empty folder"):
-        _output_folder(EvalOptions(samples=1, ks=[1], output=folders[0]), Subject("mine"))
+        _output_folder(folders[0], Subject("mine"))

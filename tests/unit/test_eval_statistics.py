@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from hybridrl.commands.evaluation.report import ALL, group_results, pass_at_k
+from hybridrl.commands.evaluation.results import group_result, pass_at_k
 from hybridrl.trainer.evaluate import half_width
 
 
@@ -37,26 +37,27 @@ SCORES = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.5, 1.0]]
 
 
 def test_results_are_means_over_problems():
-    results = group_results(SCORES, {"hard": [1, 3]}, [1, 2], 1.0)
-    everyone, hard = results[ALL], results["hard"]
-    assert (everyone.problems, hard.problems) == (4, 2)
+    everyone = group_result("", "all", SCORES, [1, 2], 1.0)
+    hard = group_result("strict", "hard", [SCORES[1], SCORES[3]], [1, 2], 1.0)
+    assert (everyone["problems"], hard["problems"]) == (4, 2)
+    assert (everyone["rule"], hard["rule"]) == ("reward", "strict")
     # Problem means 0.5, 0, 1, 0.75; correct 1, 0, 2, 1 of 2.
-    assert everyone.score.value == 2.25 / 4
-    assert everyone.pass_at[1].value == (0.5 + 0 + 1 + 0.5) / 4
-    assert everyone.pass_at[2].value == 3 / 4
-    assert hard.pass_at[2].value == 1 / 2
+    assert everyone["score"] == 2.25 / 4
+    assert everyone["pass_at"]["1"] == (0.5 + 0 + 1 + 0.5) / 4
+    assert everyone["pass_at"]["2"] == 3 / 4
+    assert hard["pass_at"]["2"] == 1 / 2
 
 
 def test_intervals_are_of_the_spread_over_problems():
     # pass@1 is 0.5, 0, 1, 0.5: variance 1/8; 1.96 sqrt(1/8 / 4)
-    estimate = group_results(SCORES, {}, [1], 1.0)[ALL].pass_at[1]
-    assert estimate.ci95 == pytest.approx(1.96 * (1 / 32) ** 0.5)
+    width = group_result("", "all", SCORES, [1], 1.0)["pass_at_ci95"]["1"]
+    assert width == pytest.approx(1.96 * (1 / 32) ** 0.5)
 
 
 def test_the_interval_of_all_or_nothing_is_wilsons():
     # pass@2 is 1, 0, 1, 1: Wilson's interval of 3 in 4 is 0.3006 to 0.9544.
-    estimate = group_results(SCORES, {}, [2], 1.0)[ALL].pass_at[2]
-    assert estimate.ci95 == pytest.approx(0.75 - 0.3006, abs=1e-4)
+    width = group_result("", "all", SCORES, [2], 1.0)["pass_at_ci95"]["2"]
+    assert width == pytest.approx(0.75 - 0.3006, abs=1e-4)
     # None of n: from 0 to z^2 / (n + z^2).
     assert half_width([0.0] * 500) == pytest.approx(3.8416 / 503.8416)
     assert half_width([1.0] * 500) == pytest.approx(3.8416 / 503.8416)
@@ -65,4 +66,4 @@ def test_the_interval_of_all_or_nothing_is_wilsons():
 
 
 def test_threshold_decides_what_is_correct():
-    assert group_results(SCORES, {}, [1], 0.5)[ALL].pass_at[1].value == (0.5 + 0 + 1 + 1) / 4
+    assert group_result("", "all", SCORES, [1], 0.5)["pass_at"]["1"] == (0.5 + 0 + 1 + 1) / 4

@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.checkpoint.commit import begin, commit
 from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.commands.evaluation.options import find_subject, safe_name
+from hybridrl.commands.evaluation.subject import find_subject, safe_name
 from hybridrl.config.errors import ConfigError
 
 

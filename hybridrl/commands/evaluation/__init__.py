@@ -1,4 +1,1 @@
-"""Evaluation of a checkpoint or model: parts of `hybridrl eval`.
-
-Start with commands/evaluate.py, then session.py. Evaluation during training: trainer/evaluate.py.
-"""
+"""Evaluation of a checkpoint or a model: what it is (subject.py), sampling, results."""

@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hybridrl.commands.evaluation.options import EvalOptions, Subject
+from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.commands.running import report_removal
-from hybridrl.config.planner.world import world_size
+from hybridrl.config.planner.world import num_engines
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.trainer.evaluate import Scored, score_by_rules
+from hybridrl.trainer.evaluate import GREEDY, Scored, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
-from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.sampling.generation import request_of
 from hybridrl.workers.reference import PolicyConfig
 
@@ -34,31 +34,44 @@ COMPLETIONS = "completions.jsonl"
 ROUNDS_PER_CALL = 4
 
 
+class Split(StrEnum):
+    """Problems to evaluate."""
+
+    held_out = "held_out"
+    train = "train"
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that is ready to run; `asked` are the prompts to evaluate, `output` exists."""
+    """An evaluation that is ready to run.
 
-    options: EvalOptions
+    Attributes:
+        asked: prompts to evaluate, of `split`.
+        output: folder that exists.
+        samples: responses to each prompt, at temperature 0 if `greedy`.
+        ks: of pass@k, rising.
+        correct_at: smallest score of a correct response.
+    """
+
     subject: Subject
     config: RunConfig
     prompts: PromptSets
     asked: list[Prompt]
     output: Path
+    samples: int
+    ks: Sequence[int] = (1,)
+    greedy: bool = False
+    split: Split = Split.held_out
+    correct_at: float = 1.0
 
     @property
-    def temperature(self) -> float:
-        """Sampling temperature; 0 decodes greedily."""
-        return 0.0 if self.options.greedy else self.config.rollout.temperature
-
-    @property
-    def top_p(self) -> float:
-        """Nucleus of sampling."""
-        return 1.0 if self.options.greedy else self.config.rollout.top_p
-
-    @property
-    def top_k(self) -> int | None:
-        """Number of most probable tokens to sample from; None: all."""
-        return None if self.options.greedy else self.config.eval.top_k
+    def sampling(self) -> dict[str, Any]:
+        """temperature, top_p and top_k (None: all tokens)."""
+        if self.greedy:
+            return {**GREEDY, "top_k": None}
+        rollout = self.config.rollout
+        how = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+        return {**how, "top_k": self.config.eval.top_k}
 
 
 @dataclass
@@ -93,41 +106,31 @@ class Totals:
 
 def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) -> Totals:
     """Sample and score, inside `ray_runtime`; report the samples per problem after each pass."""
-    config, options = evaluation.config, evaluation.options
+    config, subject, asked = evaluation.config, evaluation.subject, evaluation.asked
     with ExitStack() as stack:
         decode = decoder(load_tokenizer(config.model))
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
         rules = open_rules(config, stack)
-        file = (evaluation.output / COMPLETIONS).open("w", encoding="utf-8")
-        log = stack.enter_context(file)
-        subject = evaluation.subject
-        rollout = rollout_engines(config, subject.folder, subject.step, evaluation.output, stack)
+        log = stack.enter_context((evaluation.output / COMPLETIONS).open("w", encoding="utf-8"))
+        rollout = rollout_engines(config, subject, evaluation.output, stack)
         generate = generator_for(config, environment, rollout, evaluation.prompts, decode, stack)
         lengths = ResponseLengths()
-        totals = Totals({rule: [[] for _ in evaluation.asked] for rule in ("", *rules)})
-        engines = world_size(config) // config.rollout.tensor_parallel_size
-        per_call = ROUNDS_PER_CALL * engines * config.rollout.max_num_seqs
-        for first, count in passes(options.samples, len(evaluation.asked), per_call):
+        totals = Totals({rule: [[] for _ in asked] for rule in ("", *rules)})
+        per_call = ROUNDS_PER_CALL * num_engines(config) * config.rollout.max_num_seqs
+        for first, count in passes(evaluation.samples, len(asked), per_call):
             start = time.perf_counter()
-            request = request_of(
-                evaluation.asked,
-                evaluation.subject.step,
-                temperature=evaluation.temperature,
-                top_p=evaluation.top_p,
-                top_k=evaluation.top_k,
-                samples=count,
-                first_sample=first,
-            )
-            batch = generate(lengths.expect(request))
+            how = evaluation.sampling | {"samples": count, "first_sample": first}
+            batch = generate(lengths.expect(request_of(asked, subject.step, **how)))
             seconds, last = time.perf_counter() - start, batch.select(batch.last_of_episodes)
             batch = batch.by_episode()
             lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
-            each = [prompt for prompt in evaluation.asked for _ in range(count)]
+            each = [prompt for prompt in asked for _ in range(count)]
             rewarded, results = score_by_rules(rewards, rules, each, last)
-            correct_at = options.correct_at
-            lines = _completions(each, first, count, batch, rewarded, results, correct_at)
-            log.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            for row, (prompt, text) in enumerate(zip(each, rewarded.texts, strict=True)):
+                line = _completion(prompt, text, batch, row, results, evaluation.correct_at)
+                line = {"problem": prompt.prompt_id, "sample": first + row % count} | line
+                log.write(json.dumps(line, ensure_ascii=False) + "\n")
             log.flush()
             totals.add(results, batch, seconds)
             progress(first + count, totals)
@@ -145,12 +148,13 @@ def passes(samples: int, problems: int, per_call: int) -> Iterator[tuple[int, in
 
 
 def rollout_engines(
-    config: RunConfig, folder: Path | None, step: int, output: Path, stack: ExitStack
+    config: RunConfig, subject: Subject, output: Path, stack: ExitStack
 ) -> WorkerGroup:
-    """Start rollout engines with the weights of a checkpoint's `folder`; `stack` ends them.
+    """Start rollout engines with the weights of a subject; `stack` ends them.
 
-    None: weights of config.model. Workers log to `output`/logs.
+    Workers log to `output`/logs.
     """
+    folder = subject.folder
     policy = PolicyConfig(
         model=config.model,
         fsdp=config.fsdp,
@@ -162,34 +166,29 @@ def rollout_engines(
         pool = open_pool(config, roles, output)
         rollout = build_workers(config, roles, pool)["rollout"]
     stack.enter_context(rollout.pool)
-    rollout.call("reshard", step)
+    rollout.call("reshard", subject.step)
     return rollout
 
 
-def _completions(
-    prompts: Sequence[Prompt],
-    first: int,
-    count: int,
+def _completion(
+    prompt: Prompt,
+    text: str,
     batch: RolloutBatch,
-    rewarded: Rewarded,
+    row: int,
     results: dict[str, Scored],
     correct_at: float,
-) -> Iterator[dict[str, Any]]:
-    """Yield a record of each response: `length` in tokens, its end token included."""
-    lengths, truncated = batch.responses.lengths.tolist(), batch.truncated.tolist()
-    for row, (prompt, text) in enumerate(zip(prompts, rewarded.texts, strict=True)):
-        scores = {rule_name(rule): result.scores[row] for rule, result in results.items()}
-        yield {
-            "problem": prompt.prompt_id,
-            "sample": first + row % count,
-            "prompt": prompt.text,
-            "response": text,
-            "answer": prompt.answer,
-            "scores": scores,
-            "length": lengths[row],
-            "truncated": truncated[row],
-            "correct": {rule: score >= correct_at for rule, score in scores.items()},
-        }
+) -> dict[str, Any]:
+    """Return the record of a response: `length` in tokens, its end token included."""
+    scores = {rule_name(rule): result.scores[row] for rule, result in results.items()}
+    return {
+        "prompt": prompt.text,
+        "response": text,
+        "answer": prompt.answer,
+        "scores": scores,
+        "length": int(batch.responses.lengths[row]),
+        "truncated": bool(batch.truncated[row]),
+        "correct": {rule: score >= correct_at for rule, score in scores.items()},
+    }
 
 
 def rule_name(rule: str) -> str:
