@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hybridrl.controller.errors import WorkerError
     from hybridrl.trainer.callbacks import Callback
     from hybridrl.trainer.errors import RunStopped
-    from hybridrl.trainer.state import RunResult
+    from hybridrl.trainer.record import RunResult
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,7 @@ _MODULES = {
     "Callback": "hybridrl.trainer.callbacks",
     "ConfigError": "hybridrl.config.errors",
     "Resharder": "hybridrl.api.resharder",
-    "RunResult": "hybridrl.trainer.state",
+    "RunResult": "hybridrl.trainer.record",
     "RunStopped": "hybridrl.trainer.errors",
     "Trainer": "hybridrl.api.run",
     "WorkerError": "hybridrl.controller.errors",

@@ -16,7 +16,6 @@ import mmap
 import pickle
 import re
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,19 +27,24 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hybridrl.config.estimators import uses_critic
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Span, SpanLog, TimedResult
 from hybridrl.controller.placement import Host, Slot
 from hybridrl.controller.worker_group import WorkerGroup, Workers
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import RankBatch, ScheduledBatch
+from hybridrl.data.schedule import RankBatch
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.build import LoopParts, build_loop
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import MarkedTokens
-from hybridrl.trainer.ppo import PPOTrainer
+from hybridrl.trainer.health.observer import HealthChecks
+from hybridrl.trainer.record import Evaluation, Observer, Row, RunHandle, StepRecord
+from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.tracking.tracker import Row
+from hybridrl.trainer.updates import Updates
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from tests.peak_memory import peak_in, private_bytes
 from tests.run_configs import run_config
@@ -214,24 +218,20 @@ class Ranks:
         )
 
 
-class Driver:
-    """What the trainer needs beside ranks: prompts, rewards, a reporter, and no checkpoints."""
+class Driver(Observer):
+    """What the loop needs beside ranks: prompts, rewards, an observer, and no checkpoints."""
 
-    def __init__(self, ranks: Ranks, config: RunConfig) -> None:
+    def __init__(self, ranks: Ranks, config: RunConfig, keeps_batch: bool) -> None:
         self._ranks = ranks
-        tokens = MarkedTokens(torch.tensor([1, 2]), torch.tensor([3, 4, 5]))
+        self.keeps_batch, self.batch = keeps_batch, None
         self.rows: list[Row] = []
-        self.health = Health(config, self.rows, tokens)
-        self.details: dict[str, Callable[[], str]] = {}
-        self.decode_all = lambda rows: ["token" for _ in rows]
+        self.health = Health(config, self.rows)
         self.steps: list[dict[str, float]] = []
         self._cpu = time.process_time()
         self.batch_bytes = 0
         self.failures = 0
-        self.last_accuracy = 0.0
         self.is_asked = False
         self.write_s = None
-        self.run_dir = Path("/nowhere")
         self.taken = 0
 
     def take(self, count: int) -> list[Prompt]:
@@ -245,20 +245,35 @@ class Driver:
             scores = [float(k % 3 == 0) for k in range(len(batch))]
             return Rewarded([""] * len(batch), scores, [])
 
-    def log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Examine the step and keep its times."""
-        self.health.examine(metrics, self.details, step)
-        self.details = {}
+    def observers(self, updates: Updates, guard: NonFiniteGuard) -> list[Observer]:
+        """Health checks, this driver, and what notes the batch."""
+        tokens = MarkedTokens(torch.tensor([1, 2]), torch.tensor([3, 4, 5]))
+        health = HealthChecks(
+            self.health, tokens, lambda rows: ["token" for _ in rows], updates.token_stats, str
+        )
+        return [health, self, guard]
+
+    def after(self, record: StepRecord) -> StepRecord:
+        """Keep the step's times and the size of its batch."""
+        metrics = record.metrics
         self.rows.append(metrics)
         seconds = {k[5:-2]: v for k, v in metrics.items() if re.match(r"time/\w+_s$", k) and v}
         cpu, self._cpu = time.process_time() - self._cpu, time.process_time()
         self.steps.append(seconds | {"cpu": cpu, "ranks": self._ranks.seconds})
         self._ranks.seconds = 0.0
-        return metrics
+        if record.trained is not None:
+            self.batch = record.trained.batch
+            flat = [v.values if isinstance(v, Ragged) else v for v in self.batch.tensors().values()]
+            self.batch_bytes = max(
+                self.batch_bytes, sum({t.data_ptr(): t.nbytes for t in flat}.values())
+            )
+            if not self.keeps_batch:
+                self.batch = None
+        return record
 
-    def evaluate(self, step: int, generate: Any, *, is_end: bool) -> dict[str, float]:
+    def evaluate(self, step: int, generate: Any, *, is_end: bool) -> Evaluation:
         """No metrics."""
-        return {}
+        return Evaluation(0.0, {}, {})
 
     def is_due(self, step: int) -> bool:
         """No checkpoint."""
@@ -266,20 +281,6 @@ class Driver:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
-
-
-class Trainer(PPOTrainer):
-    """Notes how large the batch of an update is."""
-
-    driver: Driver
-
-    def update(self, scheduled: ScheduledBatch, step: int) -> None:
-        """As the trainer does."""
-        values = scheduled.batch.tensors().values()
-        flat = [value.values if isinstance(value, Ragged) else value for value in values]
-        distinct = {tensor.data_ptr(): tensor.nbytes for tensor in flat}
-        self.driver.batch_bytes = max(self.driver.batch_bytes, sum(distinct.values()))
-        super().update(scheduled, step)
 
 
 def config_of(responses: int, steps: int, overrides: list[str]) -> RunConfig:
@@ -306,23 +307,35 @@ class IdleConfig:
     worker: str = "tests.driver_step.Idle"
 
 
-def train(
-    config: RunConfig, responses: int, trainer_class: type[Trainer] = Trainer
-) -> tuple[Driver, int]:
+def train(config: RunConfig, responses: int, *, keeps_batch: bool = False) -> tuple[Driver, int]:
     """The run; and its peak of own memory."""
     ranks = Ranks(responses)
-    driver = Driver(ranks, config)
+    driver = Driver(ranks, config, keeps_batch)
     names = ("actor", "critic", "rollout", "ref")
     groups = {name: WorkerGroup(ranks, name, IdleConfig()) for name in names}
     if not uses_critic(config):
         groups["critic"] = None
     workers = Workers(pool=ranks, reward_model=None, saver=None, **groups)
-    generator = partial(groups["rollout"].call, "generate")
-    trainer = trainer_class(config, workers, driver, generator, *[driver] * 5)
-    trainer.driver = driver
+    parts = LoopParts(
+        config=config,
+        run_dir=Path("/nowhere"),
+        shape=model_shape(read_model_config(config.model.path)),
+        workers=workers,
+        prompts=driver,
+        generator=partial(groups["rollout"].call, "generate"),
+        rewards=driver,
+        evaluator=driver,
+        checkpoints=driver,
+        preemption=driver,
+        run=RunHandle(config, lambda responses: []),
+        phase=lambda name: None,
+        warn=lambda text: None,
+        resume=None,
+    )
+    loop = build_loop(parts, driver.observers)
     before, found = private_bytes("RssAnon"), {}
     with peak_in(found, "peak", "RssAnon"):
-        trainer.fit()
+        loop.fit()
     return driver, found["peak"] - before
 
 

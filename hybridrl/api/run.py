@@ -39,10 +39,8 @@ from hybridrl.report.page import write_at_end
 if TYPE_CHECKING:
     from hybridrl.data.batch import RolloutBatch
     from hybridrl.trainer.callbacks import Callback
-    from hybridrl.trainer.loop import TrainingLoop
-    from hybridrl.trainer.state import RunResult
-    from hybridrl.trainer.tracking.rollout_log import RolloutRecord
-    from hybridrl.trainer.tracking.tracker import Row
+    from hybridrl.trainer.record import RolloutRecord, Row, RunResult
+    from hybridrl.trainer.step import TrainingLoop
 
 # Overrides as on the command line, or a whole config: composed by Hydra, or of a manifest.json.
 Config = Sequence[str] | Mapping[str, Any] | DictConfig | RunConfig
@@ -66,7 +64,7 @@ def train(
         WorkerError: workers failed.
     """
     run = _checked(config, callbacks, folder)
-    from hybridrl.trainer.state import RunResult
+    from hybridrl.trainer.record import RunResult
 
     if run.prepared is None:
         return RunResult(math.nan, run.folder, 0, {})
@@ -130,7 +128,7 @@ class Trainer:
             RunStopped, WorkerError: as `train`.
         """
         with self._closing_after_errors() as loop:
-            if loop.state.step < self.config.trainer.total_steps:
+            if loop.saves.step < self.config.trainer.total_steps:
                 return loop.step()
         total = self.config.trainer.total_steps
         raise ConfigError(
@@ -140,10 +138,10 @@ class Trainer:
     def evaluate(self) -> "Row":
         """Measure the held-out accuracy of the present weights; return the metrics eval/..."""
         with self._closing_after_errors() as loop:
-            of_next_row, loop.metrics = loop.metrics, {}
-            found = loop.evaluation(loop.state.step)
-            loop.metrics = of_next_row
-        return found
+            step = loop.saves.step
+            is_end = step in (0, self.config.trainer.total_steps)
+            metrics = loop.evaluations.evaluate(step, is_end=is_end)
+        return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
     def fit(self) -> "RunResult":
         """Train the remaining steps, save the model, and print the summary."""
@@ -153,12 +151,12 @@ class Trainer:
     @property
     def batch(self) -> "RolloutBatch | None":
         """Responses of the last step, with scores, log-probs, advantages and returns."""
-        return self.loop.batch
+        return self.loop.run.batch
 
     @property
     def samples(self) -> "list[RolloutRecord]":
         """Prompts, texts and scores of `batch`, in its order."""
-        return self.loop.samples
+        return self.loop.run.samples
 
     def close(self) -> None:
         """Wait until the last checkpoint is written, then end the workers and Ray."""

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from hybridrl.app.session import RunInputs
     from hybridrl.data.sources.prompts import PromptSets
     from hybridrl.trainer.callbacks import Callback
-    from hybridrl.trainer.loop import TrainingLoop
-    from hybridrl.trainer.state import RunResult
+    from hybridrl.trainer.record import RunResult
+    from hybridrl.trainer.step import TrainingLoop
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def _finished(result: Examined, folder: Path) -> "RunResult | None":
         resume = _prepare_session(result, folder, partial(verify, watch=watch)).resume
     if resume is None or resume.state.step < config.trainer.total_steps:
         return None
-    from hybridrl.trainer.state import RunResult
+    from hybridrl.trainer.record import RunResult
 
     for note in resume.notes:
         log.info("%s: %s", resume.found.folder, note)

@@ -19,6 +19,7 @@ import torch
 
 from hybridrl.app.folders import link_latest
 from hybridrl.app.launch import Prepared
+from hybridrl.app.observers import ObserverParts
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
@@ -37,6 +38,7 @@ from hybridrl.controller.worker_group import Pool, Workers, build_workers, role_
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
+from hybridrl.trainer.build import LoopParts, build_loop
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.own_code import own_code
@@ -45,16 +47,15 @@ from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import marked_tokens
-from hybridrl.trainer.loop import TrainingLoop
-from hybridrl.trainer.ppo import PPOTrainer
+from hybridrl.trainer.record import RunHandle
 from hybridrl.trainer.reference_answers import show_reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
-from hybridrl.trainer.sft import SFTTrainer
+from hybridrl.trainer.step import TrainingLoop
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import header_lines
 from hybridrl.trainer.tracking.provenance import write_manifest
-from hybridrl.trainer.tracking.report import Reporter
+from hybridrl.trainer.tracking.records import RecordBuilder
 from hybridrl.trainer.tracking.summary import COLUMNS, SUPERVISED_COLUMNS
 from hybridrl.trainer.tracking.tracker import Tracker
 
@@ -99,7 +100,8 @@ def open_trainer(
     """Yield the trainer of a run with its workers in a new pool, which the caller closes."""
     (result, machine, _, command, _), setup = prepared.checked, prepared.setup
     config, prompts, resume = result.config, inputs.prompts, inputs.resume
-    assert result.shape is not None
+    shape = result.shape
+    assert shape is not None
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if not os.environ.get("OMP_NUM_THREADS"):  # else torch uses the user's number
@@ -129,9 +131,8 @@ def open_trainer(
         _show_references(config, prompts, rewards, console)
         evaluator = _evaluator(config, prompts, rewards, stack)
         tracker = _tracker(config, run_dir, resume, stack)
-        tokens = marked_tokens(config.model, tokenizer)
-        health, data = Health(config, tracker.rows, tokens), dict(prompts.measures)
-        for warning in health.examine(data, prompts.details):
+        health, measures = Health(config, tracker.rows), dict(prompts.measures)
+        for warning in health.examine(measures, prompts.details):
             console.warn(warning)
         setup.mark("driver")
         workers = Workers(pool, **build_workers(config, role_configs(config), pool))
@@ -139,30 +140,48 @@ def open_trainer(
         setup.mark("workers", pool.start_times.seconds)
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
-        texts = decode, decoder(tokenizer, special=True)
-        throughput = _throughput(config, result.shape, machine)
-        reporter = Reporter(config, run_dir, console, tracker, throughput, health, *texts)
+        decode_all = decoder(tokenizer, special=True)
         read = {**inputs.models, **inputs.code}
-        trainer_class = SFTTrainer if is_supervised(config) else PPOTrainer
-        trainer = trainer_class(
-            config,
-            workers,
-            inputs.source,
-            generator_for(config, environment, workers.rollout, prompts, decode, stack),
-            rewards,
-            evaluator,
-            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, read),
-            preemption,
-            reporter,
-            prepared.callbacks,
-            resume,
+        checkpoints = Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, read)
+        row = {} if resume is None or not resume.rows else resume.rows[-1]
+        run = RunHandle(config, RecordBuilder(config, decode, decode_all), row)
+
+        observers = ObserverParts(
+            config=config,
+            run_dir=run_dir,
+            run=run,
+            console=console,
+            tracker=tracker,
+            throughput=_throughput(config, shape, machine),
+            health=health,
+            checkpoints=checkpoints,
+            callbacks=prepared.callbacks,
+            first=lambda: {**setup.metrics(), **(measures if resume is None else {})},
+            decode=decode_all,
+            marked=marked_tokens(config.model, tokenizer),
         )
+        parts = LoopParts(
+            config=config,
+            run_dir=run_dir,
+            shape=shape,
+            workers=workers,
+            prompts=inputs.source,
+            generator=generator_for(config, environment, workers.rollout, prompts, decode, stack),
+            rewards=rewards,
+            evaluator=evaluator,
+            checkpoints=checkpoints,
+            preemption=preemption,
+            run=run,
+            phase=console.phase,
+            warn=console.warn,
+            resume=resume,
+        )
+        loop = build_loop(parts, observers.open)
         setup.mark("driver")
         hosts = [("", host.describe()) for host in workers.pool.hosts]
         console.header("workers", [*hosts, ("setup", str(setup))])
-        trainer.metrics |= setup.metrics() | (data if resume is None else {})
-        stack.push(partial(_finish_checkpoint, trainer.checkpoints))
-        yield trainer
+        stack.push(partial(_finish_checkpoint, checkpoints))
+        yield loop
 
 
 def _finish_checkpoint(

@@ -55,6 +55,11 @@ class Estimator(NamedTuple):
         return "baseline_rewards" in self.takes
 
 
+def trains_policy(config: RunConfig, step: int) -> bool:
+    """Return true unless only the critic is trained in the step (trainer.critic_warmup_steps)."""
+    return step > (config.trainer.critic_warmup_steps if uses_critic(config) else 0)
+
+
 _COMPARED = ("rewards", "response_mask", "group_id")
 _FUNCTIONS = (
     Estimator("advantages.gae", ("rewards", "values", "response_mask", "gamma", "lam")),

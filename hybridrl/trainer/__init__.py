@@ -1,9 +1,9 @@
 """The training loop and its parts on the driver; no weights are here.
 
-loop.py: `TrainingLoop.fit` and `step`; ppo.py, sft.py: what a step trains on. Start reading there.
-sampling/, rewarding.py, advantage.py: from prompts to the inputs of the update.
-mismatch.py, state.py, evaluate.py: checks, resumes, held-out accuracy.
-factory.py: builds generation and rewards.
+step.py: the loop and a step of PPO, on one page; record.py: what phases return. Read these first.
+rollouts.py, scoring.py, advantage.py, updates.py: the phases; sft.py: supervised fine-tuning.
+evaluate.py, mismatch.py, state.py: held-out accuracy, a check of vLLM's log-probs, resumes.
+build.py, factory.py: assemble the loop, generation and rewards.
 
 Elsewhere: algorithms/ (formulas), workers/ (computation on the ranks), app/ (builds the trainer).
 """

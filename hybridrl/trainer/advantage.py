@@ -1,5 +1,6 @@
 """From token scores to the inputs of the losses.
 
+Advantages           phase advantage, the three below one after the other
 KLControl            scores -> rewards, less the KL penalty
 AdvantageEstimator   rewards -> advantages, returns
 LossInputs           importance weights against the sampler, and tokens that the loss selects
@@ -29,12 +30,37 @@ from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks, in_chunks, row_chunks
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.data.seeds import derive_seed
 from hybridrl.trainer.agents.turn_rewards import by_turn, has_turn_rewards
 from hybridrl.trainer.errors import RunStopped
+from hybridrl.trainer.record import Row
+from hybridrl.trainer.timing.phases import Phases
 
 # A block size above that of any batch.
 WHOLE = 2**62
+
+
+class Advantages:
+    """Advantages, returns and further inputs of the losses of a step."""
+
+    def __init__(
+        self, algorithm: AlgorithmConfig, seed: int, kl: "KLControl", phases: Phases
+    ) -> None:
+        self._kl = kl
+        self._estimator = AdvantageEstimator(algorithm)
+        self._loss_inputs = LossInputs(algorithm, seed)
+        self._phases = phases
+
+    def estimate(self, scheduled: ScheduledBatch, step: int) -> tuple[ScheduledBatch, Row]:
+        """Compute rewards with KL penalty, then what losses take; return the batch and metrics."""
+        with self._phases.section("advantage"):
+            rewards = self._kl.rewards(scheduled.batch)
+            scheduled = scheduled.adding(**self._estimator.estimate(scheduled.batch, rewards))
+            fields, metrics = self._loss_inputs.of_step(scheduled.batch, step)
+            scheduled = scheduled.adding(**fields) if fields else scheduled
+        values = value_metrics(scheduled.batch) if scheduled.batch.values is not None else {}
+        return scheduled, {**metrics, **values}
 
 
 class KLControl:

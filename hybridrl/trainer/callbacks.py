@@ -1,14 +1,10 @@
 """Callbacks: the user's code at the ends of steps, of sampling and of evaluations."""
 
-import traceback
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from hybridrl.trainer.errors import RunStopped
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridrl.trainer.loop import TrainingLoop
-    from hybridrl.trainer.tracking.rollout_log import RolloutRecord
+    from hybridrl.trainer.record import RolloutRecord, RunHandle
 
 Metrics = Mapping[str, float | None]
 
@@ -16,7 +12,7 @@ Metrics = Mapping[str, float | None]
 class Callback:
     """Base class of callbacks; override the methods that you need. They run in the driver.
 
-    Each gets the trainer, with `config`, `batch`, `samples` and `stop()`, and the step, counted
+    Each gets the run, with `config`, `batch`, `samples` and `stop()`, and the step, counted
     from 1; 0 is the initial model. An exception ends the run with a message that names the
     callback and shows the traceback.
     """
@@ -32,31 +28,11 @@ class Callback:
                 f"{', '.join(known)}"
             )
 
-    def on_samples(
-        self, trainer: "TrainingLoop", step: int, samples: "list[RolloutRecord]"
-    ) -> None:
+    def on_samples(self, trainer: "RunHandle", step: int, samples: "list[RolloutRecord]") -> None:
         """Called with the responses of a step and their scores, before the update."""
 
-    def on_evaluation(self, trainer: "TrainingLoop", step: int, metrics: Metrics) -> None:
+    def on_evaluation(self, trainer: "RunHandle", step: int, metrics: Metrics) -> None:
         """Called after an evaluation with its metrics: eval/accuracy and others."""
 
-    def on_step_end(self, trainer: "TrainingLoop", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: "RunHandle", step: int, metrics: Metrics) -> None:
         """Called at the end of a step with its row of metrics.jsonl."""
-
-
-def call_each(
-    callbacks: Sequence[Callback], method: str, trainer: "TrainingLoop", step: int, told: Any
-) -> None:
-    """Call a method of all callbacks.
-
-    Raises:
-        RunStopped: one raised an error or tried to exit.
-    """
-    for callback in callbacks:
-        try:
-            getattr(callback, method)(trainer, step, told)
-        except (Exception, SystemExit) as error:  # whatever a user's code raises
-            where = f"{type(callback).__module__}.{type(callback).__qualname__}.{method}"
-            shown = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-            trace = "".join(traceback.format_exception(shown)).rstrip()
-            raise RunStopped(f"step {step}: the callback {where} failed:\n{trace}") from error

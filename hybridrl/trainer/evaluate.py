@@ -1,15 +1,20 @@
 """Held-out accuracy: responses to each held-out problem, scored by every rule."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
 
+from hybridrl.controller.signals import Preemption
 from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from hybridrl.trainer.record import Evaluation, Observer, Responses, Row, is_due
 from hybridrl.trainer.rewarding import Rewarded, RewardSource, reward_items
 from hybridrl.trainer.sampling.generation import request_of
+from hybridrl.trainer.sampling.rollouts import Rollouts
+from hybridrl.trainer.timing.phases import Phases
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
@@ -28,9 +33,6 @@ class Evaluator:
     They are scored by the rewards of the training and by further rules. Before and after training
     `samples` are sampled, of which the best counts.
 
-    Attributes:
-        last_accuracy: of the last evaluation; NaN before it.
-        responses: of the last evaluation, by kind: "sampled", and "greedy" if asked for.
     """
 
     def __init__(
@@ -54,17 +56,13 @@ class Evaluator:
         self._greedy = greedy
         self._samples = samples
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
-        self.last_accuracy = math.nan
-        self.responses: dict[str, tuple[RolloutBatch, Rewarded]] = {}
 
     @property
     def _sampling(self) -> dict[str, Any]:
         return {"temperature": self._temperature, "top_p": self._top_p, "top_k": self._top_k}
 
-    def evaluate(
-        self, step: int, generate: Generate, *, is_end: bool = False
-    ) -> dict[str, float | None]:
-        """Compute metrics of the held-out responses at `step`; accuracies are mean scores.
+    def evaluate(self, step: int, generate: Generate, *, is_end: bool = False) -> Evaluation:
+        """Sample and score responses to the held-out problems; accuracies are mean scores.
 
         Args:
             step: training steps so far.
@@ -72,6 +70,7 @@ class Evaluator:
             is_end: the evaluation is that before or after training.
 
         Returns:
+            One response to each problem and metrics:
             eval/accuracy and eval/accuracy_<rule> of responses sampled as in training,
             eval/accuracy_<group> and eval/accuracy_<group>_<rule> on the problems of each tag,
             eval/accuracy_greedy and eval/accuracy_greedy_<rule> if asked for,
@@ -81,27 +80,27 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: scores that raised or hung, over all rules.
         """
-        batch, results = self._scored("sampled", step, generate)
-        metrics: dict[str, float | None] = {}
+        sampled, whole, results = self._scored(self._sampling, step, generate)
+        responses, metrics = {"sampled": sampled}, Row()
         for group, members in self._groups.items():
             for rule, result in results.items():
                 name = f"eval/accuracy_{group}{rule}"
                 metrics[name] = fmean([result.scores[index] for index in members])
         if self._greedy:
-            _, greedy = self._scored("greedy", step, generate)
+            responses["greedy"], _, greedy = self._scored(GREEDY, step, generate)
             results |= {f"_greedy{rule}": result for rule, result in greedy.items()}
         if is_end and self._samples > 1:
             best = self._best(results[""].scores, step, generate)
             results |= {f"_best_of_{self._samples}": best}
-        self.last_accuracy = fmean(results[""].scores)
         for suffix, result in results.items():
             metrics[f"eval/accuracy{suffix}"] = fmean(result.scores)
             metrics[f"eval/ci95{suffix}"] = half_width(result.scores)
-        return metrics | {
-            "eval/length_mean": float(batch.responses.lengths.float().mean()),
-            "eval/truncated_fraction": float(batch.truncated.float().mean()),
+        metrics |= {
+            "eval/length_mean": float(whole.responses.lengths.float().mean()),
+            "eval/truncated_fraction": float(whole.truncated.float().mean()),
             "eval/failed": float(sum(len(result.failures) for result in results.values())),
         }
+        return Evaluation(fmean(results[""].scores), metrics, responses)
 
     def _best(self, scores: Sequence[float], step: int, generate: Generate) -> ScoreResult:
         """Sample further responses; return the best score of each problem, `scores` included."""
@@ -121,16 +120,58 @@ class Evaluator:
         return ScoreResult(best, rest.failures)
 
     def _scored(
-        self, kind: str, step: int, generate: Generate
-    ) -> tuple[RolloutBatch, dict[str, Scored]]:
-        """Sample and score; keys are suffixes of metrics, "" for the training reward."""
-        how = GREEDY if kind == "greedy" else self._sampling
-        request = request_of(self.prompts, step, **how)
-        batch = generate(request)
+        self, sampling: Mapping[str, Any], step: int, generate: Generate
+    ) -> tuple[Responses, RolloutBatch, dict[str, Scored]]:
+        """Sample and score one episode to each problem.
+
+        Returns:
+            The last response of each episode, whole episodes, and scores by suffix of their
+            metrics, "" for the training reward.
+        """
+        batch = generate(request_of(self.prompts, step, **sampling))
         last = batch.select(batch.last_of_episodes)
         rewarded, results = score_by_rules(self._rewards, self._rules, self.prompts, last)
-        self.responses[kind] = last, rewarded
-        return batch.by_episode(), results
+        return Responses(self.prompts, last, rewarded), batch.by_episode(), results
+
+
+@dataclass
+class Evaluations:
+    """Phase evaluate: evaluations of the actor's weights during a run.
+
+    Attributes:
+        every_steps: steps between two evaluations; 0: only before and after training.
+        likelihood: of supervised fine-tuning, mean -log p of held-out reference answers, nats.
+        accuracy: of the last evaluation; NaN before it.
+    """
+
+    evaluator: Evaluator
+    rollouts: Rollouts
+    phases: Phases
+    preemption: Preemption
+    observer: Observer
+    every_steps: int
+    likelihood: Callable[[Sequence[Prompt]], float] | None = None
+    accuracy: float = math.nan
+
+    def if_due(self, step: int, *, is_end: bool) -> Row:
+        """Evaluate if due after a step; after a signal, only at the end of the run."""
+        if is_end or (is_due(self.every_steps, step) and not self.preemption.is_asked):
+            return self.evaluate(step, is_end=is_end)
+        return {}
+
+    def evaluate(self, step: int, *, is_end: bool) -> Row:
+        """Evaluate the actor's weights; return metrics."""
+        metrics = self.rollouts.reshard()
+        with self.phases.section("evaluate"):
+            evaluation = self.evaluator.evaluate(step, self.rollouts.generate, is_end=is_end)
+            self.rollouts.engine.end_evaluation()
+            if self.likelihood is not None:
+                self.rollouts.engine.sleep()
+                nll: Row = {"eval/nll": self.likelihood(self.evaluator.prompts)}
+                evaluation = replace(evaluation, metrics=evaluation.metrics | nll)
+        self.accuracy = evaluation.accuracy
+        self.observer.evaluated(step, evaluation)
+        return metrics | evaluation.metrics
 
 
 def score_by_rules(

@@ -21,6 +21,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.errors import RunStopped
+from hybridrl.trainer.record import Observer, StepRecord
 from hybridrl.trainer.tracking.best_effort_files import replace_file, replace_text
 from hybridrl.trainer.tracking.provenance import plain
 
@@ -59,8 +60,8 @@ class SkippedSteps:
                 self.since.pop(role, None)
 
 
-class NonFiniteGuard:
-    """Guard against skipped updates; it holds each step's batch until `check`.
+class NonFiniteGuard(Observer):
+    """Guard against skipped updates; it holds each step's batch until `after`.
 
     `skipped` is part of the loop's state. `save_weights` writes the workers' state into a folder.
     """
@@ -85,7 +86,7 @@ class NonFiniteGuard:
         self._met = (step, scheduled, kl_coef)
         self.skipped.note(step, metrics, sum(map(len, scheduled.ranks[0])))
 
-    def check(self) -> None:
+    def after(self, record: StepRecord) -> StepRecord:
         """Stop the run if too many steps in a row were skipped.
 
         Raises:
@@ -100,6 +101,7 @@ class NonFiniteGuard:
                     f"finite (trainer.max_skipped_steps = {limit}).\n{self._keep(role)}"
                 )
         self._met = None
+        return record
 
     def _keep(self, role: str) -> str:
         """Save the inputs of a replay; return a message with their place."""

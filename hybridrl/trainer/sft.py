@@ -1,49 +1,41 @@
-"""Supervised fine-tuning (SFT): the loop of PPO, with reference answers in place of sampled ones.
+"""Supervised fine-tuning (SFT): a step trains on reference answers in place of sampled ones."""
 
-update      actor, packed micro-batches: the likelihood of the reference answers
-evaluate    reshard, sampled held-out responses; likelihood of the held-out reference answers
-log, checkpoint
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hybridrl.algorithms.masked import masked_mean
+from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import schedule
+from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.checkpointing.resume import Resume
-from hybridrl.trainer.loop import TrainingLoop
+from hybridrl.trainer.record import Trained
 from hybridrl.trainer.timing.engines import response_metrics
+from hybridrl.trainer.updates import Updates
 
 
-class SFTTrainer(TrainingLoop):
-    """Trains the actor on reference answers; vLLM is awake during evaluations only."""
+@dataclass(frozen=True)
+class SFT:
+    """Training on reference answers; vLLM is awake during evaluations only."""
 
-    def train(self, step: int) -> None:
+    config: RunConfig
+    prompts: PromptSource
+    updates: Updates
+
+    def train(self, step: int, pause: Callable[[], None]) -> Trained:
         """Take the optimizer steps on the next prompts' reference answers."""
         batch = reference_batch(self.prompts.take(self.config.data.prompts_per_step))
-        self.metrics |= response_metrics(batch)
-        self.update(schedule(batch, self.sizes, seed=self.config.seed, step=step), step)
+        scheduled = schedule(batch, self.updates.sizes, seed=self.config.seed, step=step)
+        metrics = {**response_metrics(batch), **self.updates.update(scheduled, step)}
+        return Trained(scheduled.batch, metrics)
 
-    def evaluate(self, step: int) -> None:
-        """Measure held-out accuracy and likelihood."""
-        super().evaluate(step)
-        with self.phases.section("evaluate"):
-            self.engine.sleep()
-            self.metrics["eval/nll"] = self.held_out_nll()
-
-    def resume(self, resume: Resume) -> None:
-        """Restore the state of a checkpoint."""
-        super().resume(resume)
-        self.engine.sleep()
-
-    def held_out_nll(self) -> float:
-        """Compute the mean of -log p over the tokens of the held-out reference answers, nats."""
-        batch = reference_batch(self.evaluator.prompts)
-        log_probs = self.forward_any("compute_log_probs", batch)
+    def held_out_nll(self, prompts: Sequence[Prompt]) -> float:
+        """Compute the mean of -log p over the tokens of held-out reference answers, nats."""
+        batch = reference_batch(prompts)
+        log_probs = self.updates.log_probs(batch)
         return -float(masked_mean(log_probs.values, batch.response_mask.values))
 
 

@@ -16,25 +16,6 @@ from hybridrl.trainer.nonfinite import NonFiniteGuard, SkippedSteps
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.sampling.in_flight import Group, decode, encode
 from hybridrl.trainer.sampling.source import StepSource
-from hybridrl.trainer.tracking.tracker import Row
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Result of a run.
-
-    Attributes:
-        accuracy: held-out accuracy of the last evaluation, sampled at the training temperature;
-            NaN without one.
-        folder: directory of the run.
-        step: last finished step.
-        metrics: the step's row of metrics.jsonl.
-    """
-
-    accuracy: float
-    folder: Path
-    step: int
-    metrics: Row = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -76,6 +57,7 @@ class TrainState:
     all prompts seen so far.
 
     Attributes:
+        engine: vLLM, and the number of the actor's weights.
         step: the last finished training step.
     """
 
@@ -94,7 +76,7 @@ class TrainState:
         self._source = source
         self._prompts = prompts
         self._kl = kl
-        self._engine = engine
+        self.engine = engine
         self._guard = guard
         self._finished: Callable[..., LoopState]
         self._in_flight: tuple[Group, ...] = ()
@@ -109,8 +91,8 @@ class TrainState:
             step=step,
             prompts_taken=self._prompts.position,
             kl_coef=self._kl.coef,
-            weight_version=self._engine.weight_version,
-            rollout_is_current=self._engine.is_current,
+            weight_version=self.engine.weight_version,
+            rollout_is_current=self.engine.is_current,
             skipped=asdict(self._guard.skipped),
         )
 
@@ -129,7 +111,7 @@ class TrainState:
         self._lengths.restore(state.lengths)
         self._source.restore(decode(state.in_flight, self._prompts.by_id))
         self._guard.skipped = SkippedSteps(**state.skipped)
-        self._engine.restore(state.weight_version, is_current=state.rollout_is_current)
+        self.engine.restore(state.weight_version, is_current=state.rollout_is_current)
         self.commit(state.step)
 
 

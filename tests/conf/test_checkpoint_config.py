@@ -6,7 +6,7 @@ import pytest
 from composing import problems
 
 from hybridrl.config.checks.checkpoint import auto_problem, retention_problems
-from hybridrl.trainer.tracking.report import is_due
+from hybridrl.trainer.record import is_due
 from tests.run_configs import run_config
 
 
@@ -60,7 +60,7 @@ def test_a_metric_that_no_evaluation_gives_is_refused(overrides, meant):
 
 
 def evaluated(total: int, checkpoint: int, evaluation: int) -> set[int]:
-    """Steps with a checkpoint and an evaluation, as `PPOTrainer.fit` goes through them."""
+    """Steps with a checkpoint and an evaluation, as `TrainingLoop.fit` goes through them."""
     steps = range(1, total + 1)
     saved = {step for step in steps if step % checkpoint == 0 or step == total}
     return saved & {step for step in steps if step == total or is_due(evaluation, step)}

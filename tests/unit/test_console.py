@@ -11,10 +11,11 @@ from rich.console import Console
 
 from hybridrl.config.changes import may_grow
 from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
+from hybridrl.trainer.record import RolloutRecord
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import count_text, evaluation_steps, header_lines
 from hybridrl.trainer.tracking.provenance import plain
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord, pick_samples
+from hybridrl.trainer.tracking.rollout_log import pick_samples
 from hybridrl.trainer.tracking.summary import (
     SUPERVISED_COLUMNS,
     Eta,

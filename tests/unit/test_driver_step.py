@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from tests.driver_step import Trainer, config_of, train
+from tests.driver_step import config_of, train
 
 
 @pytest.mark.parametrize("responses", [512, pytest.param(4096, marks=pytest.mark.slow)])
@@ -26,27 +25,15 @@ def test_a_step_of_long_responses_costs_the_driver_little(responses):
     assert min(step["driver_cpu"] for step in found["steps"]) < limit, found
 
 
-class Looking(Trainer):
-    """Keeps the advantages of the tokens that count in the loss."""
-
-    counted: torch.Tensor
-    left_out: torch.Tensor
-
-    def update(self, scheduled, step):
-        batch = scheduled.batch
-        mask = batch.counted.values
-        Looking.counted = batch.advantages.values[mask]
-        Looking.left_out = batch.advantages.values[~mask]
-        super().update(scheduled, step)
-
-
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_plus_plus"])
 def test_responses_that_were_cut_off_have_no_part_in_whitening(algorithm):
     """Of 256 responses one has CAP tokens, 3 % of all; it earned nothing."""
     overrides = ["algorithm.overlong.train_on_truncated=false", f"algorithm={algorithm}"]
     if algorithm == "ppo":
         overrides.append("algorithm.whiten_advantages=true")
-    train(config_of(256, 1, overrides), 256, Looking)
-    assert len(Looking.left_out) == 32768
-    assert float(Looking.counted.double().mean()) == pytest.approx(0.0, abs=1e-4)
-    assert float(Looking.counted.double().std(correction=0)) == pytest.approx(1.0, abs=1e-4)
+    driver, _ = train(config_of(256, 1, overrides), 256, keeps_batch=True)
+    mask, advantages = driver.batch.counted.values, driver.batch.advantages.values
+    counted = advantages[mask].double()
+    assert len(advantages[~mask]) == 32768
+    assert float(counted.mean()) == pytest.approx(0.0, abs=1e-4)
+    assert float(counted.std(correction=0)) == pytest.approx(1.0, abs=1e-4)

@@ -81,7 +81,7 @@ def evaluator(
 
 
 def test_accuracies_by_rule_group_and_decoding():
-    metrics = evaluator().evaluate(10, Engine())
+    metrics = evaluator().evaluate(10, Engine()).metrics
     # Sampled: strict right on prompts 0 and 3; flexible also on 1. Greedy: all but prompt 3.
     assert metrics == {
         "eval/accuracy": 0.5,
@@ -109,7 +109,7 @@ def test_accuracies_by_rule_group_and_decoding():
 
 def test_failed_judgements_are_counted():
     failing = evaluator(flexible="")  # this rule fails once each time it is asked
-    assert failing.evaluate(10, Engine())["eval/failed"] == 2.0  # sampled and greedy
+    assert failing.evaluate(10, Engine()).metrics["eval/failed"] == 2.0  # sampled and greedy
 
 
 def test_requests_are_sampled_as_in_training_then_greedy():
@@ -128,7 +128,7 @@ def test_requests_are_sampled_as_in_training_then_greedy():
 
 def test_the_best_of_several_samples_counts_before_and_after_training():
     engine = Engine()
-    metrics = evaluator(greedy=False, samples=3).evaluate(0, engine, is_end=True)
+    metrics = evaluator(greedy=False, samples=3).evaluate(0, engine, is_end=True).metrics
     # Right are prompts 0 and 3 at first, and 2 by its second further sample.
     assert metrics["eval/accuracy_best_of_3"] == 0.75
     assert metrics["eval/ci95_best_of_3"] == pytest.approx(0.75 - 0.3006, abs=1e-4)
@@ -136,14 +136,14 @@ def test_the_best_of_several_samples_counts_before_and_after_training():
     assert (one.responses_per_prompt, further.responses_per_prompt) == (1, 2)
     assert further.first_sample.tolist() == [1] * 4
     assert (further.temperature, further.top_p) == (0.7, 0.9)
-    between = evaluator(greedy=False, samples=3).evaluate(5, engine)
+    between = evaluator(greedy=False, samples=3).evaluate(5, engine).metrics
     assert {**between, "eval/accuracy_best_of_3": 0.75}.keys() < metrics.keys()
     assert len(engine.requests) == 3
 
 
 def test_greedy_decoding_can_be_left_out():
     engine = Engine()
-    metrics = evaluator(greedy=False).evaluate(0, engine)
+    metrics = evaluator(greedy=False).evaluate(0, engine).metrics
     assert len(engine.requests) == 1
     assert not [name for name in metrics if "greedy" in name]
 
@@ -153,9 +153,9 @@ def test_scorers_get_prompt_response_and_example():
     judge = Evaluator(
         PROMPTS, FunctionRewards(decode, scorer), {}, temperature=1.0, top_p=1.0, greedy=False
     )
-    judge.evaluate(0, Engine())
+    evaluation = judge.evaluate(0, Engine())
     assert scorer.items[0][:3] == ("text 0", "#### right", {"answer": "0"})
-    assert judge.last_accuracy == 0.75
+    assert evaluation.accuracy == 0.75
 
 
 def test_tags_with_one_or_many_values_make_no_groups():

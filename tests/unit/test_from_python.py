@@ -17,12 +17,13 @@ from setuptools.config.setupcfg import read_configuration
 import hybridrl
 from hybridrl import algorithms
 from hybridrl.api import run as api
+from hybridrl.app.observers import Callbacks
 from hybridrl.app.runs import run_at, state_of
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
 from hybridrl.config.policy_losses import BUILT_IN_LOSSES
 from hybridrl.controller.signals import Preemption, shielded, signal_guard
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.callbacks import call_each
+from hybridrl.trainer.record import RunHandle, StepRecord
 from tests.unit.test_runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,11 +147,12 @@ class Named(hybridrl.Callback):
 
 def test_a_failing_callback_is_named_with_its_own_lines():
     with pytest.raises(hybridrl.RunStopped) as found:
-        call_each([hybridrl.Callback(), Named()], "on_step_end", None, 3, "loss")
+        observer = Callbacks([hybridrl.Callback(), Named()], RunHandle(None, None))
+        observer.after(StepRecord(3, "loss", None, None))
     text = str(found.value)
     assert text.startswith(f"step 3: the callback {__name__}.Named.on_step_end failed:")
     assert 'raise KeyError(f"no {metrics}")' in text and text.endswith("KeyError: 'no loss'")
-    assert "callbacks.py" not in text
+    assert "observers.py" not in text
     assert isinstance(found.value.__cause__, KeyError)
 
 

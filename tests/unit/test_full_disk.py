@@ -32,8 +32,8 @@ def free():
 
 TRACKER = """
 import json
-from hybridrl.trainer.tracking.report import Reporter
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.record import RolloutRecord
+from hybridrl.trainer.tracking.rollout_log import write_rollouts
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles, replace_file
 from hybridrl.trainer.tracking.tracker import Tracker, read_metrics
 from tests.run_configs import run_config

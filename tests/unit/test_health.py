@@ -19,7 +19,7 @@ from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
 from hybridrl.trainer.health.checks import CHECKS
 from hybridrl.trainer.health.health import Health
-from hybridrl.trainer.health.measures import MarkedTokens, carriers, repeated
+from hybridrl.trainer.health.measures import MarkedTokens, carriers, repeated, response_measures
 from hybridrl.trainer.reference_answers import references, show_reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from tests.batches import batch_of
@@ -68,7 +68,7 @@ config_of = cache(run_config)
 
 
 def health_of(*overrides, rows=()):
-    return Health(config_of("algorithm=grpo", *overrides), rows, TOKENS)
+    return Health(config_of("algorithm=grpo", *overrides), rows)
 
 
 def examined(*rows, overrides=(), details=None):
@@ -307,16 +307,16 @@ def test_independent_samples_are_not_repeated_ones():
 def test_measures_of_responses_hand_worked():
     rows = [[7], [1, 7], [1, 8, 7], [1, 2]]
     batch = responses(rows, [0.5] * 4, [0, 0, 1, 1])
-    assert health_of().measures(batch) == {
+    assert response_measures(batch, TOKENS) == {
         "response/empty_fraction": 0.25,
         "response/unended_fraction": 0.25,
         "response/special_fraction": 0.25,
         "response/repeated_fraction": pytest.approx((-1 - 2 * 0.5**0.5) / 2),
     }
     cut = replace(batch, truncated=torch.tensor([False, False, False, True]))
-    assert health_of().measures(cut)["response/unended_fraction"] == 0.0
+    assert response_measures(cut, TOKENS)["response/unended_fraction"] == 0.0
     turns = replace(batch, turns=torch.ones(4))
-    assert health_of().measures(turns)["response/unended_fraction"] is None
+    assert response_measures(turns, TOKENS)["response/unended_fraction"] is None
 
 
 def test_checks_cost_below_one_percent_of_a_step():
@@ -325,7 +325,7 @@ def test_checks_cost_below_one_percent_of_a_step():
     rows = [GOOD | {"step": float(step)} for step in range(1000)]
     start = time.process_time()
     health, row = health_of(rows=rows), dict(GOOD)
-    health.examine(row | health.measures(batch), {}, 1001)
+    health.examine(row | response_measures(batch, TOKENS), {}, 1001)
     assert time.process_time() - start < 0.3
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,20 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from hybridrl.controller.calls import Span
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import MarkedTokens
+from hybridrl.trainer.health.observer import HealthChecks
+from hybridrl.trainer.record import Responses, RolloutRecord, RunResult, StepRecord, Trained
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.phases import Phases
-from hybridrl.trainer.timing.throughput import Throughput
+from hybridrl.trainer.timing.timeline import Timeline
 from hybridrl.trainer.tracking.console import RunConsole
-from hybridrl.trainer.tracking.report import Reporter
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.tracking.progress import Progress
+from hybridrl.trainer.tracking.records import RecordBuilder, Records
+from hybridrl.trainer.tracking.rollout_log import write_rollouts
 from hybridrl.trainer.tracking.sinks import MAX_WAITING, BackgroundSink, close_all
 from hybridrl.trainer.tracking.tracker import PROMISED, Tracker, read_metrics
 from tests.batches import batch_of
@@ -35,10 +40,13 @@ from tests.run_configs import run_config
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def reporter_of(config, run_dir, console, tracker) -> Reporter:
-    """A reporter without a tokenizer."""
-    health = Health(config, tracker.rows, MarkedTokens(torch.empty(0), torch.empty(0)))
-    return Reporter(config, run_dir, console, tracker, Throughput(None, 1, None), health, str, str)
+TIMELINE = Timeline(Span("step", 0.0, 1.0), [])
+
+
+def records_of(config, run_dir, tracker) -> Records:
+    """Records without a tokenizer."""
+    build = RecordBuilder(config, str, str)
+    return Records(config, run_dir, build, None, str, RunConsole(1), tracker)
 
 
 class Memory:
@@ -109,11 +117,11 @@ def tensorboard_steps(folder):
 def test_tensorboard_shows_config_and_samples(tmp_path):
     config = run_config("trainer.samples_every_steps=2", "+reward.args.api_key=hunter22")
     tracker = Tracker(tmp_path, config)
-    reporter = reporter_of(config, tmp_path, RunConsole(1), tracker)
+    records = records_of(config, tmp_path, tracker)
     for step in (1, 2):
         prompt = Prompt(1, [1], "<user> 1+1?", "q", {"answer": "#### 2"}, {})
-        reporter.log_responses(step, [prompt], batch_of([2]), Rewarded(["a\n# b"], [0.5], []))
-        reporter.log(step, {"reward/mean": 0.5})
+        records.scored(step, Responses([prompt], batch_of([2]), Rewarded(["a\n# b"], [0.5], [])))
+        tracker.log(step, {"reward/mean": 0.5})
     tracker.close()
     assert tracker.failures() == []
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -270,20 +278,19 @@ def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypa
     reason = "ValueError: hunter22, xq7Zp0-unlikely, https://me:pw@host/x"
     rewarded = Rewarded(["r hunter22"], [0.0], [Failure(0, FailureKind.error, reason, "")])
     prompt = Prompt(1, [1], "p", "q", {"answer": "2"}, {})
-    reporter = reporter_of(config, tmp_path, RunConsole(1), tracker)
-    reporter.log_responses(1, [prompt], batch_of([1]), rewarded)
+    records = records_of(config, tmp_path, tracker)
+    records.scored(1, Responses([prompt], batch_of([1]), rewarded))
     tracker.close()
     (kept,) = read_metrics(tmp_path / "rollouts" / "step_1.jsonl")
     assert kept["failure"] == "error: ValueError: ***, ***, https://***@host/x"
     assert kept["response"] == "r hunter22"  # what the model has sampled stays what it is
 
 
-def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
+def test_each_problem_whose_rewards_fail_is_named_once_with_its_row():
     """Problem p stands in line p; its two responses fail where p is in `failing`."""
-    config, file = run_config("trainer.samples_every_steps=0"), io.StringIO()
-    console = RunConsole(1, Console(file=file, width=200))
-    tracker = Tracker(tmp_path, config)
-    reporter = reporter_of(config, tmp_path, console, tracker)
+    nothing = torch.empty(0, dtype=torch.int32)
+    tokens = MarkedTokens(nothing, nothing)
+    health = HealthChecks(Health(run_config(), []), tokens, str, lambda batch: None, str)
     named = []
     for step, failing in enumerate([{1, 2}, {2, 3}, {4, 5, 6, 7}, {7}, {7}]):
         prompts = [
@@ -296,11 +303,12 @@ def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
             if prompt.prompt_id in failing
         ]
         rewarded = Rewarded(["r"] * 16, [0.0] * 16, failures)
-        reporter.log_responses(step, prompts, batch_of([1] * 16), rewarded)
-        reporter.log(step, {"reward/failed": float(len(failures))})
-        named.append(re.findall(r"a\.jsonl:(\d): ValueError: no \1", file.getvalue()))
-        file.truncate(file.seek(0))
-    tracker.close()
+        batch = batch_of([1] * 16)
+        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+        trained = Trained(batch, {}, Responses(prompts, batch, rewarded))
+        metrics = {"reward/failed": float(len(failures))}
+        warnings = health.after(StepRecord(step, metrics, trained, TIMELINE)).warnings
+        named.append(re.findall(r"a\.jsonl:(\d): ValueError: no \1", "".join(warnings)))
     assert named == [["1", "2"], ["3"], ["4", "5", "6"], ["7"], []]
 
 
@@ -310,9 +318,9 @@ def test_the_end_of_a_run_tells_of_checkpoints_that_were_lost(tmp_path, failed):
     config = run_config("tracking.tensorboard=false")
     tracker, file = Tracker(tmp_path, config), io.StringIO()
     console = RunConsole(1, Console(file=file))
-    reporter = reporter_of(config, tmp_path, console, tracker)
-    tracker.log(1, {"checkpoint/failed": 0.0})
-    reporter.finish(failed)
+    progress = Progress(config, console, tracker, list, lambda: failed)
+    progress.after(StepRecord(1, {"checkpoint/failed": 0.0}, None, TIMELINE))
+    progress.end(RunResult(0.0, tmp_path, 1, {}))
     tracker.close()
     told = re.search(r"checkpoints +(\d+) lost", file.getvalue())
     assert (told and int(told[1])) == (failed or None)

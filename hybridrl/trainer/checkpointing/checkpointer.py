@@ -30,9 +30,9 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.distributed.background import run_in_background
 from hybridrl.distributed.storage.saving import SaveResult, read_results, remove_results
 from hybridrl.trainer.checkpointing.base_models import Fingerprints
+from hybridrl.trainer.record import Observer, StepRecord, is_due
 from hybridrl.trainer.state import LoopState
 from hybridrl.trainer.tracking.provenance import plain, versions
-from hybridrl.trainer.tracking.report import is_due
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class PendingSave:
     ended: Event = field(default_factory=Event)
 
 
-class Checkpointer:
+class Checkpointer(Observer):
     """Asynchronous writer of a run's checkpoints.
 
     All nodes share `run_dir`. `sync` flushes metrics to disk: no checkpoint is newer than they are.
@@ -153,12 +153,13 @@ class Checkpointer:
         self._writing = writing
         self._watching = run_in_background(self._watch, writing, name="commit checkpoint")
 
-    def logged(self, step: int, row: Row) -> None:
-        """Record a step's metrics, also for the pending save of that step."""
-        self._last = (step, row)
+    def after(self, record: StepRecord) -> StepRecord:
+        """Note the step's metrics, also for the pending save of that step."""
+        self._last = (record.step, record.metrics)
         writing = self._writing  # which the committing thread may drop
-        if writing is not None and writing.step == step:
-            writing.row = row
+        if writing is not None and writing.step == record.step:
+            writing.row = record.metrics
+        return record
 
     def poll(self) -> None:
         """Commit the pending save if all ranks are done; calls no worker."""

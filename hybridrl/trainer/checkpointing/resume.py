@@ -18,9 +18,10 @@ from hybridrl.config.choices import Schedule
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
+from hybridrl.trainer.record import Row
 from hybridrl.trainer.state import LoopState, read_state
 from hybridrl.trainer.tracking.provenance import plain, versions
-from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_metrics
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 
 log = logging.getLogger(__name__)
 

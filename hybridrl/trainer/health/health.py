@@ -3,11 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.health.checks import CHECKS
 from hybridrl.trainer.health.judges import Seen
-from hybridrl.trainer.health.measures import MarkedTokens, response_measures
-from hybridrl.trainer.tracking.tracker import Row
+from hybridrl.trainer.record import Row
 
 # Steps in a row after which a warning is repeated.
 REPEATS = (10, 100, 1000)
@@ -27,17 +25,9 @@ class Health:
     Args:
         config: of the run.
         rows: metrics of the steps so far; it grows.
-        tokens: end tokens and special tokens of the model, for `measures`.
-
-    Attributes:
-        place: describes the ranks of a rollout engine.
     """
 
-    def __init__(
-        self, config: RunConfig, rows: Sequence[Row], tokens: MarkedTokens | None = None
-    ) -> None:
-        self.place: Callable[[int], str] = "engine {}".format
-        self._tokens = tokens
+    def __init__(self, config: RunConfig, rows: Sequence[Row]) -> None:
         self._config, self._rows = config, rows
         self._limits: dict[str, float | None] = vars(config.health)
         scorer = "environment" if config.environment else "reward function"
@@ -46,17 +36,19 @@ class Health:
             check: 0 for check in CHECKS if any(METRIC.format(check) in row for row in rows)
         }
 
-    def measures(self, batch: RolloutBatch) -> Row:
-        """Return the metrics of a step's responses that only checks need."""
-        assert self._tokens is not None
-        return response_measures(batch, self._tokens)
-
-    def examine(self, row: Row, details: Details, step: int | None = None) -> list[str]:
+    def examine(
+        self,
+        row: Row,
+        details: Details,
+        step: int | None = None,
+        place: Callable[[int], str] = "engine {}".format,
+    ) -> list[str]:
         """Add health/<check> to the row of each check that finds the run ill.
 
         Args:
             row: metrics of `step`, or of the data before the first one (None).
             details: more evidence.
+            place: describes the ranks of a rollout engine.
 
         Returns:
             The warnings that are due.
@@ -66,7 +58,7 @@ class Health:
             limit = self._limits[check]
             if limit is None:
                 continue
-            evidence = judge(Seen(row, self._rows, limit, self._config, self.place))
+            evidence = judge(Seen(row, self._rows, limit, self._config, place))
             is_first = check not in self._in_a_row
             if evidence is None:
                 if not is_first:

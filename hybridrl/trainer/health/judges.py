@@ -9,7 +9,7 @@ from statistics import median
 
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.tracking.tracker import Row
+from hybridrl.trainer.record import Row
 
 # Steps in a row in which an engine is slow, and in which the critic explains nothing.
 SLOW_STEPS = 2

@@ -16,7 +16,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
-from hybridrl.trainer.tracking.tracker import Row
+from hybridrl.trainer.record import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

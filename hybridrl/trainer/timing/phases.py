@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hybridrl.controller.calls import Span, Stopwatch, TimedResult
 from hybridrl.controller.pool import Pool
+from hybridrl.trainer.record import Observer, StepRecord
 from hybridrl.trainer.timing.timeline import Section, Timeline, method_of, total, write_trace
 
 log = logging.getLogger(__name__)
@@ -122,28 +123,32 @@ class StepProfiler:
         log.info("traces of step %d: %s, %s", step, phases, files[0].parent / f"step_{step}_rank*")
 
 
-class GraceCheck:
+class GraceCheck(Observer):
     """Warning, once, if SIGTERM would end the run without a checkpoint.
 
     The running phase ends before the checkpoint is written. `grace_s` is checkpoint.on_sigterm;
-    0: no checkpoint is expected.
+    0: no checkpoint is expected. `write_s` returns the seconds that the last checkpoint took.
     """
 
-    def __init__(self, grace_s: float, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, grace_s: float, warn: Callable[[str], None], write_s: Callable[[], float | None]
+    ) -> None:
         self._grace_s = grace_s
         self._warn = warn
+        self._write_s = write_s
 
-    def look(self, timeline: Timeline, write_s: float | None) -> None:
-        """Compare a step's longest phase plus the writing of the last checkpoint with the grace."""
-        if not self._grace_s or write_s is None or not timeline.sections:
-            return
-        phase = max((section.span for section in timeline.sections), key=lambda span: span.seconds)
-        if phase.seconds + write_s <= self._grace_s:
-            return
-        self._warn(
-            f"SIGTERM may end this run without a checkpoint: {phase.name} took "
-            f"{phase.seconds:.1f} s and writing one {write_s:.1f} s, and checkpoint.on_sigterm is "
-            f"{self._grace_s:g} s. Raise it, and the time between SIGTERM and SIGKILL of your "
-            "scheduler."
-        )
-        self._grace_s = 0.0  # no second warning
+    def after(self, record: StepRecord) -> StepRecord:
+        """Compare the step's longest phase plus the writing of a checkpoint with the grace."""
+        write_s, sections = self._write_s(), record.timeline.sections
+        if not self._grace_s or write_s is None or not sections:
+            return record
+        phase = max((section.span for section in sections), key=lambda span: span.seconds)
+        if phase.seconds + write_s > self._grace_s:
+            self._warn(
+                f"SIGTERM may end this run without a checkpoint: {phase.name} took "
+                f"{phase.seconds:.1f} s and writing one {write_s:.1f} s, and "
+                f"checkpoint.on_sigterm is {self._grace_s:g} s. Raise it, and the time between "
+                "SIGTERM and SIGKILL of your scheduler."
+            )
+            self._grace_s = 0.0  # no second warning
+        return record

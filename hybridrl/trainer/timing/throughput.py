@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hybridrl.config.planner.flops import forward_flops, training_flops
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.trainer.record import Observer, StepRecord
 
 # Metrics of the batch: tokens of all responses with their prompts, and responses.
 TOKENS, RESPONSES = "batch/tokens", "batch/responses"
@@ -17,7 +18,7 @@ WITH_MFU = ("old_log_probs", "ref_log_probs", "update_actor")
 
 
 @dataclass(frozen=True)
-class Throughput:
+class Throughput(Observer):
     """Throughput of the phases of a step; an update passes `epochs` times over the batch.
 
     `peak` has the FLOP/s of all ranks together. Without `trains_all` only adapters are trained.
@@ -27,6 +28,10 @@ class Throughput:
     epochs: int
     peak: float | None
     trains_all: bool = True
+
+    def after(self, record: StepRecord) -> StepRecord:
+        """Add the throughput of the step's phases."""
+        return record.adding(self.metrics(record.metrics))
 
     def metrics(self, step: Mapping[str, float | None]) -> dict[str, float | None]:
         """Compute tokens_per_s/<phase> and, with a known peak, mfu/<phase>, from a step's metrics.

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord
+from hybridrl.trainer.record import RolloutRecord
 from hybridrl.trainer.tracking.summary import (
     COLUMNS,
     Change,

@@ -5,7 +5,7 @@ docs/records.md describes each field.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,13 @@ from hybridrl.config.command.secrets import without_secrets
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
+from hybridrl.trainer.record import RolloutRecord
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.tensorboard import code_block
 
 # Role of the policy's turns, as in chat messages.
 POLICY = "assistant"
-
-
-@dataclass(frozen=True)
-class RolloutRecord:
-    """Record of one response, with its reward before the KL penalty.
-
-    `prompt` is what the model read before its first token, with the chat template; `question` is
-    the problem without. The length includes the end token. `turns` are those of a conversation,
-    {"role", "text"}; None without an environment.
-    """
-
-    prompt_id: int
-    prompt: str
-    question: str
-    response: str
-    answer: str
-    score: float
-    length: int
-    failure: str | None = None
-    truncated: bool = False
-    parts: dict[str, float] = field(default_factory=dict)
-    turns: list[dict[str, str]] | None = None
-    weight_version: int = 0
 
 
 def rollout_records(

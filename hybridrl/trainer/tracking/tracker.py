@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.record import Row
 from hybridrl.trainer.tracking.best_effort_files import JsonLines
 from hybridrl.trainer.tracking.sinks import TENSORBOARD, close_all, open_sinks
 
@@ -39,8 +40,6 @@ PROMISED = (
     "mfu/old_log_probs",
     "mfu/update_actor",
 )
-
-Row = dict[str, float | None]
 
 
 class Tracker:

@@ -24,6 +24,7 @@ from hybridrl.checkpoint.find import newest_good
 from hybridrl.config.schema import RoleConfig
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.checkpointing.checkpointer import LOOK_S, Checkpointer
+from hybridrl.trainer.record import StepRecord
 from hybridrl.trainer.state import LoopState
 from hybridrl.workers.base import Dispatch, Worker, dispatch_of
 from hybridrl.workers.saver import SaverWorker
@@ -97,7 +98,7 @@ class OneProcess:
         """Begin a save as the loop does, and log the step's metrics."""
         self.warnings.clear()
         self.checkpoints.begin(state(step))
-        self.checkpoints.logged(step, metrics)
+        self.checkpoints.after(StepRecord(step, metrics, None, None))
 
     def save(self, step: int, **metrics: float | None) -> After:
         """Save a step's checkpoint and wait for it."""
@@ -164,7 +165,7 @@ def full_disks(run_dir: Path) -> dict[str, After]:
     run.checkpoints.begin(state(6))
     run.saver.saving.result(60.0)
     with run.filled():
-        run.checkpoints.logged(6, {})
+        run.checkpoints.after(StepRecord(6, {}, None, None))
         run.checkpoints.poll()
         found["manifest"] = run.after()
     found["after"] = run.save(7)
@@ -183,7 +184,7 @@ def by_itself(run_dir: Path) -> dict[str, After]:
     run.saver.saving.result(60.0)
     time.sleep(3 * LOOK_S)
     found["not reported"] = run.after()
-    run.checkpoints.logged(1, {})
+    run.checkpoints.after(StepRecord(1, {}, None, None))
     wait_until(is_over, seconds=20.0)
     found["reported"] = run.after()
     run.checkpoints.finish()

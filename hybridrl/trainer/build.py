@@ -1,0 +1,134 @@
+"""Assembly of the training loop from the parts of a run."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hybridrl.config.estimators import is_supervised, trains_policy
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.signals import Preemption
+from hybridrl.controller.worker_group import Workers
+from hybridrl.data.batch import Generate
+from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.schedule import update_sizes
+from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.trainer.advantage import Advantages, KLControl
+from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
+from hybridrl.trainer.checkpointing.resume import Resume
+from hybridrl.trainer.checkpointing.saves import Saves
+from hybridrl.trainer.evaluate import Evaluations, Evaluator
+from hybridrl.trainer.factory import open_source
+from hybridrl.trainer.record import Observer, Observers, RunHandle
+from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
+from hybridrl.trainer.rewarding import RewardSource
+from hybridrl.trainer.sampling.generation import Generation
+from hybridrl.trainer.sampling.hybrid_engine import engine_of
+from hybridrl.trainer.sampling.rollouts import Rollouts
+from hybridrl.trainer.sampling.source import SourceParts
+from hybridrl.trainer.scoring import Scoring
+from hybridrl.trainer.sft import SFT
+from hybridrl.trainer.state import TrainState
+from hybridrl.trainer.step import PPO, TrainingLoop
+from hybridrl.trainer.timing.engines import engine_place
+from hybridrl.trainer.timing.phases import Phases, StepProfiler
+from hybridrl.trainer.updates import Updates
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """Parts of a run that the training loop is made of.
+
+    Attributes:
+        generator: samples on the engines.
+        run: what user code sees.
+        phase, warn: show the present phase, and a warning.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    shape: ModelShape
+    workers: Workers
+    prompts: PromptSource
+    generator: Generate
+    rewards: RewardSource
+    evaluator: Evaluator
+    checkpoints: Checkpointer
+    preemption: Preemption
+    run: RunHandle
+    phase: Callable[[str], None]
+    warn: Callable[[str], None]
+    resume: Resume | None
+
+
+def build_loop(
+    parts: LoopParts, observers: Callable[[Updates, NonFiniteGuard], list[Observer]]
+) -> TrainingLoop:
+    """Return the training loop of a run.
+
+    `observers` returns them, given what computes log-probs after an update and the guard.
+    """
+    config, workers = parts.config, parts.workers
+    beside = range(0) if workers.sender is None else workers.rollout.ranks
+    phases = Phases(workers.pool.spans.take, parts.phase, beside)
+    kl = KLControl(config.algorithm.kl)
+    engine = engine_of(workers, config.fsdp.offload)
+    guard = NonFiniteGuard(config, parts.run_dir, parts.checkpoints.write_state)
+    sizes = update_sizes(config.actor, workers.actor.num_shards, parts.shape)
+    updates = Updates(config, workers, engine, kl, guard, sizes, phases)
+    every_steps = config.trainer.samples_every_steps
+    observer = Observers(observers(updates, guard), every_steps, phases.section)
+    lengths = ResponseLengths()
+    generation = Generation(parts.generator, engine, lengths)
+    source = open_source(
+        SourceParts(
+            config,
+            parts.prompts.take,
+            generation,
+            parts.rewards,
+            workers.rollout,
+            partial(trains_policy, config),
+            phases.section,
+        )
+    )
+    state = TrainState(parts.prompts, kl, engine, guard, lengths, source)
+    rollouts = Rollouts(source, generation, engine, workers.rollout, phases)
+    training: PPO | SFT
+    if is_supervised(config):
+        training = SFT(config, parts.prompts, updates)
+    else:
+        place = partial(engine_place, workers.rollout)
+        scoring = Scoring(config, workers, parts.rewards, sizes, phases, place, observer)
+        advantages = Advantages(config.algorithm, config.seed, kl, phases)
+        training = PPO(rollouts, scoring, advantages, updates)
+    return TrainingLoop(
+        config,
+        training,
+        Evaluations(
+            parts.evaluator,
+            rollouts,
+            phases,
+            parts.preemption,
+            observer,
+            config.eval.every_steps,
+            training.held_out_nll if isinstance(training, SFT) else None,
+            math.nan if parts.resume is None else parts.resume.last_accuracy,
+        ),
+        Saves(
+            config,
+            workers,
+            state,
+            parts.checkpoints,
+            parts.preemption,
+            phases,
+            parts.run_dir,
+            parts.warn,
+            parts.resume,
+        ),
+        phases,
+        StepProfiler(config.trainer.profile_steps, workers.pool, parts.run_dir, phases),
+        observer,
+        parts.run,
+    )

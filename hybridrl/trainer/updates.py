@@ -1,0 +1,72 @@
+"""Phase update: optimizer steps of critic and actor, and forward passes of the updated actor."""
+
+from dataclasses import dataclass, replace
+
+from hybridrl.config.estimators import trains_policy
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import Call, Workers, call_together
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
+from hybridrl.trainer.advantage import KLControl
+from hybridrl.trainer.record import Row
+from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+from hybridrl.trainer.timing.phases import Phases
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Optimizer steps of a run."""
+
+    config: RunConfig
+    workers: Workers
+    engine: HybridEngine
+    kl: KLControl
+    guard: NonFiniteGuard
+    sizes: UpdateSizes
+    phases: Phases
+
+    def update(self, scheduled: ScheduledBatch, step: int) -> Row:
+        """Run optimizer steps of the critic and, after its warm-up, of the actor; return metrics.
+
+        An adaptive KL coefficient changes last, so that the whole step uses one value.
+        """
+        calls, kl_coef, policy = {}, self.kl.loss_coef, trains_policy(self.config, step)
+        if self.workers.critic is not None:
+            calls["update_critic"] = Call(self.workers.critic, "update", (step,))
+        if policy:
+            calls["update_actor"] = Call(self.workers.actor, "update", (step, kl_coef))
+        with self.phases.section("update"):
+            outcomes = call_together(calls, scheduled)
+        self.phases.split("update", outcomes)
+        self.engine.weight_version += policy
+        metrics: Row = {}
+        for outcome in outcomes.values():
+            metrics |= outcome.value
+        self.guard.note(step, scheduled, kl_coef, metrics)
+        return metrics | self.kl.adapt(scheduled.batch)
+
+    def log_probs(self, batch: RolloutBatch) -> Ragged:
+        """Compute log-probs by the present weights, of any number of responses."""
+        return self._forward("compute_log_probs", batch)
+
+    def token_stats(self, batch: RolloutBatch) -> Ragged:
+        """Compute log-probs (real part) and entropies (imaginary part) by the present weights."""
+        return self._forward("compute_token_stats", batch)
+
+    def expert_shares(self) -> list[list[float]]:
+        """Return each expert's share of its layer's choices in the last update."""
+        shares: list[list[float]] = self.workers.actor.call("expert_shares")
+        return shares
+
+    def _forward(self, method: str, batch: RolloutBatch) -> Ragged:
+        """Run a forward method of the actor; responses are repeated until they fill all ranks."""
+        batch = replace(batch, episode=None)
+        count, shards = len(batch), self.sizes.num_shards
+        whole = -(-count // shards) * shards
+        repeated = batch.select([index % count for index in range(whole)])
+        sizes = replace(self.sizes, mini_batch_size=whole, epochs=1)
+        scheduled = schedule(repeated, sizes, seed=self.config.seed, step=0)
+        values: Ragged = self.workers.actor.call(method, scheduled)
+        return values.select(range(count))
