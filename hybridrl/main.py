@@ -33,9 +33,10 @@ from hybridrl.app.before_start import (
     examine,
     problems_around,
 )
+from hybridrl.app.checked import Checked, Prepared
 from hybridrl.app.compose import conf_dir, make_paths_absolute, stored_weight_problems
 from hybridrl.app.folders import HYDRA, Claim, kept_unless_begun
-from hybridrl.app.launch import Checked, Prepared, train_with_restarts
+from hybridrl.app.launch import train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,

@@ -18,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.app.before_start import compose_line, examine
+from hybridrl.app.checked import Prepared
 from hybridrl.app.folders import Claim, claim, directory, template, whole_config
-from hybridrl.app.launch import Prepared, running, train_with_restarts
+from hybridrl.app.launch import running, train_with_restarts
 from hybridrl.app.process import set_up_process
 from hybridrl.app.runs import keeps_result, progress, run_at
 from hybridrl.app.sweep import JobResult

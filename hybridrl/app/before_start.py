@@ -8,10 +8,10 @@ from pathlib import Path
 
 from hydra.errors import HydraException
 
+from hybridrl.app.checked import Checked
 from hybridrl.app.compose import composed, examine_config, find_machine
 from hybridrl.app.data import examine_data
 from hybridrl.app.folders import Claim, claim_folder, template
-from hybridrl.app.launch import Checked
 from hybridrl.config.checks.checkpoint import auto_problem
 from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.installation import check_installation

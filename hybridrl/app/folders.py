@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from hybridrl.app.launch import LOCK_FILE
+from hybridrl.app.lock import LOCK_FILE
 from hybridrl.app.runs import run_at
 from hybridrl.config.checks.checkpoint import NEW_EACH_TIME
 from hybridrl.config.command.command_line import Precomposed

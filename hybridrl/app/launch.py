@@ -1,28 +1,25 @@
-"""Launch of a run from a checked config: lock of the run's directory, data, Ray, restarts.
+"""Launch of a run from a checked config: data, Ray, restarts.
 
 Heavy imports are inside functions, so that config errors appear at once.
 """
 
-import fcntl
 import logging
-import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
+from hybridrl.app.checked import Prepared
 from hybridrl.app.data import check_data
+from hybridrl.app.lock import exclusive_run
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import Verify, verify
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
-from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
@@ -34,8 +31,6 @@ from hybridrl.trainer.checkpointing.verification import ClusterVerification, Ver
 
 if TYPE_CHECKING:
     from hybridrl.app.session import RunInputs
-    from hybridrl.data.sources.prompts import PromptSets
-    from hybridrl.trainer.callbacks import Callback
     from hybridrl.trainer.record import RunResult
     from hybridrl.trainer.step import TrainingLoop
 
@@ -43,42 +38,6 @@ log = logging.getLogger(__name__)
 
 # Seconds between a restart that could not begin and the next.
 RESTART_PAUSE_S = 10.0
-LOCK_FILE = ".lock"
-# Seconds to wait for the lock.
-LOCK_S = 5.0
-
-
-class Checked(NamedTuple):
-    """A config after its checks, and the machine that it was checked for.
-
-    Attributes:
-        overrides: as typed, without those of Hydra.
-        command: what `hybridrl resume` needs to compose the config again; may be empty.
-        prompts: None if they were not read.
-    """
-
-    result: Examined
-    machine: Machine
-    overrides: Sequence[str]
-    command: Mapping[str, Any]
-    prompts: "PromptSets | None" = None
-
-
-@dataclass
-class Prepared:
-    """A run before anything is started.
-
-    Attributes:
-        preflight: checks the machines; raises ConfigError if the run would fail there.
-        owns_checkpoints: true if all checkpoints in its directory belong to this run.
-        callbacks: the user's, those of trainer.callbacks included.
-    """
-
-    checked: Checked
-    setup: SetupTimes
-    preflight: Callable[[], None]
-    owns_checkpoints: bool = False
-    callbacks: "Sequence[Callback]" = ()
 
 
 def train_with_restarts(prepared: Prepared, folder: Path) -> "RunResult":
@@ -143,52 +102,6 @@ def _finished(result: Examined, folder: Path) -> "RunResult | None":
     for note in resume.notes:
         log.info("%s: %s", resume.found.folder, note)
     return RunResult(resume.last_accuracy, folder, resume.state.step, dict(*resume.rows[-1:]))
-
-
-@contextmanager
-def exclusive_run(run_dir: Path) -> Iterator[None]:
-    """Lock the directory for this process during the block; its end releases the lock.
-
-    Raises:
-        ConfigError: another run has the lock, such as a job that was requeued before its end; or no
-            file can be written there.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"hydra.run.dir = {run_dir} cannot be written to: {error.strerror}.\n"
-            f"Set hydra.run.dir to a directory that can."
-        ) from error
-    try:
-        _lock(run_dir, descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(run_dir: Path, descriptor: int) -> None:
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:  # children of a killed run may hold it for some seconds
-            if time.monotonic() > deadline:
-                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                raise ConfigError(
-                    f"hydra.run.dir = {run_dir} is in use by {owner or 'a process'}: two runs "
-                    f"would overwrite each other's metrics and checkpoints.\n"
-                    f"Wait for its end, or set another directory."
-                ) from None
-        except OSError as error:  # some network file systems have no locks
-            log.warning("%s cannot be locked (%s): no other run may use it", run_dir, error)
-            return
-        time.sleep(0.2)
-    with suppress(OSError):  # a full disk: the owner is then unknown
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 @contextmanager

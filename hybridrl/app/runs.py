@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.app.launch import LOCK_FILE
+from hybridrl.app.lock import LOCK_FILE
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from hybridrl.app.checked import Prepared
 from hybridrl.app.folders import link_latest
-from hybridrl.app.launch import Prepared
 from hybridrl.app.observers import ObserverParts
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification

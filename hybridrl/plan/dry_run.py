@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hybridrl.app.checked import Checked
 from hybridrl.app.compose import make_paths_absolute
-from hybridrl.app.launch import Checked, exclusive_run
+from hybridrl.app.lock import exclusive_run
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.checks.checkpoint import NONE

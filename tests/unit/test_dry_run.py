@@ -6,7 +6,7 @@ import pytest
 
 import hybridrl
 from hybridrl.app.before_start import before_start, compose_line
-from hybridrl.app.launch import LOCK_FILE
+from hybridrl.app.lock import LOCK_FILE
 from hybridrl.app.session import read_inputs
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError

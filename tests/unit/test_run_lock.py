@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.app.launch import exclusive_run
+from hybridrl.app.lock import exclusive_run
 from hybridrl.config.errors import ConfigError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from hybridrl.app.launch import exclusive_run
+from hybridrl.app.lock import exclusive_run
 with exclusive_run(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
@@ -36,7 +36,7 @@ def other(tmp_path):
 
 
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path, other, monkeypatch):
-    monkeypatch.setattr("hybridrl.app.launch.LOCK_S", 0.3)
+    monkeypatch.setattr("hybridrl.app.lock.LOCK_S", 0.3)
     with (
         pytest.raises(ConfigError, match=rf"in use by process {other.pid} on "),
         exclusive_run(tmp_path),
