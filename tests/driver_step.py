@@ -41,8 +41,8 @@ from hybridrl.trainer.build import LoopParts, build_loop
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import MarkedTokens
 from hybridrl.trainer.health.observer import HealthChecks
+from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Evaluation, Observer, Row, RunHandle, StepRecord
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.updates import Updates
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks

@@ -15,8 +15,8 @@ from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import MarkedTokens
 from hybridrl.trainer.health.observer import HealthChecks
+from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Evaluation, Observer, Responses, Row, RunHandle, StepRecord
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.timing.engines import engine_place
 from hybridrl.trainer.timing.phases import GraceCheck
 from hybridrl.trainer.timing.throughput import Throughput

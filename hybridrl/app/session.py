@@ -20,6 +20,7 @@ import torch
 from hybridrl.app.checked import Prepared
 from hybridrl.app.folders import link_latest
 from hybridrl.app.observers import ObserverParts
+from hybridrl.app.reference_answers import show_reference_rewards
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
@@ -48,7 +49,6 @@ from hybridrl.trainer.factory import generator_for, open_environment, open_rewar
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import marked_tokens
 from hybridrl.trainer.record import RunHandle
-from hybridrl.trainer.reference_answers import show_reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.step import TrainingLoop
 from hybridrl.trainer.timing.throughput import Throughput

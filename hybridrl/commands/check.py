@@ -121,7 +121,7 @@ def _reward_lines(asked: "list[Prompt]", config: RunConfig) -> Iterator[str]:
 
     The first line is the number of calls, before they are made: a judge may cost money.
     """
-    from hybridrl.trainer.reference_answers import references
+    from hybridrl.app.reference_answers import references
 
     if (program := config.environment or config.agent) is not None:
         yield f"reward: of conversations, by {program.function}"

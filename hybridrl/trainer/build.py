@@ -21,8 +21,8 @@ from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.checkpointing.saves import Saves
 from hybridrl.trainer.evaluate import Evaluations, Evaluator
 from hybridrl.trainer.factory import open_source
+from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Observer, Observers, RunHandle
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.sampling.generation import Generation
 from hybridrl.trainer.sampling.hybrid_engine import engine_of

@@ -9,8 +9,8 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from hybridrl.trainer.advantage import KLControl
+from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Row
-from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.timing.phases import Phases
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from hybridrl.app.reference_answers import references, show_reference_rewards
 from hybridrl.commands.check import _reward_lines
 from hybridrl.config.keys import leaves
 from hybridrl.config.sections.tracking import HealthConfig
@@ -20,7 +21,6 @@ from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
 from hybridrl.trainer.health.checks import CHECKS
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import MarkedTokens, carriers, repeated, response_measures
-from hybridrl.trainer.reference_answers import references, show_reference_rewards
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from tests.batches import batch_of
 from tests.conf.composing import composed

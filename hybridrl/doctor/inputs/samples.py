@@ -125,7 +125,7 @@ def _try_rule(
     node: str, key: str, rule: RewardConfig, config: RunConfig, prompts: "Sequence[Prompt]"
 ) -> Finding:
     """Score reference answers, if there are any, in all their forms, and empty responses."""
-    from hybridrl.trainer.reference_answers import references
+    from hybridrl.app.reference_answers import references
     from hybridrl.trainer.rewarding import reward_items
 
     name = f"{key}.function = {rule.function}"
