@@ -1,30 +1,13 @@
-"""Observers of a run, in the order in which they are called."""
+"""Observers for metrics of the start and for callbacks; session.py lists all observers of a run."""
 
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.trainer.callbacks import Callback
-from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.errors import RunStopped
-from hybridrl.trainer.health.health import Health
-from hybridrl.trainer.health.measures import MarkedTokens
-from hybridrl.trainer.health.observer import HealthChecks
-from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Evaluation, Observer, Responses, Row, RunHandle, StepRecord
-from hybridrl.trainer.timing.engines import engine_place
-from hybridrl.trainer.timing.phases import GraceCheck
-from hybridrl.trainer.timing.throughput import Throughput
-from hybridrl.trainer.tracking.console import RunConsole
-from hybridrl.trainer.tracking.progress import Progress
-from hybridrl.trainer.tracking.records import Records
-from hybridrl.trainer.tracking.tracker import Tracker
-from hybridrl.trainer.updates import Updates
 
 
 class FirstMetrics(Observer):
@@ -74,51 +57,3 @@ class Callbacks(Observer):
                 shown = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
                 trace = "".join(traceback.format_exception(shown)).rstrip()
                 raise RunStopped(f"step {step}: the callback {where} failed:\n{trace}") from error
-
-
-@dataclass(frozen=True)
-class ObserverParts:
-    """What observers are made of; `open` makes them.
-
-    Attributes:
-        first: metrics of the start.
-        decode: token ids -> texts, special tokens included.
-        marked: end tokens and special tokens of the model.
-    """
-
-    config: RunConfig
-    run_dir: Path
-    run: RunHandle
-    console: RunConsole
-    tracker: Tracker
-    throughput: Throughput
-    health: Health
-    checkpoints: Checkpointer
-    callbacks: Sequence[Callback]
-    first: Callable[[], Row]
-    decode: Decode
-    marked: MarkedTokens
-
-    def open(self, updates: Updates, guard: NonFiniteGuard) -> list[Observer]:
-        """Return the observers of a run; later ones see what earlier ones add."""
-        config, console, tracker, checkpoints = (
-            self.config,
-            self.console,
-            self.tracker,
-            self.checkpoints,
-        )
-        records = Records(
-            config, self.run_dir, self.run.records, updates, self.decode, console, tracker
-        )
-        place = partial(engine_place, updates.workers.rollout)
-        return [
-            FirstMetrics(self.first),
-            self.throughput,
-            records,
-            HealthChecks(self.health, self.marked, self.decode, updates.token_stats, place),
-            Progress(config, console, tracker, records.failures, lambda: checkpoints.failures),
-            checkpoints,
-            GraceCheck(config.checkpoint.on_sigterm, console.warn, lambda: checkpoints.write_s),
-            guard,
-            Callbacks(self.callbacks, self.run),
-        ]

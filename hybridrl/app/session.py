@@ -19,7 +19,7 @@ import torch
 
 from hybridrl.app.checked import Prepared
 from hybridrl.app.folders import link_latest
-from hybridrl.app.observers import ObserverParts
+from hybridrl.app.observers import Callbacks, FirstMetrics
 from hybridrl.app.reference_answers import show_reference_rewards
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification
@@ -27,10 +27,8 @@ from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.estimators import is_supervised
-from hybridrl.config.load import Examined
 from hybridrl.config.planner.flops import peak_per_rank
-from hybridrl.config.planner.machine import Machine, torch_threads
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.machine import torch_threads
 from hybridrl.config.planner.world import training_ranks
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.errors import WorkerError
@@ -48,16 +46,22 @@ from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import marked_tokens
-from hybridrl.trainer.record import RunHandle
+from hybridrl.trainer.health.observer import HealthChecks
+from hybridrl.trainer.nonfinite import NonFiniteGuard
+from hybridrl.trainer.record import Observer, RunHandle
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.step import TrainingLoop
+from hybridrl.trainer.timing.engines import engine_place
+from hybridrl.trainer.timing.phases import GraceCheck
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import header_lines
+from hybridrl.trainer.tracking.progress import Progress
 from hybridrl.trainer.tracking.provenance import write_manifest
-from hybridrl.trainer.tracking.records import RecordBuilder
+from hybridrl.trainer.tracking.records import RecordBuilder, Records
 from hybridrl.trainer.tracking.summary import COLUMNS, SUPERVISED_COLUMNS
 from hybridrl.trainer.tracking.tracker import Tracker
+from hybridrl.trainer.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -98,90 +102,145 @@ def open_trainer(
     prepared: Prepared, run_dir: Path, inputs: RunInputs, pool: Pool
 ) -> Iterator[TrainingLoop]:
     """Yield the trainer of a run with its workers in a new pool, which the caller closes."""
-    (result, machine, _, command, _), setup = prepared.checked, prepared.setup
-    config, prompts, resume = result.config, inputs.prompts, inputs.resume
-    shape = result.shape
-    assert shape is not None
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+        yield Session(prepared, run_dir, inputs, stack).open(pool)
+
+
+class Session:
+    """Parts of a run that are opened before its workers; `stack` ends them."""
+
+    def __init__(
+        self, prepared: Prepared, run_dir: Path, inputs: RunInputs, stack: ExitStack
+    ) -> None:
+        self.prepared, self.run_dir, self.inputs, self.stack = prepared, run_dir, inputs, stack
+        self.checked = prepared.checked.result
+        self.config = config = self.checked.config
         if not os.environ.get("OMP_NUM_THREADS"):  # else torch uses the user's number
             on_gpu = config.hardware.accelerator is Accelerator.gpu
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
         columns = SUPERVISED_COLUMNS if is_supervised(config) else COLUMNS
-        console = stack.enter_context(RunConsole(config.trainer.total_steps, columns=columns))
-        _route_logging(console, stack)
-        if resume is not None:
-            resume.quarantine(run_dir)
-        started = datetime.now(UTC)
-        try:
-            found = None if resume is None else resume.found
-            facts = {"hardware": machine, "data": prompts.data_sets}
-            facts |= {"models": inputs.models, "code": inputs.code}
-            (run_dir / RESULT_FILE).unlink(missing_ok=True)  # of an earlier start
-            write_manifest(run_dir, config, facts, started=started, command=command, found=found)
-            link_latest(run_dir)
-        except OSError as error:  # the run does not need them
-            log.warning("the manifest or outputs/latest could not be written: %s", error)
-        _show_header(result, run_dir, machine, prompts, resume, console)
+        self.console = stack.enter_context(RunConsole(config.trainer.total_steps, columns=columns))
+        _route_logging(self.console, stack)
+        self._describe()
         tokenizer = load_tokenizer(config.model)
-        decode = decoder(tokenizer)
-        environment = open_environment(config, stack)
-        rewards = open_rewards(config, environment, decode, stack)
-        _show_references(config, prompts, rewards, console)
-        evaluator = _evaluator(config, prompts, rewards, stack)
-        tracker = _tracker(config, run_dir, resume, stack)
-        health, measures = Health(config, tracker.rows), dict(prompts.measures)
-        for warning in health.examine(measures, prompts.details):
-            console.warn(warning)
-        setup.mark("driver")
+        self.marked = marked_tokens(config.model, tokenizer)
+        self.decode, self.decode_all = decoder(tokenizer), decoder(tokenizer, special=True)
+        self.environment = open_environment(config, stack)
+        self.rewards = open_rewards(config, self.environment, self.decode, stack)
+        _show_references(config, inputs.prompts, self.rewards, self.console)
+        self.evaluator = _evaluator(config, inputs.prompts, self.rewards, stack)
+        self.tracker = _tracker(config, run_dir, inputs.resume, stack)
+        # Metrics of the data, to which the checks add theirs.
+        self.health, self.measures = (
+            Health(config, self.tracker.rows),
+            dict(inputs.prompts.measures),
+        )
+        for warning in self.health.examine(self.measures, inputs.prompts.details):
+            self.console.warn(warning)
+        prepared.setup.mark("driver")
+
+    def open(self, pool: Pool) -> TrainingLoop:
+        """Build the workers in a pool and return the trainer."""
+        config, setup = self.config, self.prepared.setup
+        resume, stack = self.inputs.resume, self.stack
         workers = Workers(pool, **build_workers(config, role_configs(config), pool))
         stack.enter_context(pool)  # ends before what was opened above
         setup.mark("workers", pool.start_times.seconds)
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
-        decode_all = decoder(tokenizer, special=True)
-        read = {**inputs.models, **inputs.code}
-        checkpoints = Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, read)
+        fingerprints = {**self.inputs.models, **self.inputs.code}
+        sync, warn = self.tracker.sync, self.console.warn
+        checkpoints = Checkpointer(config, self.run_dir, workers.saver, sync, warn, fingerprints)
         row = {} if resume is None or not resume.rows else resume.rows[-1]
-        run = RunHandle(config, RecordBuilder(config, decode, decode_all), row)
-
-        observers = ObserverParts(
-            config=config,
-            run_dir=run_dir,
-            run=run,
-            console=console,
-            tracker=tracker,
-            throughput=_throughput(config, shape, machine),
-            health=health,
-            checkpoints=checkpoints,
-            callbacks=prepared.callbacks,
-            first=lambda: {**setup.metrics(), **(measures if resume is None else {})},
-            decode=decode_all,
-            marked=marked_tokens(config.model, tokenizer),
-        )
+        run = RunHandle(config, RecordBuilder(config, self.decode, self.decode_all), row)
+        prompts, decode = self.inputs.prompts, self.decode
+        assert self.checked.shape is not None
         parts = LoopParts(
             config=config,
-            run_dir=run_dir,
-            shape=shape,
+            run_dir=self.run_dir,
+            shape=self.checked.shape,
             workers=workers,
-            prompts=inputs.source,
-            generator=generator_for(config, environment, workers.rollout, prompts, decode, stack),
-            rewards=rewards,
-            evaluator=evaluator,
+            prompts=self.inputs.source,
+            generator=generator_for(
+                config, self.environment, workers.rollout, prompts, decode, stack
+            ),
+            rewards=self.rewards,
+            evaluator=self.evaluator,
             checkpoints=checkpoints,
             preemption=preemption,
             run=run,
-            phase=console.phase,
-            warn=console.warn,
+            phase=self.console.phase,
+            warn=warn,
             resume=resume,
         )
-        loop = build_loop(parts, observers.open)
+        loop = build_loop(parts, partial(self._observers, checkpoints, run))
         setup.mark("driver")
-        hosts = [("", host.describe()) for host in workers.pool.hosts]
-        console.header("workers", [*hosts, ("setup", str(setup))])
+        hosts = [("", host.describe()) for host in pool.hosts]
+        self.console.header("workers", [*hosts, ("setup", str(setup))])
         stack.push(partial(_finish_checkpoint, checkpoints))
-        yield loop
+        return loop
+
+    def _observers(
+        self, checkpoints: Checkpointer, run: RunHandle, updates: Updates, guard: NonFiniteGuard
+    ) -> list[Observer]:
+        """Return the observers; later ones see what earlier ones add."""
+        config, console, tracker = self.config, self.console, self.tracker
+        setup, decode_all = self.prepared.setup, self.decode_all
+        measures = self.measures if self.inputs.resume is None else {}
+        records = Records(config, self.run_dir, run.records, updates, decode_all, console, tracker)
+        place = partial(engine_place, updates.workers.rollout)
+        return [
+            FirstMetrics(lambda: {**setup.metrics(), **measures}),
+            self._throughput(),
+            records,
+            HealthChecks(self.health, self.marked, decode_all, updates.token_stats, place),
+            Progress(config, console, tracker, records.failures, lambda: checkpoints.failures),
+            checkpoints,
+            GraceCheck(config.checkpoint.on_sigterm, console.warn, lambda: checkpoints.write_s),
+            guard,
+            Callbacks(self.prepared.callbacks, run),
+        ]
+
+    def _throughput(self) -> Throughput:
+        """Return the throughput metrics; without MFU if GPUs are of several or unknown kinds."""
+        config, shape, machine = self.config, self.checked.shape, self.prepared.checked.machine
+        assert shape is not None
+        peak = peak_per_rank(machine.gpus, config.fsdp.param_dtype)
+        whole = None if peak is None else peak * training_ranks(config)
+        return Throughput(shape, config.actor.epochs, whole, trains_all=config.lora is None)
+
+    def _describe(self) -> None:
+        """Write the manifest, point outputs/latest to the run, and print the header."""
+        config, run_dir, checked = self.config, self.run_dir, self.prepared.checked
+        inputs, resume = self.inputs, self.inputs.resume
+        if resume is not None:
+            resume.quarantine(run_dir)
+        facts = {"hardware": checked.machine, "data": inputs.prompts.data_sets}
+        facts |= {"models": inputs.models, "code": inputs.code}
+        checkpoint = None if resume is None else resume.found
+        try:
+            (run_dir / RESULT_FILE).unlink(missing_ok=True)  # of an earlier start
+            write_manifest(
+                run_dir,
+                config,
+                facts,
+                started=datetime.now(UTC),
+                command=checked.command,
+                found=checkpoint,
+            )
+            link_latest(run_dir)
+        except OSError as error:  # the run does not need them
+            log.warning("the manifest or outputs/latest could not be written: %s", error)
+        shape, reward, lora = self.checked.shape, self.checked.reward_shape, config.lora
+        assert shape is not None
+        of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
+        adapters = 0 if lora is None else shape.adapter_parameters(lora.rank, lora.target_modules)
+        counts = shape.parameters, of_reward, shape.layers * adapters
+        about = checked.machine.describe()
+        lines = header_lines(config, run_dir, about, inputs.prompts, *counts)
+        self.console.header(config.run.name, [*lines, *described(resume, config, run_dir)])
 
 
 def _finish_checkpoint(
@@ -214,35 +273,6 @@ def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: Exi
     tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
     stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
     return tracker
-
-
-def _throughput(config: RunConfig, shape: ModelShape, machine: Machine) -> Throughput:
-    """Return the throughput metrics; without MFU if GPUs are of several or unknown kinds."""
-    peak = peak_per_rank(machine.gpus, config.fsdp.param_dtype)
-    return Throughput(
-        shape=shape,
-        epochs=config.actor.epochs,
-        peak=None if peak is None else peak * training_ranks(config),
-        trains_all=config.lora is None,
-    )
-
-
-def _show_header(
-    result: Examined,
-    run_dir: Path,
-    machine: Machine,
-    prompts: PromptSets,
-    resume: Resume | None,
-    console: RunConsole,
-) -> None:
-    config, shape, reward = result.config, result.shape, result.reward_shape
-    assert shape is not None
-    of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
-    lora, about = config.lora, machine.describe()
-    adapters = 0 if lora is None else shape.adapter_parameters(lora.rank, lora.target_modules)
-    counts = shape.parameters, of_reward, shape.layers * adapters
-    lines = header_lines(config, run_dir, about, prompts, *counts)
-    console.header(config.run.name, [*lines, *described(resume, config, run_dir)])
 
 
 def _show_references(

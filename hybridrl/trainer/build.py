@@ -95,40 +95,19 @@ def build_loop(
     )
     state = TrainState(parts.prompts, kl, engine, guard, lengths, source)
     rollouts = Rollouts(source, generation, engine, workers.rollout, phases)
-    training: PPO | SFT
-    if is_supervised(config):
-        training = SFT(config, parts.prompts, updates)
-    else:
+    training: PPO | SFT = SFT(config, parts.prompts, updates)
+    if not is_supervised(config):
         place = partial(engine_place, workers.rollout)
         scoring = Scoring(config, workers, parts.rewards, sizes, phases, place, observer)
         advantages = Advantages(config.algorithm, config.seed, kl, phases)
         training = PPO(rollouts, scoring, advantages, updates)
-    return TrainingLoop(
-        config,
-        training,
-        Evaluations(
-            parts.evaluator,
-            rollouts,
-            phases,
-            parts.preemption,
-            observer,
-            config.eval.every_steps,
-            training.held_out_nll if isinstance(training, SFT) else None,
-            math.nan if parts.resume is None else parts.resume.last_accuracy,
-        ),
-        Saves(
-            config,
-            workers,
-            state,
-            parts.checkpoints,
-            parts.preemption,
-            phases,
-            parts.run_dir,
-            parts.warn,
-            parts.resume,
-        ),
-        phases,
-        StepProfiler(config.trainer.profile_steps, workers.pool, parts.run_dir, phases),
-        observer,
-        parts.run,
+    likelihood = training.held_out_nll if isinstance(training, SFT) else None
+    accuracy = math.nan if parts.resume is None else parts.resume.last_accuracy
+    evaluations = Evaluations(
+        parts.evaluator, rollouts, phases, parts.preemption, observer, likelihood, accuracy
     )
+    signals, checkpoints = parts.preemption, parts.checkpoints
+    of_run = parts.run_dir, parts.warn, parts.resume
+    saves = Saves(config, workers, state, checkpoints, signals, phases, *of_run)
+    profiler = StepProfiler(config.trainer.profile_steps, workers.pool, parts.run_dir, phases)
+    return TrainingLoop(config, training, evaluations, saves, phases, profiler, observer, parts.run)

@@ -139,7 +139,6 @@ class Evaluations:
     """Phase evaluate: evaluations of the actor's weights during a run.
 
     Attributes:
-        every_steps: steps between two evaluations; 0: only before and after training.
         likelihood: of supervised fine-tuning, mean -log p of held-out reference answers, nats.
         accuracy: of the last evaluation; NaN before it.
     """
@@ -149,13 +148,12 @@ class Evaluations:
     phases: Phases
     preemption: Preemption
     observer: Observer
-    every_steps: int
     likelihood: Callable[[Sequence[Prompt]], float] | None = None
     accuracy: float = math.nan
 
-    def if_due(self, step: int, *, is_end: bool) -> Row:
+    def if_due(self, step: int, every_steps: int, *, is_end: bool) -> Row:
         """Evaluate if due after a step; after a signal, only at the end of the run."""
-        if is_end or (is_due(self.every_steps, step) and not self.preemption.is_asked):
+        if is_end or (is_due(every_steps, step) and not self.preemption.is_asked):
             return self.evaluate(step, is_end=is_end)
         return {}
 

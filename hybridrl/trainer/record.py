@@ -174,7 +174,7 @@ class RunHandle:
 class Observer:
     """Base class of what follows a run without changing it; override the methods that you need.
 
-    Observers are called one after the other, in the order of `app/observers.py`.
+    Observers are called one after the other, in the order of `app/session.py`.
     """
 
     def scored(self, step: int, responses: Responses) -> None:

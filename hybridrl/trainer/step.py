@@ -15,7 +15,7 @@ The loop runs in the driver process. It holds no weights and calls the worker gr
 | checkpoint | the state, if due         | its copy in host memory                | metrics        |
 
 A step ends as a `StepRecord`, which the observers get: health, metrics, console, callbacks
-(`app/observers.py`).
+(`app/session.py`).
 """
 
 from collections.abc import Callable
@@ -103,7 +103,8 @@ class TrainingLoop:
             self.run.publish(trained)
             self.observer.updated(step, trained)
             is_end = step == self.config.trainer.total_steps or self.run.is_stopped
-            evaluate = self.evaluations.if_due(step, is_end=is_end)
+            every = self.config.eval.every_steps
+            evaluate = self.evaluations.if_due(step, every, is_end=is_end)
             checkpoint = self.saves.checkpoint(step)
         row = self.observe(step, trained.metrics | evaluate | checkpoint, trained)
         self.saves.pause()
