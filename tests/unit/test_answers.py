@@ -13,9 +13,9 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.trainer.sft import reference_batch
-from tests.data_configs import data_config, jsonl
-from tests.role_configs import model_config
-from tests.tokenizer_folders import TEMPLATE, model_folder
+from tests.support.data_configs import data_config, jsonl
+from tests.support.role_configs import model_config
+from tests.support.tokenizer_folders import TEMPLATE, model_folder
 
 ANSWERS = ["two is 2", "it is three 3", "4"]
 ROWS = [{"question": f"What is {i} ?", "answer": a, "short": "4"} for i, a in enumerate(ANSWERS)]

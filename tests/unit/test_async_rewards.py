@@ -6,14 +6,14 @@ import pytest
 
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
-from tests.unit.scorers import reward_scorer
+from tests.support.scorers import reward_scorer
 
 FAILED = -7.0
 
 
 def scorer(name: str, *, timeout_s=20.0, processes=1, concurrency=8, **args) -> RewardScorer:
     return reward_scorer(
-        f"tests.unit.own_rewards.{name}",
+        f"tests.support.own_rewards.{name}",
         args,
         timeout_s=timeout_s,
         num_processes=processes,

@@ -9,7 +9,7 @@ from hybridrl.distributed.forward.attention import (
     packed_attention,
     register_packed_attention,
 )
-from tests.tiny_hf import ALL, OTHER_HEADS, SIZES, tiny_model
+from tests.support.tiny_hf import ALL, OTHER_HEADS, SIZES, tiny_model
 
 LENGTHS = [7, 1, 12, 3]
 TOKENS = torch.randint(0, 67, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))

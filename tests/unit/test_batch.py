@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from tests.batches import batch_of
+from tests.support.batches import batch_of
 
 
 def test_select_takes_every_field():

@@ -15,6 +15,8 @@ from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.memory import GPU_PROCESS_BYTES, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
 
+pytestmark = pytest.mark.full
+
 SIZE = Size(32, length=4096, prompt=256, max_tokens=16384, chunk_tokens=4096, sigma=0.5)
 FSDP = {"activation_checkpointing": True, "accumulation": "sharded", "compile": True}
 

@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.config.changes import MISSING, Change, changes
 from hybridrl.trainer.tracking.provenance import plain
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 
 def changed(key: str, value: object, **others: object) -> list[Change]:

@@ -3,14 +3,16 @@
 import json
 
 import pytest
-from sandbox_settings import BOTH, in_bubblewrap
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.code import cases_of, last_python_block, score
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.sandbox.programs import Case
-from tests.unit.scorers import reward_scorer
+from tests.support.sandbox_settings import BOTH, in_bubblewrap
+from tests.support.scorers import reward_scorer
+
+pytestmark = pytest.mark.full
 
 SCORE = "hybridrl.rewards.code.score"
 LIMITS = {"seconds_per_test": 1.0, "seconds": 5.0, "memory_mb": 256, "file_mb": 2}

@@ -8,8 +8,16 @@ from hybridrl.config.planner.world import is_nested, ranks_by_shard
 from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
 from hybridrl.rollout.trace import trace_loader
-from tests.role_configs import fsdp_config
-from tests.toy_engine import HEAD, HIDDEN, INTERMEDIATE, NUM_HEADS, SOURCES, ToyEngine, sources
+from tests.support.role_configs import fsdp_config
+from tests.support.toy_engine import (
+    HEAD,
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_HEADS,
+    SOURCES,
+    ToyEngine,
+    sources,
+)
 
 
 def traces(tp):

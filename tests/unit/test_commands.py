@@ -43,9 +43,9 @@ from hybridrl.main import _how_to_resume
 from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer.checkpointing import verification
 from hybridrl.trainer.checkpointing.base_models import trained_model
-from tests.role_configs import model_config
-from tests.run_configs import run_config
-from tests.unit.checkpoint.checkpoint_cases import save
+from tests.support.checkpoint_cases import save
+from tests.support.role_configs import model_config
+from tests.support.run_configs import run_config
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
 from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
 
+pytestmark = pytest.mark.full
+
 
 def missing(names):
     """Return the (module, attribute) pairs that the installed packages lack, each with a reason.

@@ -25,7 +25,7 @@ from hybridrl.trainer.tracking.summary import (
     step_row,
     title_row,
 )
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 STEP = {
     "step": 12,

@@ -22,7 +22,7 @@ from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
 from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
 from hybridrl.trainer.multi_turn.generator import MultiTurn
 from hybridrl.trainer.timing.engines import turn_metrics
-from tests.unit.talking import AB, ABA, ELEVEN, END, ONE, STOP, TOKENIZER, A, B, Here, decode
+from tests.support.talking import AB, ABA, ELEVEN, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
 
 class Engines:
@@ -76,7 +76,7 @@ def talk(
     script, asked=None, *, environments=None, max_turns=4, max_tokens=40, greeting="", failures=None
 ):
     """The rollout of a script with an environment; its engines and environments."""
-    environments = environments or Here("environment_cases.Counts", turns=3)
+    environments = environments or Here("tests.support.environment_cases.Counts", turns=3)
     engines, asked = Engines(script), asked or request()
     conversations = Conversations(
         environments,
@@ -139,7 +139,7 @@ def test_conversations_come_back_in_the_order_of_their_prompts():
     rollout, engines, _ = talk(
         lambda p, sample, turn: [A, STOP] if turn < sample else [B] * (p + 1) + [STOP],
         request((1, 0, 2), each=3, first_sample=torch.tensor([0, 0, 0])),
-        environments=Here("environment_cases.Misbehaves"),
+        environments=Here("tests.support.environment_cases.Misbehaves"),
         max_turns=3,
         max_tokens=100,
     )
@@ -240,7 +240,7 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
                 )
             return super()._reply(item)
 
-    environments, failures = Fails("environment_cases.Misbehaves"), FailureReasons()
+    environments, failures = Fails("tests.support.environment_cases.Misbehaves"), FailureReasons()
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
     batch = generator(engines, environments, failures)(request((0, 1), each=2))
     assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
@@ -286,7 +286,7 @@ def test_stale_weights_between_turns_are_noticed():
         return replace(rollout, weight_version=version)
 
     with pytest.raises(AssertionError, match="the weights changed"):
-        environments = Here("environment_cases.Misbehaves")
+        environments = Here("tests.support.environment_cases.Misbehaves")
         generator(changing, environments, FailureReasons())(request((0,)))
 
 

@@ -12,7 +12,9 @@ import torch
 from hybridrl.distributed.regions import Region
 from hybridrl.reshard.copies import Buffers, Copier, cut
 from hybridrl.reshard.fingerprint import hashes
-from tests.random_rects import check_kernel
+from tests.support.random_rects import check_kernel
+
+pytestmark = pytest.mark.full
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.trainer import advantage
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.sampling.source import Sampled, without_loss
-from tests.batches import batch_of
-from tests.run_configs import run_config
+from tests.support.batches import batch_of
+from tests.support.run_configs import run_config
 
 ALGORITHM = run_config().algorithm
 EACH = 3

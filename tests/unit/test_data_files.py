@@ -11,7 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.files import Columns, Split, files_by_split, read_problems
 from hybridrl.data.sources.problem_sets import ProblemSets, load_problem_sets
-from tests.data_configs import data_config, jsonl, sums
+from tests.support.data_configs import data_config, jsonl, sums
 
 COLUMNS = Columns("question", "answer")
 CONFIG = data_config()

@@ -9,7 +9,9 @@ import subprocess
 
 import pytest
 
-from tests.unit.deploy_stubs import IN_CI, REPO, tool
+from tests.support.deploy_stubs import IN_CI, REPO, tool
+
+pytestmark = pytest.mark.full
 
 FOLDER = REPO / "deploy/docker"
 TEXT = (FOLDER / "Dockerfile").read_text()

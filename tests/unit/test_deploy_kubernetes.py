@@ -13,10 +13,12 @@ import yaml
 
 from hybridrl.config.command.command_line import parse_argv, precompose
 from hybridrl.main import conf_dir
-from tests.unit.deploy_stubs import REPO
+from tests.support.deploy_stubs import REPO
+
+pytestmark = pytest.mark.full
 
 MANIFEST = yaml.safe_load((REPO / "deploy/kubernetes/rayjob.yaml").read_text())
-SCHEMA = json.loads((REPO / "tests/unit/rayjob_schema.json").read_text())
+SCHEMA = json.loads((REPO / "tests/support/rayjob_schema.json").read_text())
 CLUSTER = MANIFEST["spec"]["rayClusterSpec"]
 (WORKERS,) = CLUSTER["workerGroupSpecs"]
 PODS = {

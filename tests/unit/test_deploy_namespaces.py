@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.namespaces import ip, need_namespaces
-from tests.unit.deploy_stubs import REPO
+from tests.support.deploy_stubs import REPO
+from tests.support.namespaces import ip, need_namespaces
+
+pytestmark = pytest.mark.full
 
 HOSTS = ("10.83.61.1", "10.83.61.2")
 # What the command sees: each node's address, and the interface that its workers are to use.

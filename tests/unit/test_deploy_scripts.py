@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy_stubs import IN_CI, REPO, Cluster, ended_by, make_cluster, tool
+from tests.support.deploy_stubs import IN_CI, REPO, Cluster, ended_by, make_cluster, tool
+
+pytestmark = pytest.mark.full
 
 SCRIPTS = sorted([*REPO.glob("deploy/**/*.sh"), *REPO.glob("deploy/**/*.sbatch")])
 IDS = [str(script.relative_to(REPO)) for script in SCRIPTS]

@@ -12,7 +12,9 @@ import pytest
 
 from hybridrl.commands.plan import job_text, make_plan
 from hybridrl.config.planner.machine import GIB, GPU, planned_machine
-from tests.unit.deploy_stubs import REPO, Cluster, ended_by, make_cluster
+from tests.support.deploy_stubs import REPO, Cluster, ended_by, make_cluster
+
+pytestmark = pytest.mark.full
 
 SBATCH = ("sbatch", "--nodes=2", "deploy/slurm/train.sbatch")
 TRAIN = ("python", "-m", "hybridrl.main", "+recipe=gsm8k_ppo", "run.name=a b")

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.controller.ray.runtime import PASSED_ON
-from tests.unit.deploy_stubs import Cluster, ended_by, make_cluster
+from tests.support.deploy_stubs import Cluster, ended_by, make_cluster
+
+pytestmark = pytest.mark.full
 
 TRAIN = ("bash", "deploy/ssh/train.sh", "hosts", "--")
 

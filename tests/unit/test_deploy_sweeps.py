@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy_stubs import IN_CI
+from tests.support.deploy_stubs import IN_CI
+
+pytestmark = pytest.mark.full
 
 if not IN_CI:
     pytest.importorskip("submitit", reason="pip install -e .[slurm]")

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.config.keys import leaves
 from hybridrl.trainer.tracking.provenance import plain
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # Nodes that the roles take from their own group.

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from tests.driver_step import config_of, train
+from tests.support.driver_step import config_of, train
+
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("responses", [512, pytest.param(4096, marks=pytest.mark.slow)])
@@ -16,7 +18,7 @@ def test_a_step_of_long_responses_costs_the_driver_little(responses):
 
     In CPU time: the clock says nothing where other tests run beside.
     """
-    command = [sys.executable, "-m", "tests.driver_step", "--responses", str(responses)]
+    command = [sys.executable, "-m", "tests.support.driver_step", "--responses", str(responses)]
     environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}
     result = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
     found = json.loads(result.stdout)

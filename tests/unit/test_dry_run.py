@@ -12,7 +12,7 @@ from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.prompts import examine_prompts
 from hybridrl.plan.dry_run import dry_run
-from tests.unit.checkpoint.resume_cases import resumable
+from tests.support.resume_cases import resumable
 
 LINE = ["+recipe=gsm8k_grpo", "hardware=cpu", "data.num_eval_problems=8"]
 DRY = [*LINE, "run.dry=true", "resume=auto"]

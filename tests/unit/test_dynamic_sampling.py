@@ -18,8 +18,8 @@ from hybridrl.trainer.rewarding import (
     baseline_rewards,
     overlong_shaping,
 )
-from tests.run_configs import run_config
-from tests.unit.sampling_fakes import decode, generate, prompt, source_parts
+from tests.support.run_configs import run_config
+from tests.support.sampling_fakes import decode, generate, prompt, source_parts
 
 EACH = 2
 

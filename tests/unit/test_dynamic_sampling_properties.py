@@ -16,8 +16,8 @@ from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.rewarding import FunctionRewards
 from hybridrl.trainer.sampling.source import StepSource
-from tests.run_configs import run_config
-from tests.unit.sampling_fakes import decode, generate, prompt, source_parts
+from tests.support.run_configs import run_config
+from tests.support.sampling_fakes import decode, generate, prompt, source_parts
 
 Group = tuple[int, int]  # prompt, first sample
 

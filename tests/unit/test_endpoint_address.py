@@ -11,7 +11,7 @@ import pytest
 from hybridrl.commands import serve
 from hybridrl.config.errors import ConfigError
 from hybridrl.trainer.factory import open_environment
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 
 @pytest.fixture

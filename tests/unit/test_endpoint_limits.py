@@ -20,8 +20,8 @@ from hybridrl.config.choices import OtherSampling
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.rollout.tool_calls import Parsed
 from hybridrl.trainer.agents.trial import Silent
-from tests.agents_serving import WITH_TOOLS
-from tests.role_configs import model_config
+from tests.support.agents_serving import WITH_TOOLS
+from tests.support.role_configs import model_config
 
 HEAD = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
 QUESTION = {"role": "user", "content": "3 + 4?"}

@@ -14,7 +14,7 @@ from hybridrl.trainer.timing.engines import (
     rollout_metrics,
     straddling,
 )
-from tests.training_batches import training_batch
+from tests.support.training_batches import training_batch
 
 
 def rollout_group(ranks_per_engine: int, *places: tuple[str, int]) -> SimpleNamespace:

@@ -15,9 +15,11 @@ from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.processes.process import RewardProcessError
 
+pytestmark = pytest.mark.full
+
 
 def pool(name: str, *, timeout_s: float = 20.0, **args) -> EnvironmentPool:
-    function = f"environment_cases.{name}"
+    function = f"tests.support.environment_cases.{name}"
     return EnvironmentPool(function, args, timeout_s=timeout_s, num_processes=1)
 
 
@@ -122,7 +124,7 @@ def test_an_environment_that_processes_cannot_import_is_called_one(
 ):
     """It was there when this process looked, and is `source` afterwards."""
     module = tmp_path / "fleeting_environment.py"
-    module.write_text("from environment_cases import Counts\n")
+    module.write_text("from tests.support.environment_cases import Counts\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, module.stem, raising=False)
     __import__(module.stem)

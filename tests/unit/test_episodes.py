@@ -15,8 +15,8 @@ from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.health.measures import MarkedTokens, response_measures
 from hybridrl.trainer.rewarding import outcome_on_last_token
 from hybridrl.trainer.timing.engines import rollout_metrics
-from tests.batches import batch_of
-from tests.run_configs import run_config
+from tests.support.batches import batch_of
+from tests.support.run_configs import run_config
 
 # Rows of six episodes, the first four of group 0: the second episode has three, the fifth two.
 EPISODES = [0, 1, 1, 1, 2, 3, 4, 4, 5]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
 from hybridrl.config.user_code.classes import locate
-from tests.unit.estimator_references import REFERENCES, Case
+from tests.support.estimator_references import REFERENCES, Case
 
 GAMMA, LAM, PASS_K = 0.9, 0.8, 2
 COMPARING = tuple(name for name, found in BUILT_IN_ESTIMATORS.items() if found.compares_groups)

@@ -11,7 +11,7 @@ from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
 from hybridrl.trainer.rewarding import FunctionRewards
-from tests.batches import batch_of
+from tests.support.batches import batch_of
 
 
 class Contains:

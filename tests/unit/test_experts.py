@@ -13,7 +13,7 @@ from hybridrl.distributed.experts import checkpoint_tensors, parameter_shapes
 from hybridrl.distributed.forward.routing import Router
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout.vllm_experts import check_experts
-from tests.tiny_hf import ALL, tiny_folder
+from tests.support.tiny_hf import ALL, tiny_folder
 
 MIXTURES = [name for name, family in FAMILIES.items() if family.experts]
 

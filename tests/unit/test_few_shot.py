@@ -10,9 +10,9 @@ from hybridrl.data.sources.problems import train_problems
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts, with_examples
 from hybridrl.data.sources.rows import SourceProblem
 from hybridrl.data.sources.tokenizer import load_tokenizer
-from tests.data_configs import data_config, jsonl, sums
-from tests.role_configs import model_config
-from tests.tokenizer_folders import model_folder
+from tests.support.data_configs import data_config, jsonl, sums
+from tests.support.role_configs import model_config
+from tests.support.tokenizer_folders import model_folder
 
 
 def solved(prompt, answer: str = "", solution: str = "") -> SourceProblem:

@@ -14,8 +14,8 @@ from hybridrl.data.sources.problem_sets import (
 )
 from hybridrl.data.sources.prompts import load_prompts
 from hybridrl.data.sources.rows import SourceProblem
-from tests.data_configs import data_config, jsonl, sums
-from tests.role_configs import model_config
+from tests.support.data_configs import data_config, jsonl, sums
+from tests.support.role_configs import model_config
 
 
 def problem(prompt) -> SourceProblem:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.planner.flops import forward_flops, sequence_cost, training_flops
-from tests.model_shapes import QWEN_1_5B
+from tests.support.model_shapes import QWEN_1_5B
 
 
 def test_qwen2_5_1_5b_at_4096_tokens():

@@ -8,7 +8,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.format import gsm8k_answer, matches
 from hybridrl.rewards.processes.messages import FailureKind
-from tests.unit.scorers import reward_scorer
+from tests.support.scorers import reward_scorer
 
 MATCHES = "hybridrl.rewards.format.matches"
 TAGS = r"(?s)\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.doctor.host_cases import need_mounts
+from tests.support.host_cases import need_mounts
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +38,7 @@ from hybridrl.trainer.record import RolloutRecord
 from hybridrl.trainer.tracking.rollout_log import write_rollouts
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles, replace_file
 from hybridrl.trainer.tracking.tracker import Tracker, read_metrics
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 tracker = Tracker(disk, run_config())
 files = BestEffortFiles()

@@ -22,13 +22,13 @@ from hybridrl.trainer.health.checks import CHECKS
 from hybridrl.trainer.health.health import Health
 from hybridrl.trainer.health.measures import MarkedTokens, carriers, repeated, response_measures
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
-from tests.batches import batch_of
-from tests.conf.composing import composed
-from tests.end_to_end import test_health_slow
-from tests.role_configs import model_config
-from tests.run_configs import CONF, run_config
-from tests.tokenizer_folders import model_folder
-from tests.unit.scorers import reward_scorer
+from tests.runs import test_health_slow
+from tests.support.batches import batch_of
+from tests.support.composing import composed
+from tests.support.role_configs import model_config
+from tests.support.run_configs import CONF, run_config
+from tests.support.scorers import reward_scorer
+from tests.support.tokenizer_folders import model_folder
 
 TOKENS = MarkedTokens(torch.tensor([7]), torch.tensor([8, 9]))
 SPEED = "rollout/engine_tokens_per_second_"

@@ -15,8 +15,10 @@ from hybridrl.rewards.http import score
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.remote import FIRST_WAIT_S, RemoteScorerError, wait_s
 from hybridrl.rewards.scorer import ScoreResult
-from tests.unit.scorers import reward_scorer
-from tests.unit.scoring_server import Handler, Reply, Server, serving
+from tests.support.scorers import reward_scorer
+from tests.support.scoring_server import Handler, Reply, Server, serving
+
+pytestmark = pytest.mark.full
 
 SCORE = "hybridrl.rewards.http.score"
 TOKEN = "s3cret-t0ken"

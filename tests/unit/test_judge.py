@@ -12,8 +12,8 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.judge import score
 from hybridrl.rewards.remote import RemoteScorerError
-from tests.unit.scorers import reward_scorer
-from tests.unit.scoring_server import Handler, Reply, Server, serving
+from tests.support.scorers import reward_scorer
+from tests.support.scoring_server import Handler, Reply, Server, serving
 
 SCORE = "hybridrl.rewards.judge.score"
 KEY = "sk-s3cret-key"

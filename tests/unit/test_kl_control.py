@@ -8,7 +8,7 @@ import torch
 from hybridrl.config.choices import KLEstimator, KLPlacement
 from hybridrl.config.sections.algorithm import KLConfig
 from hybridrl.trainer.advantage import KLControl
-from tests.batches import batch_of
+from tests.support.batches import batch_of
 
 
 def control(placement: str, schedule: str, coef: float = 0.1) -> KLControl:

@@ -7,8 +7,8 @@ import torch
 
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.advantage import LossInputs
-from tests.batches import batch_of
-from tests.run_configs import run_config
+from tests.support.batches import batch_of
+from tests.support.run_configs import run_config
 
 LENGTHS = [3, 1, 4]
 

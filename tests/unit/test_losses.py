@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, value_loss
 from hybridrl.config.choices import KLEstimator
-from tests.unit.loss_cases import LOSSES, all_true, mask_of_two_thirds, reference, tokens
+from tests.support.loss_cases import LOSSES, all_true, mask_of_two_thirds, reference, tokens
 
 EVERY_LOSS = pytest.mark.parametrize("name", LOSSES)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.losses import kl_penalty, ratio_maxima, value_loss
 from hybridrl.config.choices import KLEstimator
-from tests.unit.loss_cases import LOSSES, all_true, policy_loss, tokens
+from tests.support.loss_cases import LOSSES, all_true, policy_loss, tokens
 
 
 def test_policy_loss_hand_worked():

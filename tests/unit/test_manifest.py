@@ -14,7 +14,7 @@ from hybridrl.checkpoint.find import Found
 from hybridrl.config.planner.machine import GPU, Machine, Node
 from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.provenance import git_state, plain, versions, write_manifest
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 STARTED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

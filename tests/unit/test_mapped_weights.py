@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.weights import empty_model, stored_weights
-from tests.tiny_hf import tiny_folder
+from tests.support.tiny_hf import tiny_folder
 
 FORMS = {
     "float32": "llama",

@@ -11,7 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.math_answer import last_boxed, reference_answer, score
 from hybridrl.rewards.processes.messages import FailureKind
-from tests.unit.scorers import reward_scorer
+from tests.support.scorers import reward_scorer
 
 SCORE = "hybridrl.rewards.math_answer.score"
 HALF = {"answer": r"Halve it: $1/2$. The answer is $\boxed{\frac{1}{2}}$."}

@@ -16,7 +16,7 @@ from hybridrl.trainer.mismatch import (
     current_tokens,
     log_prob_difference,
 )
-from tests.batches import batch_of
+from tests.support.batches import batch_of
 
 
 def batch_with(

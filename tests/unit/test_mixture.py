@@ -13,10 +13,10 @@ from hybridrl.data.sources.prompt_source import prompt_source
 from hybridrl.data.sources.prompts import Prompt, examine_prompts, load_prompts
 from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.rewarding import outcome_metrics
-from tests.data_configs import data_config, jsonl, part, sums
-from tests.end_to_end.metric_names import unexplained
-from tests.role_configs import model_config
-from tests.tokenizer_folders import model_folder
+from tests.support.data_configs import data_config, jsonl, part, sums
+from tests.support.metric_names import unexplained
+from tests.support.role_configs import model_config
+from tests.support.tokenizer_folders import model_folder
 
 
 @pytest.fixture

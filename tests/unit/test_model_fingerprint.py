@@ -12,7 +12,7 @@ from hybridrl.config.schema import ModelPathConfig, RewardModelConfig
 from hybridrl.models.file_hashes import BLOCK, BLOCKS, fingerprint
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.trainer.checkpointing.base_models import base_models, other_files
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 WEIGHTS = "model.safetensors"
 

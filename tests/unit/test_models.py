@@ -22,8 +22,10 @@ from hybridrl.models.resolve import (
     read_model_config,
     resolve_model,
 )
-from tests.role_configs import model_config
-from tests.tiny_accuracy import accuracy
+from tests.support.role_configs import model_config
+from tests.support.tiny_accuracy import accuracy
+
+pytestmark = pytest.mark.full
 
 PROBLEMS = train_problems(2000) + held_out_problems()
 # Words, digits and signs, each with the space before it.

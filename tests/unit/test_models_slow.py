@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.models.resolve import EMBEDDED_FOLDER
-from tests.tiny_accuracy import accuracy
+from tests.support.tiny_accuracy import accuracy
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.deploy_stubs import REPO
+from tests.support.deploy_stubs import REPO
 
 PAGES = ("reliability.md", "security.md")
-FOLDERS = {"U": "tests/unit", "D": "tests/distributed", "E": "tests/end_to_end", "G": "tests/gpu"}
-NAMED = re.compile(r"`((?:[UDEG]|tests)/[\w/]+\.py|\.\.|)(?:::(test_\w+)(\.\.\.)?)?`")
+FOLDERS = {"U": "tests/unit", "R": "tests/ranks", "E": "tests/runs"}
+NAMED = re.compile(r"`((?:[URE]|tests)/[\w/]+\.py|\.\.|)(?:::(test_\w+)(\.\.\.)?)?`")
 
 
 def named_tests(text: str) -> Iterator[tuple[str, str, str]]:

@@ -7,8 +7,8 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.trainer.checkpointing.own_code import own_code
 from hybridrl.trainer.checkpointing.resume import find_resume
-from tests.run_configs import run_config
-from tests.unit.checkpoint.resume_cases import PROMPTS, resumable
+from tests.support.resume_cases import PROMPTS, resumable
+from tests.support.run_configs import run_config
 
 REWARD = "from {helper} import right\n\n\ndef score(prompt, response, example): return right()\n"
 HELPER = "def right():\n    return 0.0\n"

@@ -8,7 +8,7 @@ import torch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.forward.packing import pack
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup
-from tests.batches import batch_of
+from tests.support.batches import batch_of
 
 CPU = torch.device("cpu")
 

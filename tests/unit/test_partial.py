@@ -18,7 +18,7 @@ from hybridrl.trainer.sampling.in_flight import Group, due
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
-from tests.unit.sampling_fakes import prompt, source_parts
+from tests.support.sampling_fakes import prompt, source_parts
 
 EACH = 2
 

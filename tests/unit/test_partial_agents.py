@@ -17,7 +17,7 @@ from hybridrl.trainer.agents.sampling import ProgramsInFlight
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 from hybridrl.trainer.sampling.in_flight import decode, encode
 from hybridrl.trainer.sampling.source import StepSource
-from tests.unit.sampling_fakes import prompt, source_parts
+from tests.support.sampling_fakes import prompt, source_parts
 
 EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS = 2, 4, 12, 3
 

@@ -23,8 +23,8 @@ from hybridrl.trainer.sampling.in_flight import encode as encode_groups
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
-from tests.unit.sampling_fakes import source_parts
-from tests.unit.talking import AB, END, ONE, STOP, TOKENIZER, A, B, Here, decode
+from tests.support.sampling_fakes import source_parts
+from tests.support.talking import AB, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
 EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS, LONGEST = 2, 4, 12, 3, 60
 POLICY = [A, B, AB, ONE, A, B, AB, ONE, STOP, END]
@@ -167,7 +167,7 @@ def run(
 
     def source(in_flight):
         conversations = Conversations(
-            Here("environment_cases.Counts", turns=4),
+            Here("tests.support.environment_cases.Counts", turns=4),
             TurnTokens(TOKENIZER, [END], ["="], "user"),
             decode,
             {number: {"greeting": "ba" * (number % 2)} for number in range(10**4)},

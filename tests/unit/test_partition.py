@@ -13,8 +13,8 @@ from hybridrl.data.partition import (
     partition_by_total,
     partitioner_for,
 )
-from tests.long_tails import attention_cost, long_tailed
-from tests.role_configs import fsdp_config
+from tests.support.long_tails import attention_cost, long_tailed
+from tests.support.role_configs import fsdp_config
 
 
 def total(cost, micros):

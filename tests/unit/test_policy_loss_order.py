@@ -8,7 +8,7 @@ from hybridrl.algorithms.policy_losses import gspo
 from hybridrl.algorithms.token_loss import aggregate
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
-from tests.unit.policy_loss_references import LENGTHS, LOSSES, arguments
+from tests.support.policy_loss_references import LENGTHS, LOSSES, arguments
 
 SIZE = sum(LENGTHS)
 SEQUENCE = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))

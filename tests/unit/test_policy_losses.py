@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.algorithms import covariance_losses, policy_losses
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from tests.unit.policy_loss_references import CLIP, LENGTHS, LOSSES, arguments, expected
+from tests.support.policy_loss_references import CLIP, LENGTHS, LOSSES, arguments, expected
 
 EVERY_LOSS = pytest.mark.parametrize("name", LOSSES)
 # Those whose value has the gradient that is descended.

@@ -17,6 +17,8 @@ from hybridrl.controller.watch.process_snapshot import (
 from hybridrl.distributed import position
 from hybridrl.distributed.position import DONE, Position, open_position
 
+pytestmark = pytest.mark.full
+
 WRITER = """
 import sys
 from hybridrl.distributed import position

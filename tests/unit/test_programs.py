@@ -22,7 +22,7 @@ from hybridrl.environments.programs import Job, Reward, Task
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.trainer.agents.programs import ProgramPool
-from tests.unit.scorers import wait_for
+from tests.support.scorers import wait_for
 
 PROGRAM = """
 import asyncio, os, time

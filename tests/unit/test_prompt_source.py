@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import Prompt, load_prompts
-from tests.data_configs import data_config
-from tests.role_configs import model_config
+from tests.support.data_configs import data_config
+from tests.support.role_configs import model_config
 
 MIXED = {"sums": 3.0, "words": 1.0}
 

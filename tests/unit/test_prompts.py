@@ -12,9 +12,9 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import TurnTokens, decoder, load_tokenizer
-from tests.data_configs import data_config, jsonl
-from tests.role_configs import model_config
-from tests.tokenizer_folders import TEMPLATE, model_folder
+from tests.support.data_configs import data_config, jsonl
+from tests.support.role_configs import model_config
+from tests.support.tokenizer_folders import TEMPLATE, model_folder
 
 QUESTIONS = [f"What is {'1 + ' * i}1 ?" for i in range(12)]
 

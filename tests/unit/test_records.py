@@ -17,8 +17,8 @@ from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.rollout_log import conversations
 from hybridrl.trainer.tracking.token_log import clipped, pick_rows, token_table, write_tokens
 from hybridrl.trainer.tracking.tracker import Tracker
-from tests.batches import batch_of
-from tests.run_configs import run_config
+from tests.support.batches import batch_of
+from tests.support.run_configs import run_config
 from tests.unit.test_tracking import reporter_of
 
 

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hybridrl.trainer.tracking.tracker import Tracker
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 
 class FakeWandb(ModuleType):

@@ -5,8 +5,8 @@ import torch
 from hybridrl.data.ragged import Ragged
 from hybridrl.replay.session import read_replay
 from hybridrl.trainer.nonfinite import ReplayBatch, write_replay
-from tests.run_configs import run_config
-from tests.training_batches import batch_with_experts
+from tests.support.run_configs import run_config
+from tests.support.training_batches import batch_with_experts
 
 
 def test_every_field_comes_back(tmp_path):

@@ -20,8 +20,8 @@ from hybridrl.report.page import find_folders, write_at_end, write_report
 from hybridrl.report.read import MAX_POINTS, read_run, series, thinned
 from hybridrl.trainer.health.checks import CHECKS
 from hybridrl.trainer.health.health import Health
-from tests.run_configs import run_config
-from tests.run_folders import write_lines, write_run
+from tests.support.run_configs import run_config
+from tests.support.run_folders import write_lines, write_run
 
 
 def packed(page: Path, name: str) -> str:

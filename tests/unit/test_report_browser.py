@@ -10,7 +10,9 @@ import pytest
 
 from hybridrl.report.page import write_report
 from hybridrl.trainer.tracking.rollout_log import write_experts
-from tests.run_folders import response, timeline, write_lines, write_run
+from tests.support.run_folders import response, timeline, write_lines, write_run
+
+pytestmark = pytest.mark.full
 
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\">"
 

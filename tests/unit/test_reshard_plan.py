@@ -14,8 +14,8 @@ from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.reshard.plan import build_plans
 from hybridrl.reshard.transfers import SourceLayout, intersect
 from hybridrl.rollout.trace import trace_loader
-from tests.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates, sources
-from tests.unit.whole_plan import build_plan
+from tests.support.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates, sources
+from tests.support.whole_plan import build_plan
 
 SIZES = (1, 2, 4, 8)
 MESHES = [

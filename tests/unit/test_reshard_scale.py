@@ -8,7 +8,9 @@ import pytest
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
 from hybridrl.reshard.transfers import SourceLayout
-from tests.unit.whole_plan import build_plan
+from tests.support.whole_plan import build_plan
+
+pytestmark = pytest.mark.full
 
 HEAD, KV_ROWS, VOCAB = 128, 8 * 128, 128256
 BUCKET_ELEMENTS = (256 << 20) // 2

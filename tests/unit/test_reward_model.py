@@ -16,10 +16,10 @@ from hybridrl.rewards.none import score
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.rewarding import Rewarded, add_model_scores
 from hybridrl.trainer.tracking.header import header_lines
-from tests.batches import batch_of
-from tests.role_configs import fsdp_config, reward_model_config
-from tests.run_configs import run_config
-from tests.tokenizer_folders import model_folder
+from tests.support.batches import batch_of
+from tests.support.role_configs import fsdp_config, reward_model_config
+from tests.support.run_configs import run_config
+from tests.support.tokenizer_folders import model_folder
 
 
 def model_scores(*last):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.rewards.calls import trial_problems
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 EXAMPLE = {"answer": "7", "level": 2}
 REWARD = """

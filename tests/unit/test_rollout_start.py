@@ -8,7 +8,9 @@ import pytest
 
 from hybridrl.config.choices import SleepMode
 from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes, prompt_graph_sizes
-from tests.role_configs import rollout_config
+from tests.support.role_configs import rollout_config
+
+pytestmark = pytest.mark.full
 
 
 def config(**changes):

@@ -8,12 +8,12 @@ import time
 
 import psutil
 import pytest
-from sandbox_settings import LIMITS, both, in_bubblewrap, outcome
 
 from hybridrl.rewards.sandbox.programs import Case, Isolation, Limits, Outcome, run_tests
-from tests.unit.scorers import is_gone, wait_for
+from tests.support.sandbox_settings import LIMITS, both, in_bubblewrap, outcome
+from tests.support.scorers import is_gone, wait_for
 
-pytestmark = pytest.mark.usefixtures("no_process_is_left")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_process_is_left")]
 PASSED, FAILED, TIMEOUT = Outcome
 BUBBLEWRAP = Isolation.bubblewrap
 

@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from sandbox_attacks import ATTACKS, REPO, WORK_OUTSIDE
-from sandbox_settings import in_bubblewrap
 
-SCRIPT = Path(__file__).with_name("sandbox_attacks.py")
+from tests.support.sandbox_attacks import ATTACKS, REPO, WORK_OUTSIDE
+from tests.support.sandbox_settings import in_bubblewrap
+
+pytestmark = pytest.mark.full
+
+SCRIPT = REPO / "tests" / "support" / "sandbox_attacks.py"
 ANOTHER = 54321
 AS_ANOTHER = (
     f"import os, sys; os.setgroups([]); os.setgid({ANOTHER}); os.setuid({ANOTHER}); "

@@ -15,8 +15,8 @@ from hybridrl.data.partition import (
 )
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
-from tests.batches import batch_of
-from tests.long_tails import attention_cost, long_tailed
+from tests.support.batches import batch_of
+from tests.support.long_tails import attention_cost, long_tailed
 
 
 def quadratic(tokens: int) -> float:

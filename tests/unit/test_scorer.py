@@ -20,17 +20,17 @@ from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.processes.pool import MAX_LOGGED_CAUSES
 from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcess, RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
-from tests.unit.reward_cases import LOG_LINE
-from tests.unit.scorers import is_gone, reward_scorer, wait_for
+from tests.support.reward_cases import LOG_LINE
+from tests.support.scorers import is_gone, reward_scorer, wait_for
 
-pytestmark = pytest.mark.usefixtures("no_process_is_left")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_process_is_left")]
 TIMEOUT_S = 0.5
 FAILED = -7.0
 
 
 def scorer(function: str, *, processes: int = 2, timeout_s: float = 20.0, **args) -> RewardScorer:
     return reward_scorer(
-        f"reward_cases.{function}",
+        f"tests.support.reward_cases.{function}",
         args,
         timeout_s=timeout_s,
         num_processes=processes,
@@ -288,9 +288,10 @@ def test_closing_is_quick_even_while_rewards_hang_and_may_be_repeated():
 
 DRIVER = """
 import sys, time
-from tests.unit.scorers import reward_scorer
+from tests.support.scorers import reward_scorer
 print("driver", flush=True)  # again, if a reward process imported this file
-pool = reward_scorer("reward_cases.misbehave", {}, timeout_s=600, num_processes=2, failed_score=0)
+misbehave = "tests.support.reward_cases.misbehave"
+pool = reward_scorer(misbehave, {}, timeout_s=600, num_processes=2, failed_score=0)
 with pool:
     pool.score([("", "good", {})] * 4)
     print("warm", flush=True)
@@ -368,13 +369,14 @@ def test_processes_that_die_while_they_start_raise_instead_of_starting_for_ever(
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"function": "reward_cases.no_such"}, "no_such"),
-        ({"function": "reward_cases.NOT_A_FUNCTION"}, "NOT_A_FUNCTION"),
+        ({"function": "tests.support.reward_cases.no_such"}, "no_such"),
+        ({"function": "tests.support.reward_cases.NOT_A_FUNCTION"}, "NOT_A_FUNCTION"),
         ({"args": {"scael": 2.0}}, "scael"),
     ],
 )
 def test_bad_settings_are_named_before_a_process_starts(change, names):
-    good = {"function": "reward_cases.length", "args": {}, "timeout_s": 1.0, "num_processes": 1}
+    function = "tests.support.reward_cases.length"
+    good = {"function": function, "args": {}, "timeout_s": 1.0, "num_processes": 1}
     with pytest.raises(ConfigError, match=names):
         reward_scorer(**(good | change), failed_score=0.0)
 

@@ -23,8 +23,8 @@ from hybridrl.doctor.findings import Stage, warn
 from hybridrl.doctor.report import write_report
 from hybridrl.doctor.stages import StageReport
 from hybridrl.trainer.tracking.provenance import plain
-from tests.end_to_end.runs import ROOT
-from tests.unit.scorers import reward_scorer
+from tests.support.runs import ROOT
+from tests.support.scorers import reward_scorer
 
 SECRET = "xq7Zp0-unlikely"
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.terminals import terminal
+from tests.support.terminals import terminal
 
 PROGRAM = """
 import sys, time

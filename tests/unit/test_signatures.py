@@ -9,15 +9,15 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.config.user_code.signatures import CALLS, is_async
 from hybridrl.rewards.scorer import ScoreResult
-from tests.unit import own_rewards
-from tests.unit.scorers import reward_scorer
+from tests.support import own_rewards
+from tests.support.scorers import reward_scorer
 
 TEXTS = ["x", "bad", "y", "x", "y"]
 OURS, VERL, TRL = RewardSignature.hybridrl, RewardSignature.verl, RewardSignature.trl
 
 
 def path(name: str) -> str:
-    return f"tests.unit.own_rewards.{name}"
+    return f"tests.support.own_rewards.{name}"
 
 
 def scored(name: str, items: list, **settings) -> ScoreResult:

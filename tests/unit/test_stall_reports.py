@@ -16,6 +16,8 @@ from hybridrl.controller.watch.stall_report import (
 from hybridrl.controller.watch.waiting import ProgressLog
 from hybridrl.distributed.position import DONE, Position
 
+pytestmark = pytest.mark.full
+
 PHASE = "rollout.reshard"
 BUCKET_2 = Position(PHASE, "bucket", 2, 9, steps=4, changes=104)
 BUCKET_3 = Position(PHASE, "bucket", 3, 9, steps=5, changes=105)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.user_code.supervisor import SIGNAL_CODES
-from tests.unit.scorers import is_gone, wait_for
+from tests.support.scorers import is_gone, wait_for
 
 # Its worker starts processes that leave its group, and writes their ids.
 MANY = """

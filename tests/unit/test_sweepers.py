@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hybridrl.app.runs import run_at, state_of
-from tests.unit.deploy_stubs import IN_CI
+from tests.support.deploy_stubs import IN_CI
 from tests.unit.test_runs import make_run
 
 EXTRA = "pip install 'hybridrl[sweeps]'"

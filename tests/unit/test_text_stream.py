@@ -2,7 +2,7 @@
 
 from hybridrl.agents.text import ModelText, TextStream
 from hybridrl.data.sources.tokenizer import load_tokenizer
-from tests.role_configs import model_config
+from tests.support.role_configs import model_config
 
 
 def test_nothing_of_a_stop_string_is_sent_whose_last_character_takes_several_tokens():

@@ -6,7 +6,7 @@ from hybridrl.config.choices import DType
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import GPU
 from hybridrl.trainer.timing.throughput import Throughput
-from tests.model_shapes import QWEN_1_5B
+from tests.support.model_shapes import QWEN_1_5B
 
 # 512 sequences of 512 tokens: 6 N + 6 L h S = 6 * 1,543,714,304 + 6 * 28 * 1536 * 512
 BATCH = {"batch/tokens": 512.0 * 512, "batch/responses": 512.0}

@@ -34,8 +34,8 @@ from hybridrl.trainer.tracking.records import RecordBuilder, Records
 from hybridrl.trainer.tracking.rollout_log import write_rollouts
 from hybridrl.trainer.tracking.sinks import MAX_WAITING, BackgroundSink, close_all
 from hybridrl.trainer.tracking.tracker import PROMISED, Tracker, read_metrics
-from tests.batches import batch_of
-from tests.run_configs import run_config
+from tests.support.batches import batch_of
+from tests.support.run_configs import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -352,7 +352,7 @@ import hybridrl.main
 from hybridrl.config.checks.resources import package_problems
 from hybridrl.distributed.storage import export
 from hybridrl.trainer.tracking.tracker import Tracker
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 folder = Path(sys.argv[1])
 config = run_config("tracking.tensorboard=false")

@@ -23,9 +23,9 @@ from hybridrl.distributed.forward.packing import Packed
 from hybridrl.distributed.forward.routing import has_experts, keep_routing
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
 from hybridrl.distributed.fsdp import _set_forward
-from tests.allocations import Allocations
-from tests.role_configs import fsdp_config
-from tests.tiny_hf import MORE
+from tests.support.allocations import Allocations
+from tests.support.role_configs import fsdp_config
+from tests.support.tiny_hf import MORE
 
 TOKENS, CHUNK, LAYERS = 4096, 1024, 3
 # Key heads as many as query heads: torch 2.11's kernel wants them repeated, later ones do not.

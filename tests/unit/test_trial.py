@@ -7,7 +7,7 @@ from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.trial import toy_batch, try_estimator, try_loss
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 
 def outcome(rewards):

@@ -13,7 +13,7 @@ from hybridrl.config.keys import leaves
 from hybridrl.controller.ray.runtime import PASSED_ON
 from hybridrl.doctor.findings import CHECKS
 from hybridrl.main import conf_dir
-from tests.unit.deploy_stubs import REPO
+from tests.support.deploy_stubs import REPO
 
 TROUBLES = (REPO / "docs/troubleshooting.md").read_text()
 NODES = (REPO / "docs/multi_node.md").read_text()

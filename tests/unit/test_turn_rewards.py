@@ -15,7 +15,7 @@ from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
 from hybridrl.trainer.agents.turn_rewards import placed, unknown_turns, with_turn_rewards
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.rewarding import outcome_on_last_token
-from tests.run_configs import run_config
+from tests.support.run_configs import run_config
 
 # A turn: its conversation, and whether it is trained.
 Turns = Sequence[tuple[int, bool]]

@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl.agents.text import ModelText
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.tokenizer import TurnTokens, load_tokenizer
-from tests.role_configs import model_config
-from tests.tokenizer_folders import model_folder
+from tests.support.role_configs import model_config
+from tests.support.tokenizer_folders import model_folder
 
 END = 1  # of the embedded model: <|end|>
 STOP = " ="

@@ -12,8 +12,8 @@ from hybridrl.config.user_code.untrusted_code import (
     refuse_untrusted_code,
 )
 from hybridrl.trainer.tracking.provenance import plain
-from tests.run_configs import run_config
-from tests.unit.deploy_stubs import REPO
+from tests.support.deploy_stubs import REPO
+from tests.support.run_configs import run_config
 
 FOREIGN = [
     ("reward", {"function": "os.system", "args": {}}, "reward.function = os.system"),

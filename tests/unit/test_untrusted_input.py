@@ -15,11 +15,13 @@ from hybridrl.data.sources.tokenizer import Renderer, decoder, load_tokenizer, t
 from hybridrl.distributed.storage.export import write_model
 from hybridrl.distributed.weights import empty_model, stored_weights
 from hybridrl.models.resolve import read_model_config
-from tests.code_in_checkpoints import bring_code, bring_tokenizer
-from tests.role_configs import model_config
-from tests.tiny_hf import tiny_folder, tiny_model
-from tests.tokenizer_folders import model_folder
-from tests.whole_weights import InMemory
+from tests.support.code_in_checkpoints import bring_code, bring_tokenizer
+from tests.support.role_configs import model_config
+from tests.support.tiny_hf import tiny_folder, tiny_model
+from tests.support.tokenizer_folders import model_folder
+from tests.support.whole_weights import InMemory
+
+pytestmark = pytest.mark.full
 
 SOURCE = Path(__file__).resolve().parents[2] / "hybridrl"
 # Modules whose data makes Python call what it names, and where else they may be: processes of

@@ -8,13 +8,13 @@ from hybridrl.rewards.base import Score
 from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.rewards.weighted import score
 from hybridrl.trainer.rewarding import Rewarded
-from tests.unit.scorers import reward_scorer
+from tests.support.scorers import reward_scorer
 
 WEIGHTED = "hybridrl.rewards.weighted.score"
 
 
 def part(name: str, weight: float = 1.0, **args) -> dict:
-    return {"function": f"weighted_cases.{name}", "args": args, "weight": weight}
+    return {"function": f"tests.support.weighted_cases.{name}", "args": args, "weight": weight}
 
 
 def scored(function: str, args: dict, responses: list[str]) -> ScoreResult:
@@ -63,7 +63,7 @@ def test_a_part_that_fails_fails_the_whole():
 
 
 def test_responses_may_have_different_parts():
-    result = scored("weighted_cases.some_parts", {}, ["a b", "", "b"])
+    result = scored("tests.support.weighted_cases.some_parts", {}, ["a b", "", "b"])
     assert result.parts == {"a": [2.0], "b": [2.0, 2.0]}
 
 
@@ -76,7 +76,7 @@ def test_responses_may_have_different_parts():
     ],
 )
 def test_bad_parts_fail_their_response(response, reason):
-    result = scored("weighted_cases.bad_part", {}, [response])
+    result = scored("tests.support.weighted_cases.bad_part", {}, [response])
     assert result.scores == [-7.0]
     assert reason in result.failures[0].reason
 
@@ -84,7 +84,7 @@ def test_bad_parts_fail_their_response(response, reason):
 def test_a_part_that_is_no_number_is_named():
     parts = {"fine": part("length"), "odd": part("bad_part")}
     result = scored(WEIGHTED, {"parts": parts}, ["nan"])
-    assert "part odd, weighted_cases.bad_part," in result.failures[0].reason
+    assert "part odd, tests.support.weighted_cases.bad_part," in result.failures[0].reason
 
 
 def test_metrics_are_means_without_weights():
@@ -109,7 +109,7 @@ def test_metrics_are_means_without_weights():
             ["r.args.parts.a.xyz = 2.0", "function, args, weight"],
         ),
         (
-            {"a": {"function": "weighted_cases.length", "args": {}}},
+            {"a": {"function": "tests.support.weighted_cases.length", "args": {}}},
             ["r.args.parts.a.weight is missing", "+r.args.parts.a.weight="],
         ),
         ({"a": part("length") | {"weight": "1"}}, ["r.args.parts.a.weight = 1, expected"]),

@@ -9,7 +9,9 @@ from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.files import sync_file, sync_folder
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import verify
-from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, content, manifest_of, save
+from tests.support.checkpoint_cases import FILES, SHARDS, content, manifest_of, save
+
+pytestmark = pytest.mark.full
 
 
 def written(run_dir: Path, step: int) -> Path:

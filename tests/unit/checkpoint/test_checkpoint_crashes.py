@@ -5,14 +5,18 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.files import steps_in
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.verification import verify
-from tests.namespaces import ROOT
-from tests.unit.checkpoint.checkpoint_cases import hidden, pruned, save
+from tests.support.checkpoint_cases import hidden, pruned, save
+from tests.support.namespaces import ROOT
 
-CHILD = [sys.executable, "-m", "tests.unit.checkpoint.crash_cases"]
+pytestmark = pytest.mark.full
+
+CHILD = [sys.executable, "-m", "tests.support.crash_cases"]
 
 
 def test_killed_at_any_file_call_a_whole_checkpoint_stays(tmp_path):

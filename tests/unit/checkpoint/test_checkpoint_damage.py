@@ -12,7 +12,9 @@ from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.find import NoWholeCheckpoint, newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import digest, verify
-from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, SIZE, flip_one_bit, save
+from tests.support.checkpoint_cases import FILES, SHARDS, SIZE, flip_one_bit, save
+
+pytestmark = pytest.mark.full
 
 
 def truncate(file: Path) -> None:

@@ -10,10 +10,12 @@ from hybridrl.checkpoint import files, verification
 from hybridrl.checkpoint.files import UnreadableFile, retried
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.checkpoint.verification import digest
-from tests.unit.checkpoint.checkpoint_cases import FILES, SIZE, save
-from tests.unit.doctor.host_cases import probe_mounted
+from tests.support.checkpoint_cases import FILES, SIZE, save
+from tests.support.host_cases import probe_mounted
 
-MODULE = "tests.unit.checkpoint.failing_disk_cases"
+pytestmark = pytest.mark.full
+
+MODULE = "tests.support.failing_disk_cases"
 
 
 def on_a_disk(tmp_path: Path, call: str):

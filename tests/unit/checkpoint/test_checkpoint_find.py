@@ -12,7 +12,9 @@ from hybridrl.checkpoint.commit import quarantine
 from hybridrl.checkpoint.find import Found, named, newest_good
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.errors import ConfigError
-from tests.unit.checkpoint.checkpoint_cases import SHARDS, save
+from tests.support.checkpoint_cases import SHARDS, save
+
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,12 @@ import errno
 
 import pytest
 
-from tests.unit.checkpoint.disk_cases import Outcome
-from tests.unit.doctor.host_cases import probe_mounted
+from tests.support.disk_cases import Outcome
+from tests.support.host_cases import probe_mounted
 
-MODULE = "tests.unit.checkpoint.disk_cases"
+pytestmark = pytest.mark.full
+
+MODULE = "tests.support.disk_cases"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from hybridrl.checkpoint.verification import digest
-from tests.unit.checkpoint.checkpoint_cases import manifest
+from tests.support.checkpoint_cases import manifest
+
+pytestmark = pytest.mark.full
 
 DIGEST = "0" * 64
 RECORD = {"size": 1, "sha256": DIGEST}

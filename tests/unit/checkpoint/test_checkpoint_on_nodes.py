@@ -16,7 +16,9 @@ from hybridrl.checkpoint.verification import Verify, verify
 from hybridrl.controller.ray.node_probes import LocalProbes, ProbeResult
 from hybridrl.trainer.checkpointing import verification as on_cluster
 from hybridrl.trainer.checkpointing.verification import ClusterVerification
-from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, save
+from tests.support.checkpoint_cases import FILES, SHARDS, save
+
+pytestmark = pytest.mark.full
 
 
 class Nodes:

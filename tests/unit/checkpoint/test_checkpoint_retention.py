@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.commit import Removal, finish_deletions, prune
-from tests.unit.checkpoint.checkpoint_cases import manifest, pruned, save
+from tests.support.checkpoint_cases import manifest, pruned, save
+
+pytestmark = pytest.mark.full
 
 METRIC = "eval/accuracy"
 DAMAGED = "damaged"

@@ -16,7 +16,7 @@ from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord
 from hybridrl.checkpoint.verification import verify
 from hybridrl.trainer.checkpointing.verification import VerificationEnded, VerificationProgress
-from tests.unit.checkpoint.checkpoint_cases import (
+from tests.support.checkpoint_cases import (
     FILES,
     SIZE,
     huge_checkpoint,
@@ -24,6 +24,8 @@ from tests.unit.checkpoint.checkpoint_cases import (
     save,
     wait_until,
 )
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[3]
 

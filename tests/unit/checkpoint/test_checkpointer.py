@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint.checkpointer_cases import DISK, After
-from tests.unit.doctor.host_cases import probe_mounted
+from tests.support.checkpointer_cases import DISK, After
+from tests.support.host_cases import probe_mounted
 
-MODULE = "tests.unit.checkpoint.checkpointer_cases"
+pytestmark = pytest.mark.full
+
+MODULE = "tests.support.checkpointer_cases"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import socket
 import time
 
 import pytest
-from host_cases import GIB, case, facts, of
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
@@ -19,7 +18,10 @@ from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.host.facts import Limit, host_facts
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, gpu_facts
 from hybridrl.doctor.memory import host_memory
-from tests.run_configs import run_config
+from tests.support.host_cases import GIB, case, facts, of
+from tests.support.run_configs import run_config
+
+pytestmark = pytest.mark.full
 
 H200 = Smi("", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
 

@@ -1,11 +1,13 @@
 """Failures of nodes that the run needs stop it; those of others warn, and it goes on without."""
 
 import pytest
-from host_cases import case
 
 from hybridrl.doctor.findings import Stage, Verdict, fail, ok
 from hybridrl.doctor.stages import cover, run_stages
-from tests.run_configs import run_config
+from tests.support.host_cases import case
+from tests.support.run_configs import run_config
+
+pytestmark = pytest.mark.full
 
 
 class Named:

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from host_cases import HUB_MODEL, assert_finds, case, cgroup, hub_cache, need_mounts, of
 from huggingface_hub import constants
 
 from hybridrl.config.planner.model_shape import model_shape
@@ -20,7 +19,18 @@ from hybridrl.doctor.inputs.models import judge_model, model_facts
 from hybridrl.doctor.inputs.stage import check_run_directory
 from hybridrl.doctor.joined import joined_probes
 from hybridrl.models.resolve import read_model_config
-from tests.run_configs import run_config
+from tests.support.host_cases import (
+    HUB_MODEL,
+    assert_finds,
+    case,
+    cgroup,
+    hub_cache,
+    need_mounts,
+    of,
+)
+from tests.support.run_configs import run_config
+
+pytestmark = pytest.mark.full
 
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 30)"
 

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-from host_cases import assert_finds, case, facts, the
 
 import hybridrl
 from hybridrl.config.choices import Accelerator, SleepMode
@@ -26,7 +25,10 @@ from hybridrl.doctor.host.variables import (
     judge_variables,
     judge_visible,
 )
-from tests.run_configs import run_config
+from tests.support.host_cases import assert_finds, case, facts, the
+from tests.support.run_configs import run_config
+
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

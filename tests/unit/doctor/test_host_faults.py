@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from host_cases import assert_finds, cgroup, probe, probe_mounted
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.doctor.findings import Verdict
@@ -17,6 +16,9 @@ from hybridrl.doctor.host.limits import (
     judge_ulimits,
 )
 from hybridrl.doctor.host.variables import judge_terminal
+from tests.support.host_cases import assert_finds, cgroup, probe, probe_mounted
+
+pytestmark = pytest.mark.full
 
 FACTS = "hybridrl.doctor.host.facts"
 MIB = 2**20

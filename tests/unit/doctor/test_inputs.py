@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from host_cases import HUB_MODEL, assert_finds, case, hub_cache, of, probe, probe_mounted, the
-from input_rewards import hangs, raises_on_nothing, shrugs
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import ProbeResult
@@ -18,10 +16,23 @@ from hybridrl.doctor.inputs.models import folder_facts, judge_cached, judge_mode
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer
 from hybridrl.doctor.inputs.stage import check_run_directory, hub_cache_facts, judge_cache
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
-from tests.data_configs import jsonl, sums
-from tests.role_configs import model_config
-from tests.run_configs import run_config
-from tests.tokenizer_folders import model_folder
+from tests.support.data_configs import jsonl, sums
+from tests.support.host_cases import (
+    HUB_MODEL,
+    assert_finds,
+    case,
+    hub_cache,
+    of,
+    probe,
+    probe_mounted,
+    the,
+)
+from tests.support.input_rewards import hangs, raises_on_nothing, shrugs
+from tests.support.role_configs import model_config
+from tests.support.run_configs import run_config
+from tests.support.tokenizer_folders import model_folder
+
+pytestmark = pytest.mark.full
 
 FACTS = "hybridrl.doctor.inputs.models"
 FOLDERS = "hybridrl.doctor.inputs.stage"
@@ -339,7 +350,7 @@ def test_an_environment_answers_or_is_named(prompts):
     config.eval.rules = {}
     findings = check_reward("a", config, prompts)
     assert "answers 16 turns of 8 rows" in findings[0].evidence
-    config.environment.function, config.environment.args = "input_rewards.Refuses", {}
+    config.environment.function, config.environment.args = "tests.support.input_rewards.Refuses", {}
     finding = check_reward("a", config, prompts)[0]
     assert_finds(finding, "inputs.reward", Verdict.fail, "error in step", "by hand")
 

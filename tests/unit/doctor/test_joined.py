@@ -19,6 +19,8 @@ from hybridrl.controller.ray.node_probes import call_all, from_json, to_json
 from hybridrl.doctor.host.gpus import GPUProcess
 from hybridrl.doctor.joined import joined_probes, listens_here, parse_place, serve
 
+pytestmark = pytest.mark.full
+
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 20)"
 # The command, which says when it calls the head.
 CALLER = """

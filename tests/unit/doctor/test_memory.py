@@ -1,7 +1,6 @@
 """The memory stage: real limits of this machine, invented GPUs."""
 
 import pytest
-from host_cases import assert_finds, case, cgroup, probe, the
 
 from hybridrl.config.planner.machine import memory_limit
 from hybridrl.config.planner.memory import host_parts, on_node
@@ -14,7 +13,10 @@ from hybridrl.doctor.memory import (
     judge_gpu_memory,
     judge_host_memory,
 )
-from tests.conf.composing import GPU_NODE, examined
+from tests.support.composing import GPU_NODE, examined
+from tests.support.host_cases import assert_finds, case, cgroup, probe, the
+
+pytestmark = pytest.mark.full
 
 GIB = 2**30
 MIB = 2**20

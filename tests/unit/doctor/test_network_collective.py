@@ -7,8 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from host_cases import case, the
-from network_cases import view
 
 from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.doctor.findings import Verdict
@@ -17,6 +15,10 @@ from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network import stage as network
 from hybridrl.doctor.network.bandwidth import rounds_of
 from hybridrl.doctor.network.collective import RankResult
+from tests.support.host_cases import case, the
+from tests.support.network_cases import view
+
+pytestmark = pytest.mark.full
 
 
 def run_rank(**changes):

@@ -6,6 +6,8 @@ from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network.infiniband import check, judge, look, used_ports
 
+pytestmark = pytest.mark.full
+
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 GIDS = {
     0: ("fe80:0000:0000:0000:b8ce:f6ff:fe00:0001", "IB/RoCE v1"),

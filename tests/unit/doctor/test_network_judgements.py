@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from network_cases import view
 
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import bandwidth as network_bandwidth
@@ -12,6 +11,9 @@ from hybridrl.doctor.network import nodes as network_nodes
 from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network.nodes import rank_zero_node
 from hybridrl.doctor.network.server import Opened, Speed, Target
+from tests.support.network_cases import view
+
+pytestmark = pytest.mark.full
 
 
 def opened(

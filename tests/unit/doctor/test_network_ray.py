@@ -27,6 +27,8 @@ from hybridrl.doctor.network.server import (
     worker_ports,
 )
 
+pytestmark = pytest.mark.full
+
 ADDRESS = "127.0.0.7"
 DEFAULT = range(19999, 10001, -1)
 NODES = {"a": "10.0.1.2", "b": "10.0.1.3"}

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[3]
 OVERRIDES = ["+recipe=gsm8k_ppo", "hardware=cpu"]
 RUN = ["hybridrl.main", *OVERRIDES]

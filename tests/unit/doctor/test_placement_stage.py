@@ -1,11 +1,13 @@
 """Whether ranks find room, over clusters that are written down, and engines whole nodes."""
 
 import pytest
-from host_cases import assert_finds
 
 from hybridrl.controller.ray.ray_probes import FreeNode
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.placement import judge_engines, judge_slots
+from tests.support.host_cases import assert_finds
+
+pytestmark = pytest.mark.full
 
 
 def node(name: str, gpus: float, free: float) -> FreeNode:

@@ -24,6 +24,8 @@ from hybridrl.doctor.ray import (
     ray_facts,
 )
 
+pytestmark = pytest.mark.full
+
 ADDRESS = "10.0.1.2:6379"
 REACHED = Connection("", 0.001, True, "")
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from threading import Timer
 
 import pytest
-from host_cases import case
 from rich.console import Console
 
 from hybridrl.doctor import preflight, training
@@ -27,6 +26,9 @@ from hybridrl.doctor.findings import (
 )
 from hybridrl.doctor.report import complaints, show, write_report
 from hybridrl.doctor.stages import StageReport, exit_code, run_stages
+from tests.support.host_cases import case
+
+pytestmark = pytest.mark.full
 
 CASE = case()
 FINE = ok("host.shm", "node-a", "/dev/shm has 20 GiB free")

@@ -1,0 +1,296 @@
+"""vLLM as a rollout engine on one rank: what it samples, what sleeps when, what its log says.
+
+What needs a reshard or tensor parallelism stands in test_reshard_equality.py. On a CPU sleeping
+parts only count as gone: tests/ranks/test_rollout_gpu.py looks at the memory.
+"""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.choices import DType, SleepMode
+from hybridrl.data.batch import PromptBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.rollout.sampling import sample_seeds
+from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
+from tests.support.code_in_checkpoints import bring_code
+from tests.support.held_requests import in_parts, joined, over_a_change
+from tests.support.launch import run_on_ranks
+from tests.support.reshard_cases import (
+    MAX_PROMPT,
+    MAX_RESPONSE,
+    Case,
+    error_of,
+    prompts,
+    rollout_config,
+    write_folders,
+)
+from tests.support.scheduler_runs import assert_same, both_ways
+
+# An engine that is collected takes the process group with it.
+KEPT: list[VLLMEngine] = []
+
+
+class Lines(logging.Handler):
+    """Keeps log lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """What an engine with the folder's weights shows; its config decides what sleeps."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    log = Lines()
+    logging.getLogger("hybridrl.rollout").addHandler(log)
+    logging.getLogger("hybridrl.rollout").setLevel(logging.INFO)
+    config = rollout_config(Case("qwen2", DType.float32, tp=1), folder)
+    engine = VLLMEngine(config, folder, stop_token_ids(folder), "cpu")
+    KEPT.append(engine)
+    seen: dict[str, Any] = {"log": log.lines, "built": engine.awake}
+    weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    engine.wake(EnginePart.WEIGHTS)
+    engine._model.load_weights(weights.items())
+    seen["half"] = error_of(lambda: engine.generate(prompts()))
+    engine.wake(EnginePart.KV_CACHE)
+    seen["first"] = engine.generate(prompts())
+    none = replace(prompts(), prompts=Ragged.from_rows([], torch.int64), prompt_id=torch.empty(0))
+    seen["nothing"] = engine.generate(none)
+    seen["turns"] = in_turns(engine)
+    seen["budget"] = with_budget(engine)
+    seen["long"] = error_of(lambda: engine.generate(replace(longest(), max_tokens=None)))
+    seen["schedulers"] = both_ways(engine)
+    seen["plain"] = plain_generate(engine, config.seed, folder)
+    for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
+        config.sleep = mode
+        engine.sleep()
+        seen[f"asleep_{mode}"] = engine.awake
+        seen[f"error_{mode}"] = error_of(lambda: engine.generate(prompts()))
+        engine.sleep()
+        for part in EnginePart:
+            engine.wake(part)
+        engine.reset_prefix_cache(0)
+        seen[f"after_{mode}"] = engine.generate(prompts())
+    seen["held"] = in_parts(engine)
+    other = AutoModelForCausalLM.from_pretrained(folder.parent / "B", dtype=torch.float32)
+    seen["changed"] = over_a_change(engine, other.state_dict())
+    return seen
+
+
+def longest() -> PromptBatch:
+    """A prompt that leaves no more than five tokens of the context."""
+    rows = [[1] * (MAX_PROMPT + MAX_RESPONSE - 5)]
+    return PromptBatch(
+        prompts=Ragged.from_rows(rows, torch.int64),
+        prompt_id=torch.tensor([9]),
+        step=1,
+        responses_per_prompt=1,
+        temperature=1.0,
+        top_p=1.0,
+        max_tokens=torch.tensor([5]),
+    )
+
+
+def in_turns(engine: VLLMEngine) -> dict[str, Any]:
+    """Greedy responses at once and in two parts, and sampled ones cut by length and token."""
+    greedy = replace(prompts(temperature=0.0), responses_per_prompt=1)
+    whole = engine.generate(greedy)
+    first = engine.generate(replace(greedy, max_tokens=torch.tensor([3, 4, 5])))
+    rows = zip(greedy.prompts.rows(), first.responses.rows(), strict=True)
+    grown = Ragged.from_rows([torch.cat(row) for row in rows], torch.int64)
+    rest = MAX_RESPONSE - torch.tensor([3, 4, 5])
+    second = engine.generate(replace(greedy, prompts=grown, max_tokens=rest, turn=1))
+    stop = int(whole.responses.rows()[2][6])
+    stopped = engine.generate(replace(greedy, stop_token_ids=(stop,)))
+    return {
+        "whole": whole,
+        "parts": (first, second),
+        "most_probable": engine.generate(replace(prompts(), responses_per_prompt=1, top_k=1)),
+        "stop": stop,
+        "stopped": stopped,
+        "to_the_end": engine.generate(longest()),
+    }
+
+
+def with_budget(engine: VLLMEngine) -> dict[str, Any]:
+    """Responses at once, and cut by a budget of which the second takes no notice; then at once."""
+    request = replace(prompts(), responses_per_prompt=1)
+    whole = engine.generate(request)
+    must = torch.tensor([False, True, False])
+    cut = engine.generate(replace(request, token_budget=2.5, must_finish=must))
+    early = engine.generate(replace(request, token_budget=2.5))
+    engine.reset_prefix_cache(0)
+    return {"whole": whole, "cut": cut, "early": early, "again": engine.generate(request)}
+
+
+def plain_generate(engine: VLLMEngine, seed: int, folder: Path) -> list[Any]:
+    """The same responses by the method that vLLM's users call."""
+    from vllm import SamplingParams, TokensPrompt
+
+    request = prompts()
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=MAX_RESPONSE,
+            stop_token_ids=stop_token_ids(folder),
+            seed=one,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for one in sample_seeds(seed, request)
+    ]
+    rows = [row for row in request.prompts.rows() for _ in range(request.responses_per_prompt)]
+    inputs = [TokensPrompt(prompt_token_ids=row.tolist()) for row in rows]
+    outputs = [done.outputs[0] for done in engine._llm.generate(inputs, params, use_tqdm=False)]
+    return [(list(o.token_ids), o.logprobs.logprobs, o.finish_reason) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    write_folders(root, ["qwen2"])
+    folder = root / "qwen2" / "A"
+    marker = bring_code(folder)
+    return run_on_ranks(look, 1, folder)[0] | {"code_has_run": marker.exists()}
+
+
+def test_code_in_the_models_folder_is_not_run(seen):
+    """Neither by vLLM nor by transformers, though both configs point to it."""
+    assert not seen["code_has_run"]
+
+
+def test_same_tokens_and_log_probs_as_vllm_generate(seen):
+    ours = seen["first"]
+    for index, (tokens, log_probs, reason) in enumerate(seen["plain"]):
+        assert ours.responses.rows()[index].tolist() == tokens
+        torch.testing.assert_close(
+            ours.log_probs.rows()[index], torch.tensor(log_probs), rtol=0, atol=1e-5
+        )
+        assert bool(ours.truncated[index]) == (reason == "length")
+
+
+def test_the_scheduler_does_what_vllms_own_does(seen):
+    """Which looks at every sequence with each token."""
+    assert_same(seen["schedulers"])
+
+
+def test_an_engine_without_prompts_returns_nothing(seen):
+    """A round of resampling may have fewer prompts than there are engines."""
+    assert len(seen["nothing"].responses) == len(seen["nothing"].log_probs) == 0
+    assert seen["nothing"].truncated.tolist() == []
+
+
+def test_the_one_most_probable_token_is_the_greedy_one(seen):
+    turns = seen["turns"]
+    assert torch.equal(turns["most_probable"].responses.values, turns["whole"].responses.values)
+
+
+def test_a_response_in_two_parts_is_the_response(seen):
+    """Tokens and log-probs, whatever of the first part is cached."""
+    whole, (first, second) = seen["turns"]["whole"], seen["turns"]["parts"]
+    assert first.responses.lengths.tolist() == [3, 4, 5] and first.truncated.all()
+    for field in ("responses", "log_probs"):
+        rows = zip(vars(first)[field].rows(), vars(second)[field].rows(), strict=True)
+        joined = torch.cat([torch.cat(row) for row in rows])
+        torch.testing.assert_close(joined, vars(whole)[field].values, rtol=0, atol=1e-5)
+    assert torch.equal(whole.truncated, second.truncated)
+
+
+def test_a_response_ends_at_a_further_stop_token_and_keeps_it(seen):
+    turns = seen["turns"]
+    for whole, stopped, cut, log_probs in zip(
+        turns["whole"].responses.rows(),
+        turns["stopped"].responses.rows(),
+        turns["stopped"].truncated,
+        turns["stopped"].log_probs.rows(),
+        strict=True,
+    ):
+        tokens = whole.tolist()
+        end = tokens.index(turns["stop"]) + 1 if turns["stop"] in tokens else len(tokens)
+        assert stopped.tolist() == tokens[:end] and len(log_probs) == end
+        assert not (cut and turns["stop"] in tokens)
+
+
+def test_a_budget_ends_responses_but_those_that_must_finish(seen):
+    whole, cut, early, again = (seen["budget"][name] for name in ("whole", "cut", "early", "again"))
+    assert whole.unfinished is None
+    assert not cut.unfinished[1] and early.unfinished.all() and not early.truncated.any()
+    assert cut.responses.lengths[1] == whole.responses.lengths[1]
+    assert early.responses.lengths.tolist() == [3, 3, 3]  # decoded together, 7.5 tokens in all
+    for part in (cut, early, again):
+        for field in ("responses", "log_probs"):
+            rows = zip(vars(part)[field].rows(), vars(whole)[field].rows(), strict=True)
+            for row, other in rows:
+                torch.testing.assert_close(row, other[: len(row)], rtol=0, atol=1e-5)
+    assert torch.equal(again.responses.lengths, whole.responses.lengths)
+
+
+def test_a_held_response_is_the_response(seen):
+    """It keeps its place in the random stream, whatever the seeds of later calls."""
+    whole, parts = seen["held"]["whole"], seen["held"]["parts"]
+    assert len(parts) > 2 and [p.old_kv_tokens > 0 for _, p in parts] == [False, True, True, True]
+    for field in ("responses", "log_probs"):
+        for row, other in zip(joined(parts, field), vars(whole)[field].rows(), strict=True):
+            torch.testing.assert_close(row, other, rtol=0, atol=1e-5)
+
+
+def test_only_held_responses_see_keys_and_values_of_earlier_weights(seen):
+    """The new response's prompt is longer than a block, which the prefix cache has of them."""
+    mixed, anew = (seen["changed"][name].log_probs.rows() for name in ("mixed", "anew"))
+    for row, other in zip(mixed[:3], anew[:3], strict=True):
+        assert abs(row[0] - other[0]) > 1e-3
+    torch.testing.assert_close(mixed[3], anew[3], rtol=0, atol=1e-5)
+    held = int(seen["changed"]["mixed"].responses.lengths[:3].sum())
+    assert (seen["changed"]["mixed"].old_kv_tokens, seen["changed"]["anew"].old_kv_tokens) == (
+        held,
+        0,
+    )
+    assert not seen["changed"]["open"]
+
+
+def test_a_conversation_may_fill_the_context_but_not_exceed_it(seen):
+    assert 1 <= int(seen["turns"]["to_the_end"].responses.lengths) <= 5
+    assert f"max_prompt_tokens={MAX_PROMPT}, but prompt 9 has 151" in seen["long"]
+
+
+def test_the_first_token_comes_before_the_last(seen):
+    assert 0 < seen["first"].first_token_s < seen["first"].seconds
+
+
+def test_what_sleeps_is_what_the_config_names(seen):
+    weights, cache = EnginePart
+    assert seen["built"] == frozenset()  # rollout.sleep = all
+    assert seen["asleep_none"] == {weights, cache}
+    assert seen["asleep_kv_cache"] == {weights}
+    assert seen["asleep_all"] == frozenset()
+
+
+def test_an_engine_that_sleeps_in_part_refuses_to_generate(seen):
+    assert "asleep" in seen["half"]
+    assert "asleep" in seen["error_kv_cache"]
+    assert "asleep" in seen["error_all"]
+    assert seen["error_none"] == ""
+
+
+@pytest.mark.parametrize("mode", SleepMode)
+def test_the_same_weights_sample_the_same_after_sleep(seen, mode):
+    """On a CPU weights outlive every mode; requests of earlier calls are not mixed in."""
+    assert torch.equal(seen[f"after_{mode}"].responses.values, seen["first"].responses.values)
+
+
+def test_the_log_says_what_the_start_consisted_of(seen):
+    (line,) = [line for line in seen["log"] if line.startswith("vLLM started in")]
+    for part in ("imports", "device", "model", "KV cache", "warm-up", "first sampling", "rest"):
+        assert f"{part} " in line

@@ -1,0 +1,66 @@
+"""What these tests share: composing configs in process and examining them without a real model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from hybridrl.config.command.provenance import provenance_of, recipe_files
+from hybridrl.config.load import Examined, examine
+from hybridrl.config.planner.fitting import FASTEST
+from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
+from hybridrl.main import conf_dir
+from tests.support.model_shapes import QWEN, REWARD_HEAD, TINY
+
+REPO = Path(__file__).resolve().parents[2]
+LAPTOP = Machine((Node("laptop", cores=2, memory_bytes=32 * GIB),))
+H200 = GPU("NVIDIA H200", 140 * GIB)
+# As the user's own choice: nothing is chosen for the GPUs' memory.
+FASTEST_SET = [str(change) for change in FASTEST]
+GPU_NODE = Machine((Node("big", cores=64, memory_bytes=1024 * GIB, gpus=(H200,) * 8),))
+
+
+def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictConfig:
+    """The job's config, as Hydra hands it over."""
+    more = [f"hydra.searchpath=[file://{config_dir}]"] if config_dir else []
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        cfg = compose("config", [*overrides, *more], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_struct(cfg, False)
+    cfg.pop("hydra")
+    OmegaConf.set_struct(cfg, True)
+    return cfg
+
+
+def examined(
+    overrides: Sequence[str],
+    *,
+    machine: Machine = LAPTOP,
+    model: dict[str, Any] | None = None,
+    config_dir: Path | None = None,
+) -> Examined:
+    """A config examined as main does, but for the model's files and the data.
+
+    A reward model has the config.json of the policy, with a head.
+    """
+    cfg = composed(overrides, config_dir)
+    runtime = HydraConfig.get().runtime
+    recipes = recipe_files(runtime.choices, runtime.config_sources)
+    provenance = provenance_of(overrides, recipes)
+    on_gpu = "hardware=gpu" in overrides
+    policy = model or (QWEN if on_gpu else TINY)
+    files = {OmegaConf.select(cfg, "reward_model.model.path"): policy | REWARD_HEAD}
+    return examine(
+        cfg,
+        machine=machine,
+        read_model=lambda path: files.get(path, policy),
+        provenance=provenance,
+    )
+
+
+def problems(*overrides: str, **kwargs: Any) -> list[str]:
+    """The problems of a config."""
+    return examined(overrides, **kwargs).report.problems

@@ -1,0 +1,428 @@
+"""What the reshard tests run on every rank: real FSDP2 shards, a real vLLM, and vLLM's own loader.
+
+A case names a model, a dtype and a mesh. Two sets of weights, A and B, are resharded one after
+the other, and each time compared with what vLLM loads from a checkpoint of the same weights.
+"""
+
+import copy
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, SleepMode
+from hybridrl.config.planner.multicast import turn_off_multicast
+from hybridrl.config.schema import FSDPConfig, RolloutConfig
+from hybridrl.data.batch import PromptBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.distributed.fsdp import load_sharded_policy
+from hybridrl.distributed.mesh import build_mesh, device_of
+from hybridrl.distributed.offload import offloadable_weights
+from hybridrl.distributed.regions import named_shards
+from hybridrl.reshard.resharder import Resharder
+from hybridrl.reshard.route import Route
+from hybridrl.rollout.sampling import check_ranks_agree
+from hybridrl.rollout.vllm_compat import cpu_start, own_class
+from hybridrl.rollout.vllm_experts import experts_as_loaded
+from hybridrl.workers.rollout import RolloutWorker
+from tests.support import role_configs
+from tests.support.role_configs import fsdp_config, model_config
+from tests.support.tiny_hf import ALL, LONG_ROPE, spread
+
+# A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
+LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
+SIZES = {
+    "vocab_size": 501,  # odd: uneven shards, and padding in vLLM
+    "hidden_size": 256,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+}
+HEAD, WINDOW, ONE_HEAD = {"head_dim": 64}, {"sliding_window": 16}, {"num_key_value_heads": 1}
+EXPERT = {"moe_intermediate_size": 96}
+# Sizes of families that SIZES lacks.
+OWN: dict[str, dict[str, Any]] = {
+    "llama": HEAD,
+    "qwen2": {},
+    "qwen3": HEAD,
+    "mistral": HEAD | WINDOW,
+    "mistral_tied": ONE_HEAD | {"head_dim": 32},
+    "phi3": WINDOW,
+    "phi3_tied": ONE_HEAD
+    | {
+        "rope_parameters": LONG_ROPE
+        | {"short_factor": [1.0, 1.3] * 8, "long_factor": [1.5, 4.0] * 8}
+    },
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "granite": {},
+    "granite_tied": ONE_HEAD,
+    "smollm3": {},
+    "smollm3_untied": ONE_HEAD,
+    "gemma3": HEAD | WINDOW,
+    "gemma3_untied": HEAD | WINDOW | ONE_HEAD,
+    "qwen3_moe": HEAD | EXPERT,
+    "qwen3_moe_tied": ONE_HEAD | EXPERT,
+    "qwen2_moe": EXPERT | {"shared_expert_intermediate_size": 160},
+    "olmoe": {"intermediate_size": 96, "pad_token_id": 0},
+    "mixtral": {"intermediate_size": 96},
+}
+
+
+def wider(name: str) -> PreTrainedConfig:
+    """A model of tests/support/tiny_hf.py with the sizes of this file."""
+    config = copy.deepcopy(ALL[name])
+    config.update(SIZES | OWN[name])
+    return config
+
+
+CONFIGS = {name: wider(name) for name in OWN} | {
+    "llama_tied": LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=True),
+    "qwen2_untied": Qwen2Config(**SIZES, **ONE_HEAD, tie_word_embeddings=False),
+    "qwen3_tied": Qwen3Config(**SIZES, **ONE_HEAD, **HEAD, tie_word_embeddings=True),
+}
+# Names of weights that are cut by columns: without experts, and with.
+ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
+BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
+BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one mesh; the number of ranks is that of the process group."""
+
+    model: str
+    dtype: DType
+    tp: int
+    dp_replicate: int = 1
+    enforce_eager: bool = True
+    layout: Layout = Layout.aligned
+    expert_parallel: bool = False
+
+    def __str__(self) -> str:
+        experts = "-experts_whole" * self.expert_parallel
+        layout = f"{self.layout}{experts}"
+        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}-{layout}"
+
+    def spec(self) -> FSDPConfig:
+        """The sharding spec on the ranks of the process group; columns not yet known."""
+        return fsdp_config(
+            dist.get_world_size() // self.dp_replicate,
+            self.dp_replicate,
+            layout=self.layout,
+            tensor_parallel_size=self.tp,
+        )
+
+
+class Actor:
+    """Stands where the actor's worker would: its weights can be set, and idle on the host."""
+
+    def __init__(self, folder: Path, spec: FSDPConfig, mesh: Any) -> None:
+        self._load = lambda path: load_sharded_policy(model_config(path), spec, mesh, 64)
+        self._policy = self._load(folder)
+        self._weights = offloadable_weights(self._policy, Offload.idle_all, device_of(mesh))
+
+    def named_shards(self) -> list[Any]:
+        return named_shards(self._policy)
+
+    def begin(self) -> None:
+        self._weights.wait()
+
+    def rest(self) -> None:
+        self._weights.offload()
+
+    @torch.no_grad()
+    def take_weights(self, folder: Path) -> None:
+        self.begin()
+        for own, other in zip(self.named_shards(), named_shards(self._load(folder)), strict=True):
+            own.local().copy_(other.local())
+
+
+def write_folders(root: Path, models: list[str]) -> None:
+    """Checkpoints A and B of each model, float32, under root/<model>/<A or B>."""
+    for name in models:
+        for seed, which in enumerate("AB"):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(torch.randn_like(param) * 0.1)
+                spread(model, name)
+            model.save_pretrained(root / name / which)
+
+
+def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
+    values: dict[str, Any] = {
+        "tensor_parallel_size": case.tp,
+        "expert_parallel": case.expert_parallel,
+        "max_prompt_tokens": MAX_PROMPT,
+        "max_response_tokens": MAX_RESPONSE,
+        "dtype": case.dtype,
+        "enforce_eager": case.enforce_eager,
+    }
+    return role_configs.rollout_config(folder, **(values | changes))
+
+
+def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:
+    rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(LENGTHS[i])] for i in range(count)]
+    return PromptBatch(
+        prompts=Ragged.from_rows(rows, torch.int64),
+        prompt_id=torch.arange(count) + 40,
+        step=3,
+        responses_per_prompt=2,
+        temperature=temperature,
+        top_p=1.0,
+        returns_experts=True,
+    )
+
+
+def run_cases(cases: list[Case], root: Path, device_type: str) -> dict[str, dict[str, Any]]:
+    """What each case showed on this rank, by the case's text."""
+    set_rank_environment()
+    if device_type == "cuda":
+        turn_off_multicast()
+    seen: dict[str, dict[str, Any]] = {}
+    workers: list[RolloutWorker] = []
+    for case in cases:
+        if workers:
+            forget_tensor_parallel_groups()
+        workers.append(build_worker(case, root / case.model, device_type))
+        seen[str(case)] = run_case(case, workers[-1], root / case.model)
+    return seen
+
+
+def set_rank_environment() -> None:
+    """What vLLM reads of a rank."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+
+
+def forget_tensor_parallel_groups() -> None:
+    """Let another engine be built in this process, perhaps of another size."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()
+
+
+def build_worker(case: Case, folder: Path, device_type: str, **changes: Any) -> RolloutWorker:
+    recorded = RouterReplay.record if case.model in BY_COLUMNS else RouterReplay.none
+    changes = {"router_replay": recorded} | changes
+    config = rollout_config(case, folder / "A", **changes)
+    return RolloutWorker(config, build_mesh(case.spec(), device_type))
+
+
+def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
+    if case.model == "llama" and case.enforce_eager:  # a compiled forward reads the parameter
+        keep_as_buffer(worker, "model.norm.weight")
+    columns = worker.columns(case.spec())
+    actor = Actor(folder / "A", replace(case.spec(), columns=columns), worker.mesh)
+    worker.connect({"actor": actor})
+    seen: dict[str, Any] = {"columns": columns}
+    seen["shared_memory"] = shared_memory()
+    seen["early"] = error_of(lambda: worker.generate(prompts()))
+
+    for version, which in ((1, "A"), (2, "B")):
+        actor.take_weights(folder / which)
+        seen[f"metrics_{which}"] = worker.reshard(version)
+        live = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
+        seen[f"rollout_{which}"] = worker.generate(prompts())
+        seen[f"again_{which}"] = worker.generate(prompts())
+        seen[f"differs_{which}"] = differences(live, loaded_by_vllm(worker.config, folder / which))
+        seen[f"errors_{which}"] = log_prob_errors(seen[f"rollout_{which}"], folder / which)
+        if case.model in BY_COLUMNS:
+            batches = [seen[f"{name}_{which}"] for name in ("rollout", "again")]
+            seen[f"experts_{which}"] = [differing_experts(b, folder / which) for b in batches]
+        worker.sleep()
+        seen["asleep"] = error_of(lambda: worker.generate(prompts()))
+    seen["greedy"] = greedy_pair(worker)
+    seen["nobody"] = len(worker.generate(prompts(count=0)))
+    if worker.mesh.device_type == "cpu":
+        seen["kept"] = kept(worker)
+    seen["corrupted"] = corrupted(worker)
+    seen |= refusals(worker, actor)
+    return seen
+
+
+def shared_memory() -> list[str]:
+    """Names that vLLM's tensor parallelism on CPUs has left under /dev/shm."""
+    ident = os.environ.get("VLLM_DIST_IDENT")  # set by vLLM's CPU worker
+    return [] if ident is None else [str(f) for f in Path("/dev/shm").glob(f"*{ident}*")]
+
+
+def greedy_pair(worker: RolloutWorker) -> tuple[list[int], list[int]]:
+    """Tokens of two greedy samples of one prompt."""
+    worker.reshard(3)
+    first, second, *_ = worker.generate(prompts(temperature=0.0)).responses.rows()
+    return first.tolist(), second.tolist()
+
+
+def kept(worker: RolloutWorker) -> dict[str, tuple[int | None, list[int]]]:
+    """By sleep mode: the version that stays, and what is sampled before and after, without reshard.
+
+    Only without a GPU may an engine change its mode.
+    """
+    found = {}
+    for mode in SleepMode:
+        worker.config.sleep = mode
+        worker.reshard(3)
+        batches = [worker.generate(prompts())]
+        version = worker.sleep()
+        if version is not None:
+            batches.append(worker.generate(prompts()))
+        found[mode.value] = (version, [batch.responses.values.tolist() for batch in batches])
+    assert worker.config.sleep is SleepMode.all, "as it was"
+    worker.reshard(3)
+    return found
+
+
+def corrupted(worker: RolloutWorker) -> dict[str, str]:
+    """What verification says after one bit of one parameter flips on the last rank."""
+    found = {}
+    tensors = worker.engine.tensors()
+    last = [name for name in tensors if name.startswith("model.layers.1.mlp.")]
+    downs = [name for name in last if name.endswith(("mlp.down_proj.weight", "w2_weight"))]
+    for name in (*downs, "model.embed_tokens.weight"):
+        # On the embedding's last rank: padding, where tp > 1.
+        element = tensors[name][-1].view(-1)[-1:]
+        if dist.get_rank() == dist.get_world_size() - 1:
+            element.view(torch.uint8)[0] ^= 1
+        found[name] = error_of(lambda: worker.resharder.verify(4))
+        if dist.get_rank() == dist.get_world_size() - 1:
+            element.view(torch.uint8)[0] ^= 1
+    worker.resharder.verify(5)  # the bits are back
+    return found
+
+
+def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
+    """What is said where ranks disagree, and about a prompt that is too long."""
+    rank, engine, shards = dist.get_rank(), worker.engine, actor.named_shards()
+    side = engine.trace, engine.tensors(), Route.colocated(worker.mesh)
+
+    def resharder(shards: Any, bucket_mb: int) -> Resharder:
+        return Resharder(shards, *side, bucket_mb)
+
+    long = replace(
+        prompts(), prompts=Ragged.from_rows([[1] * (MAX_PROMPT + 1), [1], [1]], torch.int64)
+    )
+    cut = [replace(shard, local=lambda s=shard: s.local()[:-1]) for shard in shards]
+    wrong_shards = resharder(cut, 1)
+
+    def sync_cut_shards() -> None:
+        actor.begin()
+        wrong_shards.sync(1, verify=True)
+
+    return {
+        "buckets": error_of(lambda: resharder(shards, 1 + rank)),
+        "tokens": error_of(lambda: check_ranks_agree(worker.config.tensor_parallel_size, [rank])),
+        "long": error_of(lambda: worker.generate(long)),
+        "shape": error_of(sync_cut_shards),
+    }
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def keep_as_buffer(worker: RolloutWorker, name: str) -> None:
+    """Have this parameter be a buffer, which vLLM's loader writes as well."""
+    path, _, key = name.rpartition(".")
+    module = worker.engine._model.get_submodule(path)
+    parameter = module._parameters.pop(key)
+    module.register_buffer(key, parameter.data)
+
+
+def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of this rank as vLLM itself loads them from a checkpoint."""
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    on_gpu = torch.cuda.is_available()
+    with experts_as_loaded(folder, "cuda" if on_gpu else "cpu") as more:
+        vllm_config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype=config.dtype.value,
+            tensor_parallel_size=config.tensor_parallel_size,
+            enable_expert_parallel=config.expert_parallel,
+            distributed_executor_backend="external_launcher",
+            max_model_len=MAX_PROMPT + MAX_RESPONSE,
+            enforce_eager=True,
+            **more,
+        ).create_engine_config()
+        start = nullcontext() if on_gpu else cpu_start()
+        with start, own_class(folder), set_current_vllm_config(vllm_config):
+            model = get_model(vllm_config=vllm_config)
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def differences(live: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> list[str]:
+    """Parameters that are not bit for bit the same, or that only one side has."""
+    bits = {2: torch.int16, 4: torch.int32}
+    return sorted(live.keys() ^ loaded.keys()) + [
+        name
+        for name in live.keys() & loaded.keys()
+        if live[name].shape != loaded[name].shape
+        or live[name].dtype != loaded[name].dtype
+        or not torch.equal(
+            live[name].view(bits[live[name].itemsize]),
+            loaded[name].view(bits[live[name].itemsize]),
+        )
+    ]
+
+
+@torch.no_grad()
+def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
+    """|log-prob by transformers in float32 - log-prob by vLLM| of the sampled tokens, in nats."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    errors = []
+    for prompt, response, reported in zip(
+        rollout.prompts.rows(),
+        rollout.responses.rows(),
+        rollout.rollout_log_probs.rows(),
+        strict=True,
+    ):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        exact = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        errors.append((exact - reported).abs())
+    return torch.cat(errors)
+
+
+@torch.no_grad()
+def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
+    """How many choices of experts are not those of transformers in float32, and of how many."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layers, chosen = model.model.layers, []
+    for layer in layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+    differing = total = 0
+    rows = (rollout.prompts.rows(), rollout.responses.rows(), rollout.routed_experts.rows())
+    for prompt, response, routed in zip(*rows, strict=True):
+        tokens = torch.cat([prompt, response])
+        *recorded, last = routed.view(len(tokens), len(layers), -1).long()
+        assert not last.any(), "the last token was sampled, not computed"
+        model(tokens[None])
+        expected = torch.stack(chosen, 1)[:-1] + 1
+        chosen.clear()
+        differing += int((torch.stack(recorded) != expected).any(-1).sum())
+        total += expected[..., 0].numel()
+    return differing, total

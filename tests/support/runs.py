@@ -1,0 +1,211 @@
+"""Starts `python -m hybridrl.main` as a user would and looks at what it leaves."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.controller.rendezvous import FILE_PREFIX
+from tests.support.sockets import Listener, listening, still_open
+
+ROOT = Path(__file__).resolve().parents[2]
+# What another run may need to end, or to start anew.
+RESTART_S = 60.0
+
+# A run of seconds: two steps on a few problems.
+SMALL = [
+    "+recipe=gsm8k_ppo",
+    "hardware=cpu",
+    "trainer.total_steps=2",
+    "data.prompts_per_step=8",
+    "rollout.responses_per_prompt=4",
+    "actor.mini_batch_size=16",
+    "data.num_eval_problems=20",
+    "eval.every_steps=0",
+    "eval.samples=1",
+    "tracking.report=false",
+]
+
+
+@dataclass
+class Run:
+    """A program started in a session, temporary folder and environment of its own.
+
+    Attributes:
+        process: the program itself.
+        token: in the environment of all processes that it starts.
+        temporary: its folder.
+        shared_memory: names in /dev/shm when it was started.
+        run_dir: where it writes.
+        listeners: sockets that `listening` has seen.
+    """
+
+    process: subprocess.Popen[str]
+    token: str
+    temporary: Path
+    shared_memory: set[str]
+    run_dir: Path
+    listeners: set[Listener] = field(default_factory=set)
+
+    def output(self, timeout: float = 240) -> str:
+        """Wait for the end; stdout and stderr together."""
+        out, _ = self.process.communicate(timeout=timeout)
+        return out
+
+    def ended(self, code: int = 0, timeout: float = 240) -> str:
+        """Wait for the end with this exit code, after which nothing is left; the output."""
+        output = self.output(timeout)
+        assert self.process.returncode == code, output
+        self.assert_nothing_left()
+        return output
+
+    def metrics(self) -> list[dict]:
+        """The rows of metrics.jsonl."""
+        return [
+            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
+
+    def processes(self) -> dict[int, str]:
+        """Living processes that this run started, by their inherited token."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.token.encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = command.decode(errors="replace")
+        return found
+
+    def listening(self) -> list[Listener]:
+        """Where its processes listen; at the end nobody may have these sockets any more."""
+        found = listening(self.processes())
+        self.listeners |= {*found}
+        return found
+
+    def wait_for(self, needle: str, timeout: float = 180) -> None:
+        """Block until metrics.jsonl or a worker's log holds `needle`."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            files = [self.run_dir / "metrics.jsonl", *self.run_dir.glob("logs/*.log")]
+            if any(path.exists() and needle in path.read_text() for path in files):
+                return
+            assert self.process.poll() is None, self.output()
+            time.sleep(0.2)
+        raise AssertionError(f"{needle!r} did not appear within {timeout} s")
+
+    def assert_nothing_left(self) -> None:
+        """No process, known socket, temporary file or shared memory of this run remains."""
+        left = {
+            "processes": self.processes(),
+            "sockets": still_open(self.listeners),
+            "temporary files": sorted(str(path) for path in self.temporary.rglob("*")),
+            "shared memory": sorted(abandoned(shared_memory() - self.shared_memory)),
+        }
+        assert not any(left.values()), left
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def abandoned(names: set[str]) -> set[str]:
+    """Those of some names in /dev/shm that nobody has mapped, and that are still there then.
+
+    The file of a rendezvous may be another run's that is just restarting: it gets time to go.
+    """
+    deadline = time.monotonic() + RESTART_S
+    while True:
+        left = (names - mapped_by_somebody()) & shared_memory()
+        left = {name for name in left if not is_held_rendezvous(name)}
+        waits = any(name.startswith(FILE_PREFIX) for name in left)
+        if not waits or time.monotonic() > deadline:
+            return left
+        time.sleep(0.5)
+
+
+def is_held_rendezvous(name: str) -> bool:
+    """The file names the process of rank 0, which lives."""
+    with contextlib.suppress(FileNotFoundError):
+        if name.startswith(FILE_PREFIX):
+            found = re.search(rb" pid (\d+)", Path("/dev/shm", name).read_bytes())
+            return found is not None and Path("/proc", found[1].decode()).exists()
+    return False
+
+
+def mapped_by_somebody() -> set[str]:
+    """Names in /dev/shm that a living process has mapped: of other programs on this machine.
+
+    What a run has left behind is mapped by nobody, as its processes are gone. Files are known by
+    their inodes: a named semaphore is made under another name than it has.
+    """
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= set(re.findall(r" (\d+) +/dev/shm/", maps.read_text()))
+    names = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+            if str(path.stat().st_ino) in mapped:
+                names.add(path.name)
+    return names
+
+
+@contextlib.contextmanager
+def started(
+    run_dir: Path, *overrides: str, env: dict[str, str] | None = None, **options: Any
+) -> Iterator[Run]:
+    """Start a run; whatever of it is left at the end of the block is killed and removed."""
+    arguments = [*overrides, f"hydra.run.dir={run_dir}"]
+    with launched(run_dir, "hybridrl.main", *arguments, env=env, **options) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def launched(
+    folder: Path, module: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
+) -> Iterator[Run]:
+    """Start a module of ours as a program in a folder; else as `started`.
+
+    Args:
+        folder: where.
+        module: which.
+        arguments: of the program.
+        env: variables to be added.
+        options: of Popen, in place of a session of its own whose output is a pipe.
+    """
+    token = f"hybridrl-test-{uuid.uuid4()}"
+    temporary = Path(tempfile.mkdtemp(prefix="h"))  # short: sockets have length limits
+    folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env=os.environ
+        | {"HYBRIDRL_TEST_RUN": token, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+        | (env or {}),
+        **{
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "start_new_session": True,
+        }
+        | options,
+    )
+    run = Run(process, token, temporary, shared_memory(), folder)
+    try:
+        yield run
+    finally:
+        for pid in run.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        process.wait()
+        shutil.rmtree(temporary, ignore_errors=True)

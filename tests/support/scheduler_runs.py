@@ -1,0 +1,168 @@
+"""Runs of an engine's scheduler without its model, as the engine has it and as vLLM has it."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from hybridrl.data.ragged import Ragged
+from hybridrl.rollout.vllm_compat import core_request, engine_core, forget_ended
+from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm_scheduler import vllms_scheduler
+from tests.support.reshard_cases import prompts
+
+STEPS, MOST_OPEN, STOP = 1500, 12, 3
+LENGTHS, MOST_TOKENS = (1, 15, 16, 17, 110, 120), 40
+# Blocks of the cache beside those of a longest sequence: too few for so many requests.
+MORE_BLOCKS = 4
+
+
+def both_ways(engine: VLLMEngine) -> list[dict[str, Any]]:
+    """What the engine's scheduler does, and what vLLM's does."""
+    found = []
+    for by_vllm in (False, True):
+        with vllms_scheduler(engine_core(engine._llm)) if by_vllm else nullcontext():
+            found.append(
+                {"generated": sampled(engine)}
+                | {f"schedules {depth}": schedules(engine, depth) for depth in (1, 2)}
+            )
+    return found
+
+
+def assert_same(ways: list[dict[str, Any]]) -> None:
+    """Compare what `both_ways` returns."""
+    ours, vllms = ways
+    for name in ("asked", "cached"):
+        assert ours["generated"][name] == vllms["generated"][name]
+    assert ours["generated"]["cached"] > 0
+    assert len(ours["generated"]["asked"]) > ours["generated"]["responses"]
+    assert torch.equal(ours["generated"]["tokens"], vllms["generated"]["tokens"])
+    for depth in (1, 2):
+        one, other = ours[f"schedules {depth}"], vllms[f"schedules {depth}"]
+        assert one["steps"] == other["steps"] and one["outputs"] == other["outputs"]
+        assert one["repeated"] > 0.1 * STEPS and other["repeated"] == 0
+        assert one["updated"] < 0.7 * other["updated"] or one["vllm"].startswith("0.25.")
+        assert any(step["preempted"] for step in one["steps"])
+
+
+@contextmanager
+def of_class(scheduler: Any, kind: type) -> Iterator[None]:
+    """Within this context, the scheduler is one of another class."""
+    own, scheduler.__class__ = type(scheduler), kind
+    yield
+    scheduler.__class__ = own
+
+
+def sampled(engine: VLLMEngine) -> dict[str, Any]:
+    """Sample responses that cross the ends of blocks; note the blocks that are asked for."""
+    engine.reset_prefix_cache(0)
+    pool, asked = engine_core(engine._llm).engine_core.scheduler.kv_cache_manager.block_pool, []
+    take = pool.get_new_blocks
+
+    def get_new_blocks(count: int) -> Any:
+        asked.append(count)
+        return take(count)
+
+    rows = [[length] * length for length in (10, 16, 117, 122)]
+    request = replace(
+        prompts(), prompts=Ragged.from_rows(rows, torch.int64), prompt_id=torch.arange(len(rows))
+    )
+    with patch.object(pool, "get_new_blocks", get_new_blocks):
+        responses = engine.generate(request).responses
+    return {
+        "tokens": responses.values,
+        "responses": len(responses),
+        "asked": asked,
+        "cached": len(pool.cached_block_hash_to_block),
+    }
+
+
+def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
+    """Schedule requests that come, end, are aborted and preempted, with invented tokens.
+
+    With a `depth` of 2, a step is queued behind the one that runs, as on a GPU.
+    """
+    from vllm import SamplingParams
+    from vllm import __version__ as version
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    core = engine_core(engine._llm)
+    forget_ended(core)
+    engine.reset_prefix_cache(0)
+    scheduler, draw = core.engine_core.scheduler, random.Random(depth)
+    pool = scheduler.kv_cache_manager.block_pool
+    seen: dict[str, Any] = {"steps": [], "outputs": [], "repeated": 0, "updated": 0}
+    seen["vllm"] = version
+
+    def update_request(*args: Any, **options: Any) -> Any:
+        seen["updated"] += 1
+        return type(scheduler)._update_request_with_output(scheduler, *args, **options)
+
+    block_size = scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size
+    blocks = MORE_BLOCKS + -(-(max(LENGTHS) + MOST_TOKENS) // block_size)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+    queued, count, new = [], 0, None
+    with (
+        of_class(scheduler, type(scheduler) if depth == 1 else AsyncScheduler),
+        patch.object(scheduler, "_spec_token_placeholders", [], create=True),
+        patch.object(scheduler, "pp_size", 1, create=True),
+        patch.object(scheduler, "decode_stagger", 1, create=True),
+        patch.object(scheduler, "_update_request_with_output", update_request),
+    ):
+        for _ in range(STEPS):
+            if len(scheduler.requests) < MOST_OPEN and draw.random() < 0.2:
+                length = draw.choice(LENGTHS)
+                params = SamplingParams(
+                    max_tokens=draw.randint(1, MOST_TOKENS),
+                    stop_token_ids=[STOP],
+                    detokenize=False,
+                )
+                prompt = [5] * length
+                core.add_request(core_request(f"{depth}-{count}", prompt, params))
+                count += 1
+            if scheduler.requests and draw.random() < 0.02:
+                core.abort_requests([draw.choice([*scheduler.requests])])
+            scheduled = scheduler.schedule()
+            seen["steps"].append(plain(scheduled))
+            seen["repeated"] += scheduled.scheduled_new_reqs is new
+            new = scheduled.scheduled_new_reqs
+            queued.append(scheduled)
+            if len(queued) == depth:
+                scheduled = queued.pop(0)
+                ids = [*scheduled.num_scheduled_tokens]
+                tokens = [[draw.choice((STOP, *range(10, 90)))] for _ in ids]
+                output = ModelRunnerOutput(ids, {name: at for at, name in enumerate(ids)}, tokens)
+                for outputs in scheduler.update_from_output(scheduled, output).values():
+                    seen["outputs"].append(
+                        sorted(
+                            (one.request_id, one.new_token_ids, str(one.finish_reason))
+                            for one in outputs.outputs
+                        )
+                    )
+        core.abort_requests([*scheduler.requests])
+    pool.free_blocks(taken)
+    scheduler.schedule()  # the model has never heard of the last ones
+    return seen
+
+
+def plain(scheduled: Any) -> dict[str, Any]:
+    """A schedule by names of requests and numbers of blocks."""
+    requests = scheduled.scheduled_cached_reqs
+    return {
+        "tokens": scheduled.num_scheduled_tokens,
+        "total": scheduled.total_num_scheduled_tokens,
+        "new": [one.req_id for one in scheduled.scheduled_new_reqs],
+        "ids": requests.req_ids,
+        "resumed": sorted(requests.resumed_req_ids),
+        "blocks": [[len(group) for group in blocks or ()] for blocks in requests.new_block_ids],
+        "computed": requests.num_computed_tokens,
+        "sampled": requests.num_output_tokens,
+        "all tokens": requests.all_token_ids,
+        "finished": sorted(scheduled.finished_req_ids),
+        "preempted": sorted(scheduled.preempted_req_ids or ()),
+    }

@@ -1,0 +1,157 @@
+"""environment: choices compose, mistakes get what to type, idle keys are refused."""
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+
+from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
+from hybridrl.environments.base import StepRequest
+from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.trainer.multi_turn.environment import stop_problems, turn_tokens
+from tests.support.composing import REPO, examined, problems
+from tests.support.role_configs import model_config
+
+CALCULATOR = ["hardware=cpu", "environment=calculator"]
+
+
+def test_there_is_none_unless_it_is_asked_for():
+    assert examined(["hardware=cpu"]).config.environment is None
+    assert examined(["hardware=cpu", "environment=none"]).config.environment is None
+
+
+def test_the_calculator():
+    result = examined(CALCULATOR)
+    assert result.report.problems == []
+    environment = result.config.environment
+    assert environment.function == "hybridrl.environments.calculator.Calculator"
+    assert (environment.args, environment.max_turns) == ({"mode": "strict"}, 6)
+    assert (environment.stop, environment.role) == (["="], "user")
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("environment.max_turns=0", "environment.max_turns = 0, expected at least 1"),
+        ("environment.max_turns=often", "environment.max_turns = often, expected an integer"),
+        ("environment.role=''", "environment.role is empty"),
+        ("environment.function=hybridrl.environments.calculator.Calculater", "has no Calculater"),
+        ("environment.function=no_such_module.Thing", "importing no_such_module failed"),
+        (
+            "environment.function=hybridrl.environments.calculator.MARKER",
+            "calculator.MARKER, expected a function or class",
+        ),
+        ("+environment.args.mod=strict", "Did you mean environment.args.mode?"),
+        ("~environment.args.mode", "missing a required argument: 'mode'"),
+        ("+environment.max_turn=3", "Did you mean environment.max_turns?"),
+        ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
+        ("reward.args.mode=flexible", "reward.args.mode is set but has no effect"),
+    ],
+)
+def test_a_mistake_gets_one_problem_that_says_what_to_do(override, names):
+    (problem,) = problems(*CALCULATOR, override)
+    assert names in problem
+
+
+def test_what_steps_and_failures_take_keeps_its_effect():
+    settings = ["reward.timeout_s=1", "reward.num_processes=1", "reward.failed_score=-1"]
+    assert problems(*CALCULATOR, *settings) == []
+
+
+def test_a_stop_text_must_be_a_token_of_the_model():
+    config = examined([*CALCULATOR, "environment.stop=['=','=>']"]).config.environment
+    (problem,) = stop_problems(model_config("embedded"), config)
+    assert "'=>', which is 2 tokens of this model" in problem
+    assert stop_problems(model_config("embedded"), examined(CALCULATOR).config.environment) == []
+
+
+def test_the_tutorial_on_environments_says_what_works(tmp_path, monkeypatch):
+    """Its class, its test and its command as written; the second attempt is worth half."""
+    page = (REPO / "docs" / "tutorial_environment.md").read_text()
+    code, test, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "quiz.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    tests: dict[str, Any] = {}
+    exec(test, tests)
+    tests["test_the_second_attempt_is_worth_half"]()
+    result = examined([*shlex.split(command.replace("\\\n", " "))[2:], "hardware=cpu"])
+    assert result.report.problems == []
+    config = result.config.environment
+    with EnvironmentPool(config.function, config.args, timeout_s=5.0, num_processes=1) as pool:
+        (opened,) = pool.open([{"answer": "#### 4"}])
+        (first,) = pool.step([StepRequest(opened.state, "#### 5")])
+        (second,) = pool.step([StepRequest(first.state, "#### 4")])
+    assert (first.result.text, first.result.reward, first.result.done) == ("Wrong.", 0.0, False)
+    assert (second.result.reward, second.result.done) == (0.5, True)
+    tokenizer = load_tokenizer(model_config("embedded"))
+    end = tokenizer.eos_token_id
+    (ids,) = turn_tokens(model_config("embedded"), config).answers(["Then"], [end])
+    assert tokenizer.decode(ids) == "<|user|>Then<|assistant|>"
+    assert decoder(tokenizer)([[end]]) == [""]
+
+
+AGENT = ["hardware=cpu", "environment=calculator_agent", "algorithm=grpo"]
+
+
+def test_an_agent_and_its_command():
+    agent = examined(AGENT).config.agent
+    assert (agent.concurrency, agent.other_sampling, agent.host) == (64, "refuse", "127.0.0.1")
+    result = examined([*AGENT, "environment=agent_command", "agent.args.command=[ls]"])
+    assert result.report.problems == [] and result.config.environment is None
+    assert result.config.agent.args == {
+        "command": ["ls"],
+        "memory_mb": 4096,
+        "reward": {"function": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("agent.concurrency=0", "agent.concurrency = 0, expected at least 1"),
+        ("agent.other_sampling=allow", "expected one of refuse, mask, ignore"),
+        ("agent.function=hybridrl.environments.calculator_agent.go", "has no go"),
+        ("agent.function=hybridrl.environments.calculator.evaluate", "cannot be called with"),
+        ("agent.function=hybridrl.environments.calculator.Calculator", "expected `async def run"),
+        ("+agent.args.mod=strict", "Did you mean agent.args.mode?"),
+        ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
+        ("reward.timeout_s=3", "reward.timeout_s is set but has no effect"),
+        ("algorithm.max_sampling_rounds=3", "does not work with environment=agent yet"),
+        ("algorithm=remax", "Set algorithm=rloo"),
+    ],
+)
+def test_a_mistake_of_an_agent_gets_one_problem(override, names):
+    (problem,) = problems(*AGENT, override)
+    assert names in problem
+
+
+def test_a_program_is_a_coroutine_and_a_command_is_a_list(tmp_path):
+    (tmp_path / "agent.py").write_text("def run(task, client): return 1.0")
+    (problem,) = problems(*AGENT, f"agent.function={tmp_path}/agent.py:run")
+    assert "expected `async def run(task, client)" in problem
+    (problem,) = problems("hardware=cpu", "environment=agent_command", "algorithm=grpo")
+    assert "agent.args.command = [], expected the texts" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("score", None),
+        ("scores", "has no scores; it has score, short"),
+        ("short", "cannot be called with"),
+    ],
+)
+def test_the_judge_of_a_command_takes_four_arguments(tmp_path, name, says):
+    file = tmp_path / "judge.py"
+    file.write_text("def score(task, transcript, folder, output): ...\ndef short(task): ...\n")
+    command = ["hardware=cpu", "environment=agent_command", "algorithm=grpo"]
+    command += ["agent.args.command=[ls]", f"agent.args.reward.function={file}:{name}"]
+    found = problems(*command)
+    assert len(found) == (says is not None) and (says or "") in "".join(found)
+
+
+def test_arguments_of_a_chat_template_are_its_own():
+    (found,) = problems("hardware=cpu", "+data.chat_template_kwargs={tokenize: true, mood: 1}")
+    assert found.startswith("data.chat_template_kwargs.tokenize: it is no argument")

@@ -1,0 +1,95 @@
+"""Mixtures of experts: what is refused by name, and what the plan says of them."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.flops import training_flops
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.plan.tables import plan
+from tests.support.composing import GPU_NODE, TINY, examined, problems
+
+EXPERTS = {
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 40,
+}
+MOE = TINY | EXPERTS | {"model_type": "qwen3_moe"}
+
+
+def test_flops_count_the_experts_of_a_token():
+    """Of 8 experts of 3 x 24 x 128 a token passes 2: six of each of 3 layers are idle."""
+    shape = model_shape(MOE)
+    idle = 3 * 6 * 3 * 24 * 128
+    assert shape.parameters - shape.active_parameters == idle
+    attention = 6 * 128 * 3 * 100
+    assert training_flops(shape, 100, 1) == 100 * (6 * shape.active_parameters + attention)
+
+
+def test_the_plan_names_active_parameters():
+    result = examined(["hardware=gpu"], model=MOE, machine=GPU_NODE)
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(plan(result.config, result.shape, GPU_NODE))
+    text = console.export_text()
+    assert f"{result.shape.active_parameters:,} active, 2 of 8 experts" in text
+    assert "qwen3_moe: activation memory of compiled layers unknown" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+        ("qwen3_moe", {"attention_bias": True}),
+        ("qwen2_moe", {"use_sliding_window": True}),
+        ("olmoe", {"norm_topk_prob": True}),
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("mixtral", {"sliding_window": 4096}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("qwen2_moe", {"qkv_bias": False}),
+    ],
+)
+def test_settings_that_vllm_or_the_trainer_ignores_are_refused(kind, setting):
+    (key,) = setting
+    with pytest.raises(ConfigError, match=f"{key} = "):
+        model_shape(MOE | {"model_type": kind} | setting)
+
+
+def test_absent_and_impossible_sizes_are_named():
+    with pytest.raises(ConfigError, match="lacks moe_intermediate_size"):
+        model_shape(MOE | {"moe_intermediate_size": None})
+    with pytest.raises(ConfigError, match="num_experts_per_tok = 9 is more than num_experts = 8"):
+        model_shape(MOE | {"num_experts_per_tok": 9})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "named"),
+    [
+        (["actor.router_balance_coef=0.1"], TINY, "has no experts to balance"),
+        (
+            ["actor.router_balance_coef=0.1", "fsdp.ulysses_size=2"],
+            MOE,
+            "the loss is of whole sequences",
+        ),
+        (["rollout.router_replay=replay"], TINY, "no experts to record"),
+        (["rollout.router_replay=record", "+recipe=gsm8k_sft"], MOE, "samples no responses"),
+        (["actor.router_replay=replay"], MOE, "expected rollout.router_replay = none"),
+        (["rollout.expert_parallel=true"], TINY, "with no experts in model.path"),
+        (
+            ["rollout.expert_parallel=true", "rollout.tensor_parallel_size=16"],
+            MOE,
+            "with 8 experts in model.path and rollout.tensor_parallel_size = 16",
+        ),
+        (["rollout.router_replay=replay", "rollout.schedule=partial"], MOE, "schedule = partial"),
+        (["rollout.router_replay=replay", "environment=calculator"], MOE, "earlier turns"),
+        (["fsdp.compile=true", "fsdp.param_dtype=float32"], MOE, "in bfloat16 only"),
+        (["lora=default", "lora.target_modules=[gate_proj]"], MOE, "contains gate_proj"),
+        (["rollout.tensor_parallel_size=16"], MOE, "intermediate size of an expert 24"),
+    ],
+)
+def test_what_experts_do_not_allow_is_refused(overrides, model, named):
+    found = problems("hardware=gpu", *overrides, model=model, machine=GPU_NODE)
+    assert any(named in problem for problem in found), found

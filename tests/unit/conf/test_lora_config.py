@@ -1,0 +1,140 @@
+"""lora: the group composes, bad adapters are refused by name, idle keys are told what to type."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from hybridrl.config.planner.families import FUSED
+from hybridrl.config.planner.flops import training_flops
+from hybridrl.config.planner.machine import GIB
+from hybridrl.config.planner.memory import pinned_bytes, rank_phases
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.plan.tables import plan
+from tests.support.composing import GPU_NODE, LAPTOP, QWEN, TINY, examined, problems
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_the_default_adapts_every_linear_layer_of_actor_and_reference():
+    result = examined(["hardware=cpu", "lora=default"])
+    assert result.report.problems == []
+    assert result.config.lora.rank == 16
+    assert result.config.lora.target_modules == ALL
+    assert result.config.actor.lora == result.config.ref.lora == result.config.lora
+
+
+def test_the_default_follows_the_family():
+    result = examined(["hardware=cpu", "lora=default"], model=TINY | {"model_type": "phi3"})
+    assert result.report.problems == []
+    assert result.config.actor.lora.target_modules == list(FUSED)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan(result.config, result.shape, LAPTOP))
+    assert "phi3: activation memory of compiled layers unknown" in console.export_text()
+
+
+def test_memory_of_adapters_is_worked_by_hand():
+    """Qwen2.5-0.5B on 8 GPUs, r = 16, N tokens: 24 layers of hidden 896, MLP 4864, 14 + 2 heads.
+
+    r (in + out): q and o 2 x 1792, k and v 2 x 1024, gate, up and down 3 x 5760.
+    """
+    config = examined(["hardware=gpu", "lora=default"], machine=GPU_NODE).config
+    phases = {p.name: p.parts for p in rank_phases(config, model_shape(QWEN), 140 * GIB)}
+    adapters = 24 * 16 * (2 * 1792 + 2 * 1024 + 3 * 5760)
+    update = phases["update actor"]
+    assert update["actor weights"] == 4 * (494_032_768 + adapters) // 8
+    assert update["actor AdamW"] == 8 * adapters // 8
+    assert update["gradient of the head"] == 0
+    assert "ref weights" not in update
+    plain = examined(["hardware=gpu", "lora=none"], machine=GPU_NODE).config
+    all_of_it = {p.name: p.total for p in rank_phases(plain, model_shape(QWEN), 140 * GIB)}
+    assert sum(update.values()) < all_of_it["update actor"] - 11 * 494_032_768 // 8
+
+
+def test_pinned_memory_counts_moments_of_adapters_alone():
+    overrides = ["hardware=gpu", "fsdp.offload=idle_optimizer", "algorithm=grpo"]
+    adapted = examined([*overrides, "lora=default"], machine=GPU_NODE).config
+    adapters = 24 * 16 * (2 * 1792 + 2 * 1024 + 3 * 5760)
+    mib = 2**20
+    assert pinned_bytes(adapted, model_shape(QWEN)) == -(-adapters // mib) * mib
+
+
+def test_frozen_weights_have_no_gradients_to_compute():
+    """4 N + 6 L h S per token, N = 494,032,768; 6 x 24 x 896 x 1000 = 129,024,000."""
+    found = training_flops(model_shape(QWEN), 4000, 4, trains_all=False)
+    assert found == pytest.approx(4000 * (4 * 494_032_768 + 129_024_000))
+
+
+def test_the_plan_names_what_is_trained_and_shared():
+    result = examined(["hardware=cpu", "lora=default"])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan(result.config, result.shape, LAPTOP))
+    text = console.export_text()
+    assert "adapters of rank 16, their gradients and AdamW's moments" in text
+    assert "nothing more: the actor's weights without adapters" in text
+
+
+def test_without_the_group_there_are_no_adapters():
+    result = examined(["hardware=cpu"])
+    assert result.report.problems == []
+    assert result.config.lora is result.config.actor.lora is result.config.ref.lora is None
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_layers_and_their_sizes_are_those_of_the_real_model(config_class):
+    config = config_class(
+        hidden_size=48,
+        intermediate_size=80,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        vocab_size=101,
+        head_dim=16,
+    )
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).model.layers
+    found = {
+        name.rpartition(".")[2]: (module.out_features, module.in_features)
+        for name, module in layers.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert model_shape(json.loads(config.to_json_string())).linear_layers == found
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "lora.target_modules=[q_prj,v_proj]",
+            "q_prj, which is not a linear layer of the decoder. Did you mean q_proj?",
+        ),
+        ("lora.target_modules=[q_prj,v_proj]", "Did you mean q_proj?"),
+        ("lora.target_modules=[lm_head]", "contains lm_head, which is not a linear layer"),
+        ("lora.target_modules=[]", "lora.target_modules = [], expected at least one linear layer"),
+        ("lora.rank=33", "lora.rank = 33, expected at most 32, the smaller dimension of k_proj"),
+        ("lora.rank=0", "lora.rank = 0, expected at least 1"),
+        ("lora.alpha=0", "lora.alpha = 0.0, expected above 0"),
+        ("+lora.dropout=0.1", "lora.dropout = 0.1: unknown key"),
+        ("lora.rank=four", "lora.rank = four, expected an integer"),
+        ("++actor.lora.rank=4", "actor.lora is a copy of the shared lora: rank=4 (shared: 16)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(override, expected):
+    """One head of keys and values: k_proj has 128 / 4 = 32 outputs."""
+    one_head = TINY | {"num_key_value_heads": 1}
+    (problem,) = problems("hardware=cpu", "lora=default", override, model=one_head)
+    assert expected in problem
+
+
+def test_a_rank_may_be_as_large_as_the_smallest_adapted_layer():
+    overrides = ("hardware=gpu", "lora=default", "lora.target_modules=[q_proj]", "lora.rank=896")
+    assert not [p for p in problems(*overrides, model=QWEN) if "lora" in p]
+
+
+def test_the_reference_has_no_chunks_of_its_own_where_it_is_the_actors_model():
+    (problem,) = problems("hardware=cpu", "lora=default", "ref.log_prob_chunk_tokens=64")
+    assert "ref.log_prob_chunk_tokens is set but has no effect with lora.rank = 16" in problem
+    assert "set actor.log_prob_chunk_tokens" in problem

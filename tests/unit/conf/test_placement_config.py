@@ -1,0 +1,81 @@
+"""placement: nodes of unequal size and engines that may straddle, where they can be had."""
+
+import io
+
+from rich.console import Console
+
+from hybridrl.config.planner.machine import GIB, Machine, Node
+from hybridrl.config.planner.world import slots_on_nodes, world_size
+from hybridrl.plan.tables import plan
+from tests.support.composing import GPU_NODE, H200, QWEN, examined, problems
+
+SMALL_NODE = Node("small", cores=32, memory_bytes=512 * GIB, gpus=(H200,) * 3)
+UNEQUAL = Machine((*GPU_NODE.nodes, SMALL_NODE))
+# A batch that any of these worlds divides.
+GPU = (
+    "hardware=gpu",
+    "cluster.nodes=2",
+    "data.prompts_per_step=2310",
+    "rollout.responses_per_prompt=8",
+    "actor.mini_batch_size=18480",
+)
+
+
+def test_all_gpus_of_unequal_nodes_are_used_in_whole_engines():
+    config = examined([*GPU, "rollout.tensor_parallel_size=2"], machine=UNEQUAL).config
+    assert slots_on_nodes(config) == [8, 2]
+    assert world_size(config) == config.fsdp.dp_shard == 10
+
+
+def test_nodes_alike_need_no_list():
+    twins = Machine(GPU_NODE.nodes * 2)
+    config = examined(GPU, machine=twins).config
+    assert config.placement.slots_on_nodes is None
+    assert slots_on_nodes(config) == [8, 8]
+
+
+def test_what_is_given_beats_what_is_there():
+    result = examined([*GPU, "placement.slots_on_nodes=[4,2]"], machine=UNEQUAL)
+    assert slots_on_nodes(result.config) == [4, 2]
+    assert not [p for p in result.report.problems if "placement" in p]
+
+
+def test_lists_that_do_not_fit_are_refused():
+    (problem,) = problems(*GPU, "placement.slots_on_nodes=[4,2,2]", machine=UNEQUAL)
+    assert "names 3 node(s), but cluster.nodes = 2" in problem
+    (problem,) = problems(*GPU, "placement.slots_on_nodes=[8,4]", machine=UNEQUAL)
+    assert "but the nodes have [8, 3] GPUs" in problem
+    (problem,) = problems(
+        *GPU, "placement.slots_on_nodes=[8,3]", "rollout.tensor_parallel_size=2", machine=UNEQUAL
+    )
+    assert "does not divide 3 of placement.slots_on_nodes = [8, 3]" in problem
+    assert "placement.allow_straddle=true" in problem
+    (problem,) = problems(*GPU, "placement.slots_on_nodes=[8,0]", machine=UNEQUAL)
+    assert "each at least 1" in problem
+    found = problems(
+        *GPU, "placement.slots_on_nodes=[8,2]", "cluster.gpus_per_node=8", machine=UNEQUAL
+    )
+    assert any("cluster.gpus_per_node is set but has no effect" in text for text in found)
+
+
+def test_engines_may_straddle_where_that_is_asked_for():
+    overrides = [*GPU, "placement.slots_on_nodes=[7,3]", "rollout.tensor_parallel_size=2"]
+    assert any("does not divide 7" in text for text in problems(*overrides, machine=UNEQUAL))
+    allowed = [*overrides, "placement.allow_straddle=true"]
+    assert not [p for p in problems(*allowed, machine=UNEQUAL) if "tensor_parallel" in p]
+    (problem,) = problems(
+        *GPU, "placement.slots_on_nodes=[8,3]", "rollout.tensor_parallel_size=2",
+        "placement.allow_straddle=true", machine=UNEQUAL,
+    )  # fmt: skip
+    assert "does not divide 11 ranks (placement.slots_on_nodes = [8, 3])" in problem
+
+
+def test_the_plan_lists_ranks_of_unequal_nodes():
+    result = examined([*GPU, "placement.slots_on_nodes=[3,1]"], machine=UNEQUAL, model=QWEN)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan(result.config, result.shape, UNEQUAL))
+    lines = console.export_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:4]] for line in lines if "│" in line]
+    first = cells.index(["0", "big", "0"])
+    ranks = [*[[str(k), "big", str(k)] for k in range(3)], ["3", "small", "0"]]
+    assert cells[first : first + 4] == ranks
