@@ -29,3 +29,13 @@ def no_process_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
     assert set(psutil.Process().children(recursive=True)) - before == set()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_compositions() -> Iterator[None]:
+    """What Hydra merges for the same groups is merged once."""
+    from tests.support.hydra_cache import keep_compositions
+
+    end = keep_compositions()
+    yield
+    end()
