@@ -64,8 +64,7 @@ def _serve(args: argparse.Namespace) -> None:
     # Heavy imports follow the checks.
     from hybridrl.commands.evaluation.session import rollout_engines
     from hybridrl.controller.ray.runtime import ray_runtime
-    from hybridrl.trainer.agents.endpoint import Endpoint
-    from hybridrl.trainer.factory import check_address
+    from hybridrl.trainer.agents.endpoint import Endpoint, check_address
 
     if wrong := raised_problems(check_address, args.host, args.port, "--host {} --port {}"):
         raise UsageError(*wrong)

@@ -14,6 +14,7 @@ Units:   log-probs in nats; scores, rewards, values, advantages and returns in t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,14 @@ class PromptBatch(Shardable):
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def engines(self, num_engines: int) -> list[int]:
+        """Return the engine of each prompt."""
+        of_prompt = [0] * len(self)
+        for engine, part in enumerate(self._partition(num_engines)):
+            for prompt in part:
+                of_prompt[prompt] = engine
+        return of_prompt
+
     def pieces(self, num_shards: int) -> list[list[Piece]]:
         """Return each engine's prompts: by `engine`, or in equal counts with balanced cost."""
         return [[partial(self._select, part)] for part in self._partition(num_shards)]
@@ -134,6 +143,25 @@ class EngineStats:
     def tokens_per_second(self) -> float:
         """Sampled tokens per second; 0 if there were none."""
         return self.tokens / self.seconds if self.tokens else 0.0
+
+
+# Throughput of each engine in a call.
+CallStats = tuple[EngineStats, ...]
+
+
+def total_stats(
+    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float] = itemgetter(0)
+) -> CallStats:
+    """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
+    return tuple(
+        EngineStats(
+            tokens=sum(stats.tokens for stats in of_engine),
+            seconds=sum(stats.seconds for stats in of_engine),
+            first_token_s=first_token([stats.first_token_s for stats in of_engine]),
+            old_kv_tokens=sum(stats.old_kv_tokens for stats in of_engine),
+        )
+        for of_engine in zip(*calls, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -212,7 +240,7 @@ class RolloutBatch:
     loss_mask: Ragged | None = None
     loss_weights: Ragged | None = None
     selected: Ragged | None = None
-    engines: tuple[EngineStats, ...] = ()
+    engines: CallStats = ()
     environment_s: float = 0.0
 
     def __len__(self) -> int:

@@ -11,7 +11,6 @@ from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers
-from hybridrl.data.batch import Generate
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.schedule import update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
@@ -19,6 +18,7 @@ from hybridrl.trainer.advantage import Advantages, KLControl
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.checkpointing.saves import Saves
+from hybridrl.trainer.episodes.base import Generator
 from hybridrl.trainer.evaluate import Evaluations, Evaluator
 from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.nonfinite import NonFiniteGuard
@@ -52,7 +52,7 @@ class LoopParts:
     shape: ModelShape
     workers: Workers
     prompts: PromptSource
-    generator: Generate
+    generator: Generator
     rewards: RewardSource
     evaluator: Evaluator
     checkpoints: Checkpointer

@@ -1,69 +1,111 @@
-"""Factories of generation, of rewards and of the source of a step's groups."""
+"""Factories of a run's episodes, rewards and source of groups."""
 
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from hybridrl.config.choices import Schedule
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import locate
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import Generate
+from hybridrl.data.batch import PromptBatch
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
-from hybridrl.trainer.agents.programs import ProgramPool
-from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
-from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
-from hybridrl.trainer.multi_turn.generator import MultiTurn
+from hybridrl.trainer.episodes.base import Episodes, Generator, OneCall, WholeEpisodes
+from hybridrl.trainer.episodes.conversations import Conversations, Limits
+from hybridrl.trainer.episodes.environment import EnvironmentRewards, FailureReasons, turn_tokens
+from hybridrl.trainer.episodes.turns import OneTurn, TurnEpisodes
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
-from hybridrl.trainer.sampling.drafts import OneTurn, Turns
 from hybridrl.trainer.sampling.dynamic import DynamicSampling
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import Source, SourceParts, StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
 from hybridrl.trainer.sampling.whole import WholeGroups
 
+# Sources by rollout.schedule.
+SOURCES: Mapping[Schedule, Callable[[SourceParts], Source]] = {
+    Schedule.sync: WholeGroups,
+    Schedule.partial: GroupsInFlight,
+    Schedule.split: GroupsAhead,
+}
+# Opens the programs of an agent: a web server, which other runs do not need.
+PROGRAMS = "hybridrl.trainer.agents.run.Programs"
 
-def open_environment(config: RunConfig, stack: ExitStack) -> RunEnvironment | None:
+
+class Environment(Protocol):
+    """Environment or agent of a run, whose processes are running.
+
+    Attributes:
+        failures: those that generation met in them.
+    """
+
+    failures: FailureReasons
+
+    def episodes(self, rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
+        """Return episodes on the engines `rollout`; `stack` ends what they open."""
+        ...
+
+    def engines(self, request: PromptBatch, num_engines: int) -> list[int]:
+        """Return the engine of each prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class Environments:
+    """`Environment` whose processes answer the turns of conversations."""
+
+    config: RunConfig
+    pool: EnvironmentPool
+    failures: FailureReasons = field(default_factory=FailureReasons)
+
+    @classmethod
+    def open(cls, config: RunConfig, stack: ExitStack) -> "Environments":
+        """Start the processes, which `stack` ends."""
+        assert config.environment is not None
+        pool = EnvironmentPool(
+            config.environment.function,
+            config.environment.args,
+            timeout_s=config.reward.timeout_s,
+            num_processes=config.reward.num_processes,
+        )
+        return cls(config, stack.enter_context(pool))
+
+    def episodes(self, rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
+        """Return conversations with the environments."""
+        config, environment = self.config, self.config.environment
+        assert environment is not None
+        conversations = Conversations(
+            self.pool,
+            turn_tokens(config.model, environment, config.data.chat_template_kwargs),
+            decode,
+            Limits(environment.max_turns, config.rollout.max_response_tokens),
+            self.failures,
+        )
+        return TurnEpisodes(config.rollout, conversations, partial(rollout.call, "generate"))
+
+    def engines(self, request: PromptBatch, num_engines: int) -> list[int]:
+        """Balance the engines by the lengths that earlier responses had."""
+        return request.engines(num_engines)
+
+
+def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:
     """Start the processes of the environment or agent, which `stack` ends; None without both.
 
     Raises:
         ConfigError: the agent's endpoint cannot listen on agent.host and agent.port.
     """
     if config.agent is not None:
-        check_address(config.agent.host, config.agent.port)
-        return RunEnvironment(stack.enter_context(ProgramPool(config.agent)))
-    if config.environment is None:
-        return None
-    pool = EnvironmentPool(
-        config.environment.function,
-        config.environment.args,
-        timeout_s=config.reward.timeout_s,
-        num_processes=config.reward.num_processes,
-    )
-    return RunEnvironment(stack.enter_context(pool))
-
-
-def check_address(host: str, port: int, keys: str = "agent.host = {}, agent.port = {}") -> None:
-    """Check that an endpoint can listen on an address, before engines start.
-
-    Raises:
-        ConfigError: it cannot. `keys` formats host and port.
-    """
-    try:
-        socket.create_server((host, port)).close()
-    except (OSError, OverflowError, TypeError, UnicodeError) as error:
-        raise ConfigError(
-            f"{keys.format(host, port)}, but the endpoint cannot listen there: {error}.\n"
-            "Set port 0 for a free one, and an IPv4 address of this machine as host."
-        ) from error
+        programs: Environment = locate("agent", PROGRAMS).open(config, stack)
+        return programs
+    return None if config.environment is None else Environments.open(config, stack)
 
 
 def open_rewards(
-    config: RunConfig, environment: RunEnvironment | None, decode: Decode, stack: ExitStack
+    config: RunConfig, environment: Environment | None, decode: Decode, stack: ExitStack
 ) -> RewardSource:
     """Return the rewards of the environment or agent, or of the reward function."""
     if environment is not None:
@@ -73,55 +115,29 @@ def open_rewards(
 
 def generator_for(
     config: RunConfig,
-    environment: RunEnvironment | None,
+    environment: Environment | None,
     rollout: WorkerGroup,
     prompts: PromptSets,
     decode: Decode,
     stack: ExitStack,
-) -> Generate:
-    """Return the generation of an agent or environment, if there is one, else the single-turn one.
-
-    `stack` ends the agent's endpoint.
-    """
-    single_turn = partial(rollout.call, "generate")
+) -> Generator:
+    """Return the generation of whole responses; `stack` ends what it opens."""
     if environment is None:
-        return single_turn
-    by_id = {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]}
-    if config.agent is not None:
-        # A web server, which other runs do not need.
-        from hybridrl.trainer.agents.endpoint import Endpoint
-        from hybridrl.trainer.agents.generator import AgentGenerator
-
-        assert isinstance(environment.processes, ProgramPool)
-        endpoint = Endpoint(
-            config.rollout,
-            rollout,
-            config.agent.host,
-            config.agent.port,
-            tool_parser=config.agent.tool_parser,
-            other_sampling=config.agent.other_sampling,
-            template_options=config.data.chat_template_kwargs,
-        )
-        stack.enter_context(endpoint)
-        return AgentGenerator(
-            endpoint,
-            config.rollout.seed,
-            environment.processes,
-            by_id,
-            environment.failures,
-            config.reward.failed_score,
-        )
-    assert config.environment is not None
-    assert isinstance(environment.processes, EnvironmentPool)
-    conversations = Conversations(
-        environment.processes,
-        turn_tokens(config.model, config.environment, config.data.chat_template_kwargs),
-        decode,
-        {number: prompt.example for number, prompt in by_id.items()},
-        Limits(config.environment.max_turns, config.rollout.max_response_tokens),
-        environment.failures,
+        call = partial(rollout.call, "generate")
+        return OneCall(TurnEpisodes(config.rollout, OneTurn(), call), call)
+    return WholeEpisodes(
+        environment.episodes(rollout, decode, stack),
+        {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]},
+        partial(environment.engines, num_engines=rollout.num_shards),
     )
-    return MultiTurn(single_turn, conversations)
+
+
+def open_source(parts: SourceParts) -> StepSource:
+    """Return the source of a run's groups, as rollout.schedule and algorithm say."""
+    source = SOURCES[parts.config.rollout.schedule](parts)
+    if parts.config.algorithm.max_sampling_rounds > 1:
+        source = DynamicSampling(source, parts)
+    return StepSource(source, parts)
 
 
 def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:
@@ -130,38 +146,3 @@ def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:
         name: stack.enter_context(RewardScorer(rule_config(config.reward, rule)))
         for name, rule in config.eval.rules.items()
     }
-
-
-def open_source(parts: SourceParts) -> StepSource:
-    """Return the source of a run's groups, as rollout.schedule and algorithm say."""
-    config = parts.config
-    kind = "agent" if config.agent is not None else "turns"
-    source = SOURCES[config.rollout.schedule, kind](parts)
-    if config.algorithm.max_sampling_rounds > 1:
-        source = DynamicSampling(source, parts)
-    return StepSource(source, parts)
-
-
-def _turns(parts: SourceParts) -> Turns:
-    generator = parts.generation.generate
-    return generator.conversations if isinstance(generator, MultiTurn) else OneTurn()
-
-
-def _programs(parts: SourceParts) -> Source:
-    # A web server, which other runs do not need.
-    from hybridrl.trainer.agents.generator import AgentGenerator
-    from hybridrl.trainer.agents.sampling import ProgramsInFlight
-
-    generator = parts.generation.generate
-    assert isinstance(generator, AgentGenerator)
-    return ProgramsInFlight(parts, generator)
-
-
-# By rollout.schedule, and by what responses are made of.
-SOURCES: Mapping[tuple[Schedule, str], Callable[[SourceParts], Source]] = {
-    (Schedule.sync, "turns"): WholeGroups,
-    (Schedule.sync, "agent"): WholeGroups,
-    (Schedule.partial, "turns"): lambda parts: GroupsInFlight(parts, _turns(parts)),
-    (Schedule.partial, "agent"): _programs,
-    (Schedule.split, "turns"): lambda parts: GroupsAhead(parts, _turns(parts)),
-}

@@ -12,9 +12,9 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.advantage import KLControl
+from hybridrl.trainer.episodes.responses import Group, decode, encode
 from hybridrl.trainer.nonfinite import NonFiniteGuard, SkippedSteps
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
-from hybridrl.trainer.sampling.in_flight import Group, decode, encode
 from hybridrl.trainer.sampling.source import StepSource
 
 
@@ -32,7 +32,7 @@ class LoopState:
         rollout_is_current: vLLM holds these weights, so that no reshard follows.
         lengths: of responses so far, to balance engines (`ResponseLengths`).
         skipped: optimizer steps skipped in a row (`SkippedSteps`).
-        in_flight: responses that later steps continue or train (`in_flight.encode`).
+        in_flight: responses that later steps continue or train (`responses.encode`).
     """
 
     step: int
@@ -119,10 +119,14 @@ def read_state(checkpoint: Path) -> LoopState:
     """Read the state of a checkpoint.
 
     Raises:
-        DamagedCheckpoint: the file has other fields than `LoopState`.
+        DamagedCheckpoint: the file has other fields than `LoopState`, or groups in flight of
+            another form.
     """
     try:
-        return LoopState(**json.loads((checkpoint / DRIVER).read_bytes()))
+        state = LoopState(**json.loads((checkpoint / DRIVER).read_bytes()))
+        if any("responses" not in group for group in state.in_flight):
+            raise TypeError("groups in flight without responses")
+        return state
     except TypeError as error:
         reason = f"is of another version of hybridrl ({error})"
         raise DamagedCheckpoint(checkpoint, DRIVER, reason) from error

@@ -200,8 +200,8 @@ def test_episodes_take_several_steps_and_begin_anew_in_a_resumed_run(tmp_path, c
     state = json.loads((run_dir / "checkpoints" / "step_00000002" / DRIVER).read_text())
     kept: Counter[str] = Counter()
     for group in state["in_flight"]:
-        (text,) = {text for draft in group["drafts"] for text in prompts_in(draft)} or {""}
-        kept[text] += sum(draft["finished"] for draft in group["drafts"])
+        (text,) = {text for one in group["responses"] for text in prompts_in(one)} or {""}
+        kept[text] += sum(one["is_finished"] for one in group["responses"])
     begun = (run_dir / "begun.txt").read_text().splitlines()
     with started(run_dir, *command, "trainer.total_steps=4") as run:
         run.ended()
@@ -218,9 +218,9 @@ def test_episodes_take_several_steps_and_begin_anew_in_a_resumed_run(tmp_path, c
     assert max(row["partial/continued_responses"] for row in rows[1:]) > 0
 
 
-def prompts_in(draft: dict) -> set[str]:
+def prompts_in(response: dict) -> set[str]:
     """The problem of an ended episode, as the program notes it."""
-    sequences, _ = json.loads(draft["state"]) if draft["finished"] else ([], {})
+    sequences = response["episode"]["sequences"] if response["is_finished"] else []
     return {repr(one["text"].partition("<|assistant|>")[0] + "<|assistant|>") for one in sequences}
 
 

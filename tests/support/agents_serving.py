@@ -112,7 +112,7 @@ class Served:
     def batch(self, episode: Episode) -> RolloutBatch:
         """End an episode, and return its batch, of which each trained token was sampled."""
         (episode,) = self.endpoint.server.call(self.endpoint.policy.close, [episode.name])
-        result = EpisodeResult(0, 0, [5, 6], episode.record, 1.0, 0)
+        result = EpisodeResult(0, 0, [5, 6], episode.record.sequences, 1.0, 0)
         batch = batch_of([result], 0, self.endpoint.end_token)
         unused = dict(self.sampled.tokens)
         for sequence in episode.record.sequences:

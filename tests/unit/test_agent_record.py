@@ -30,7 +30,7 @@ def sampled(record: EpisodeRecord, text: str, answer: str, **more: Any) -> list[
 
 
 def result(record: EpisodeRecord, reward: float = 1.0) -> EpisodeResult:
-    return EpisodeResult(0, 0, [7, 8], record, reward, 0)
+    return EpisodeResult(0, 0, [7, 8], record.sequences, reward, 0)
 
 
 def test_sampled_tokens_are_never_tokenised_again():

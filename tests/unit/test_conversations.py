@@ -5,6 +5,7 @@ Environments are stepped by the task that their processes run, in this one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,19 @@ from hypothesis import strategies as st
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import TurnTokens
 from hybridrl.environments.base import EnvironmentReply, StepRequest, StepResult
 from hybridrl.rewards.processes.messages import FailureKind
-from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
-from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
-from hybridrl.trainer.multi_turn.generator import MultiTurn
+from hybridrl.trainer.episodes.base import WholeEpisodes
+from hybridrl.trainer.episodes.conversations import Conversations, Limits
+from hybridrl.trainer.episodes.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
+from hybridrl.trainer.episodes.turns import TurnEpisodes
 from hybridrl.trainer.timing.engines import turn_metrics
 from tests.support.talking import AB, ABA, ELEVEN, END, ONE, STOP, TOKENIZER, A, B, Here, decode
+
+SEED = 7
 
 
 class Engines:
@@ -31,38 +36,54 @@ class Engines:
     def __init__(self, script: Callable[[int, int, int], list[int]]) -> None:
         self.script = script
         self.requests: list[PromptBatch] = []
+        # Prompt, sample and turn of each seed.
+        self.drawn = {
+            sample_seed(SEED, 1, p, k, *(("turn", turn) if turn else ())): (p, k, turn)
+            for p in range(5)
+            for k in range(8)
+            for turn in range(5)
+        }
 
     def __call__(self, request: PromptBatch) -> RolloutBatch:
         """Row (prompt id, sample, turn): the scripted ids, cut at the row's limit."""
         self.requests.append(request)
-        each = range(request.responses_per_prompt)
-        first = torch.zeros(len(request), dtype=torch.int64)
-        first = first if request.first_sample is None else request.first_sample
-        pairs = zip(request.prompt_id.tolist(), first.tolist(), strict=True)
-        rows = [self.script(p, start + k, request.turn) for p, start in pairs for k in each]
-        limits = [8] * len(request) if request.max_tokens is None else request.max_tokens.tolist()
-        limits = [limit for limit in limits for _ in each]
+        self.turns = [self.drawn[seed][2] for seed in request.seeds.tolist()]
+        rows = [self.script(*self.drawn[seed]) for seed in request.seeds.tolist()]
+        limits = request.max_tokens.tolist()
         cut = [len(row) > limit for row, limit in zip(rows, limits, strict=True)]
         rows = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
-        responses = Ragged.from_rows(rows, torch.int64)
-        which = [i for i in range(len(request)) for _ in each]
-        stats = EngineStats(len(responses.values), 2.0, 0.5 + request.turn)
+        responses = Ragged.from_rows(rows, torch.int32)
+        stats = EngineStats(len(responses.values), 2.0, 0.5 + self.turns[0])
         return RolloutBatch(
-            prompts=request.prompts.select(which),
+            prompts=request.prompts,
             responses=responses,
             response_mask=responses.like(torch.ones_like(responses.values).bool()),
             rollout_log_probs=responses.like(-1.0 - responses.values),
-            group_id=request.prompt_id[which],
+            group_id=request.prompt_id,
             weight_version=torch.full((len(rows),), 5),
             truncated=torch.tensor(cut),
-            engine=request.prompt_id[which] % 2,
+            engine=request.engine,
             engines=(stats, stats),
         )
 
 
+def prompt(number: int, **example: str) -> Prompt:
+    return Prompt(number, [A] * (1 + number % 3), "a", "q", example, {})
+
+
+def generator(sample_turn, environments, prompts, limits, failures) -> WholeEpisodes:
+    conversations = Conversations(
+        environments, TurnTokens(TOKENIZER, [END], ["="], "user"), decode, limits, failures
+    )
+    rollout = SimpleNamespace(seed=SEED, max_response_tokens=limits.max_tokens, keep_kv=False)
+    episodes = TurnEpisodes(rollout, conversations, sample_turn)
+    by_id = {one.prompt_id: one for one in prompts}
+    return WholeEpisodes(episodes, by_id, lambda asked: (asked.prompt_id % 2).tolist())
+
+
 def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatch:
     return PromptBatch(
-        prompts=Ragged.from_rows([[A] * (1 + p % 3) for p in ids], torch.int64),
+        prompts=Ragged.from_rows([prompt(p).token_ids for p in ids], torch.int32),
         prompt_id=torch.tensor(ids),
         step=1,
         responses_per_prompt=each,
@@ -78,15 +99,10 @@ def talk(
     """The rollout of a script with an environment; its engines and environments."""
     environments = environments or Here("tests.support.environment_cases.Counts", turns=3)
     engines, asked = Engines(script), asked or request()
-    conversations = Conversations(
-        environments,
-        TurnTokens(TOKENIZER, [END], ["="], "user"),
-        decode,
-        {prompt: {"greeting": greeting} for prompt in asked.prompt_id.tolist()},
-        Limits(max_turns, max_tokens),
-        failures or FailureReasons(),
-    )
-    return MultiTurn(engines, conversations)(asked), engines, environments
+    prompts = [prompt(number, greeting=greeting) for number in asked.prompt_id.tolist()]
+    limits = Limits(max_turns, max_tokens)
+    generate = generator(engines, environments, prompts, limits, failures or FailureReasons())
+    return generate(asked), engines, environments
 
 
 def always(*ids: int) -> Callable[[int, int, int], list[int]]:
@@ -157,24 +173,24 @@ def test_conversations_come_back_in_the_order_of_their_prompts():
     ):
         turns = [[A, STOP]] * sample + [[B] * (group + 1) + [STOP]] * (3 - sample)
         assert row[mask].tolist() == [token for turn in turns for token in turn]
-    assert [len(asked) for asked in engines.requests] == [3, 9, 9]
+    assert [len(asked) for asked in engines.requests] == [9, 9, 9]
 
 
-def test_later_turns_ask_for_one_sample_each_where_the_conversation_began():
+def test_turns_are_asked_for_by_response_where_the_conversation_began():
     asked = request((1, 0, 2), each=2, first_sample=torch.tensor([4, 4, 4]))
     ends_first = lambda p, sample, turn: [A, STOP]  # noqa: E731
     _, engines, _ = talk(ends_first, asked, max_tokens=30)
     first, second, third = engines.requests
-    assert (first.turn, first.responses_per_prompt, first.max_tokens) == (0, 2, None)
-    for turn, later in enumerate((second, third), 1):
-        assert (later.turn, later.responses_per_prompt) == (turn, 1)
-        assert later.prompt_id.tolist() == [1, 1, 0, 0, 2, 2]
-        assert later.first_sample.tolist() == [4, 5] * 3
-        assert later.engine.tolist() == [1, 1, 0, 0, 0, 0]
-        assert later.stop_token_ids == first.stop_token_ids == (STOP,)
+    for turn, one in enumerate(engines.requests):
+        drawn = [engines.drawn[seed] for seed in one.seeds.tolist()]
+        assert drawn == [(p, sample, turn) for p in (1, 0, 2) for sample in (4, 5)]
+        assert one.prompt_id.tolist() == [1, 1, 0, 0, 2, 2]
+        assert one.engine.tolist() == [1, 1, 0, 0, 0, 0]
+        assert one.stop_token_ids == (STOP,) and one.token_budget is None
+    assert first.max_tokens.tolist() == [30] * 6
     # 2 sampled and 3 heard of 30; then 4 more, or one less where "2" and ":" are unknown
     assert second.max_tokens.tolist() == [25] * 6
-    used = third.prompts.lengths - first.prompts.lengths.repeat_interleave(2)
+    used = third.prompts.lengths - first.prompts.lengths
     assert torch.equal(third.max_tokens, 30 - used)
 
 
@@ -191,7 +207,7 @@ def test_all_of_a_conversation_has_one_budget():
 
 
 def test_a_turn_that_was_cut_off_is_the_last_and_still_earns():
-    rollout, _, environments = talk(always(A, *[B] * 10, STOP))
+    rollout, _, environments = talk(always(A, *[B] * 10, STOP), max_tokens=8)
     assert rollout.turns.tolist() == [1] and rollout.truncated.all()
     assert rollout.environment_rewards.tolist() == [1.0]
     assert len(environments.heard) == 1
@@ -211,22 +227,15 @@ def test_an_opening_is_heard_before_the_first_turn_and_counts_in_the_budget():
     assert all(row.tolist() == [False] * 2 + [True] * 2 for row in batch.response_mask.rows())
     assert [row.tolist() for row in engines.requests[0].prompts.rows()] == [
         [A, *opening],
+        [A, *opening],
+        [A, A, *opening],
         [A, A, *opening],
     ]
-    assert engines.requests[0].max_tokens.tolist() == [38, 38]
+    assert engines.requests[0].max_tokens.tolist() == [38] * 4
     assert batch.prompts.lengths.tolist() == [1, 1, 2, 2]
 
 
-def generator(sample_turn, environments, failures) -> MultiTurn:
-    conversations = Conversations(
-        environments,
-        TurnTokens(TOKENIZER, [END], ["="], "user"),
-        decode,
-        {0: {}, 1: {"fails": "init"}, 2: {"fails": "reset"}},
-        Limits(2, 40),
-        failures,
-    )
-    return MultiTurn(sample_turn, conversations)
+PROMPTS = [prompt(0), prompt(1, fails="init"), prompt(2, fails="reset")]
 
 
 def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
@@ -242,10 +251,11 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 
     environments, failures = Fails("tests.support.environment_cases.Misbehaves"), FailureReasons()
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
-    batch = generator(engines, environments, failures)(request((0, 1), each=2))
+    generate = generator(engines, environments, PROMPTS, Limits(2, 40), failures)
+    batch = generate(request((0, 1), each=2))
     assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
     assert batch.turns.tolist() == [2, 2, 1, 1]
-    prompts = [Prompt(p, [A], "a", "q", {}, {}) for p in (0, 0, 1, 1)]
+    prompts = [PROMPTS[p] for p in (0, 0, 1, 1)]
     rewarded = EnvironmentRewards(decode, failures, -7.0).score(prompts, batch)
     assert rewarded.scores == [2.0, -7.0, -7.0, -7.0]
     assert [(f.index, f.kind, f.reason) for f in rewarded.failures] == [
@@ -282,12 +292,12 @@ def test_stale_weights_between_turns_are_noticed():
 
     def changing(asked: PromptBatch) -> RolloutBatch:
         rollout = engines(asked)
-        version = rollout.weight_version + asked.turn
+        version = rollout.weight_version + engines.turns[0]
         return replace(rollout, weight_version=version)
 
     with pytest.raises(AssertionError, match="the weights changed"):
         environments = Here("tests.support.environment_cases.Misbehaves")
-        generator(changing, environments, FailureReasons())(request((0,)))
+        generator(changing, environments, PROMPTS, Limits(2, 40), FailureReasons())(request((0,)))
 
 
 def test_engines_and_environments_are_timed_over_all_turns():

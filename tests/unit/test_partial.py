@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.sampling.drafts import Draft, OneTurn
+from hybridrl.trainer.episodes.base import OneCall
+from hybridrl.trainer.episodes.responses import Group, Response
+from hybridrl.trainer.episodes.turns import OneTurn, TurnEpisodes
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
-from hybridrl.trainer.sampling.in_flight import Group, due
-from hybridrl.trainer.sampling.partial import GroupsInFlight
+from hybridrl.trainer.sampling.partial import GroupsInFlight, due
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
 from tests.support.sampling_fakes import prompt, source_parts
@@ -52,10 +53,6 @@ class Engines(SplitEngine):
     @property
     def num_shards(self) -> int:
         return self.num_engines
-
-    def call(self, method: str, request: PromptBatch) -> RolloutBatch:
-        assert method == "generate"
-        return self.generate(request)
 
     def begin(self, method: str, request: PromptBatch, arriving: int | None):
         """Sample with the weights that are there; they change by `swap` alone."""
@@ -148,9 +145,13 @@ def run(
     numbers = cycle(range(prompts))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
     trains = lambda step: step > (warmup or 0)  # noqa: E731
-    parts = source_parts(config, take, engine=engines, rollout=engines, trains_policy=trains)
+    episodes = TurnEpisodes(config.rollout, OneTurn(), engines.generate)
+    generator = OneCall(episodes, engines.generate)
+    parts = source_parts(
+        config, take, generator, engine=engines, rollout=engines, trains_policy=trains
+    )
     kind = GroupsInFlight if warmup is None else GroupsAhead
-    source = StepSource(kind(parts, OneTurn()), parts)
+    source = StepSource(kind(parts), parts)
     batches = []
     for step in range(1, num_steps + 1):
         batches.append(source.take(step))
@@ -190,10 +191,10 @@ def test_every_sampled_token_is_trained_once_with_its_log_prob_and_version(
         assert (batch.group_id.bincount() == EACH).all()
         last = [int(versions[-1]) for versions in batch.token_versions.rows()]
         assert batch.weight_version.tolist() == last
-    begun = [(int(d.tokens[0]), len(d)) for group in left for d in group.drafts if len(d)]
+    begun = [(int(d.tokens[0]), len(d)) for group in left for d in group.responses if len(d)]
     assert all(length <= engines.lengths[number] for number, length in begun)
     assert all(length == engines.lengths[number] for number, length in seen)
-    unbegun = sum(len(draft) == 0 for group in left for draft in group.drafts)
+    unbegun = sum(len(one) == 0 for group in left for one in group.responses)
     numbers = {number for number, _ in seen + begun}
     assert len(numbers) == len(seen + begun) == len(engines.lengths) - unbegun
     assert any(one.metrics["partial/version_lag_max"] > 1 for one in sampled)
@@ -249,7 +250,7 @@ def test_trained_lengths_are_distributed_as_sampled_ones(num_steps, warmup):
 
 
 def groups(versions):
-    return [Group(prompt(0), 1, version, 0, (Draft.empty(),)) for version in versions]
+    return [Group(prompt(0), 1, version, 0, (Response.empty(),)) for version in versions]
 
 
 @pytest.mark.parametrize(

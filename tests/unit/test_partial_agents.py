@@ -8,14 +8,18 @@ from types import SimpleNamespace
 
 import torch
 
+from hybridrl.agents.episode import Episode, Settings
 from hybridrl.agents.record import EpisodeRecord
+from hybridrl.config.choices import OtherSampling
 from hybridrl.data.batch import EngineStats, RolloutBatch
+from hybridrl.data.live import Served
+from hybridrl.environments.programs import Reward
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
-from hybridrl.trainer.agents.generator import Running
-from hybridrl.trainer.agents.sampling import ProgramsInFlight
-from hybridrl.trainer.multi_turn.environment import FailureReasons
-from hybridrl.trainer.sampling.in_flight import decode, encode
+from hybridrl.trainer.agents.episodes import ProgramEpisodes
+from hybridrl.trainer.episodes.base import OneCall
+from hybridrl.trainer.episodes.environment import FailureReasons
+from hybridrl.trainer.episodes.responses import decode, encode
+from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
 from tests.support.sampling_fakes import prompt, source_parts
 
@@ -39,31 +43,48 @@ class Agents:
     longest: int = 40
     begun: list[tuple[int, int, int]] = field(default_factory=list)
     lengths: dict[str, int] = field(default_factory=dict)
-    open: dict[str, Running] = field(default_factory=dict)
-    episodes: dict[str, SimpleNamespace] = field(default_factory=dict)
     failures: FailureReasons = field(default_factory=FailureReasons)
+    running: dict[str, Future] = field(default_factory=dict)
+    episodes: dict[str, Episode] = field(default_factory=dict)
     draw: random.Random = field(default_factory=lambda: random.Random(1))
     num_shards: int = 2
-    stats: tuple[EngineStats, ...] = (EngineStats(1, 1.0, 0.5), EngineStats(0, 0.0, 0.0))
+    settings: Settings = field(
+        default_factory=lambda: Settings(*[1.0] * 4, 99, OtherSampling.refuse)
+    )
+    url: str = ""
+    loop: None = None
+    end_token: int = 0
 
-    def call(self, method, request):
-        raise AssertionError("programs sample through the endpoint")
+    @property
+    def engines(self) -> "Agents":
+        return self
 
-    def begin(self, asked, step, samples, engine):
-        new = []
-        for sample in samples:
-            key = f"key{len(self.begun)}"
-            self.begun.append((step, asked.prompt_id, sample))
-            self.lengths[key] = min(self.longest, int(self.draw.lognormvariate(1, 1)))
-            record = EpisodeRecord(lambda text, last: [1, 2])
-            self.episodes[key] = SimpleNamespace(engine=engine, record=record)
-            new.append(Running(asked, key, Future()))
-        self.open |= {one.name: one for one in new}
-        return new
+    server = policy = engines
 
-    def run(self, is_enough):
+    @property
+    def served(self) -> list[Served]:
+        stats = EngineStats(1, 1.0, 0.5), EngineStats(0, 0.0, 0.0)
+        return [Served(one, 0.0, self.weight_version) for one in stats]
+
+    def episode(self, key, seed_parts, engine, settings) -> Episode:
+        key = f"key{len(self.begun)}"
+        self.begun.append(seed_parts[2:])
+        self.lengths[key] = min(self.longest, int(self.draw.lognormvariate(1, 1)))
+        record = EpisodeRecord(lambda text, last: [1, 2])
+        self.episodes[key] = Episode(key, seed_parts, engine, settings, record)
+        return self.episodes[key]
+
+    def begin(self, jobs) -> list[Future]:
+        outcomes = {job.key: Future() for job in jobs}
+        self.running |= outcomes
+        return [*outcomes.values()]
+
+    def wake(self, *_) -> None:
+        pass
+
+    def run(self, is_enough, loop) -> None:
         while not is_enough():
-            for key, one in list(self.open.items()):
+            for key, outcome in list(self.running.items()):
                 record, done = self.episodes[key].record, self.lengths[key]
                 turns = sum(len(sequence.turns) for sequence in record.sequences)
                 if turns < done:
@@ -73,23 +94,20 @@ class Agents:
                     record.add(record.start(text), [turns], [-0.5], version, "x", **options)
                     continue
                 number = int(key[3:])
+                rewards = {f"chatcmpl-{key}t0": 0.25} if done else {}
                 failure = Failure(0, FailureKind.error, f"reason {number}")
-                one.found.set_result(failure if number % 10 == 9 else float(number))
-                del self.open[key]
+                ended = failure if number % 10 == 9 else Reward(float(number), rewards)
+                outcome.set_result(ended)
+                del self.running[key]
 
-    def end(self, running):
-        return [self._result(one, one.found.result()) for one in running]
+    def call(self, function, names) -> list[Episode]:
+        return function(names)
 
-    def batch(self, results) -> RolloutBatch:
-        return batch_of(results, self.weight_version, 0)
+    def close(self, names) -> list[Episode]:
+        return [self.episodes.pop(name) for name in names]
 
-    def _result(self, one: Running, found: float | Failure) -> EpisodeResult:
-        reward, failure = found, 0
-        turns, episode = {f"chatcmpl-{one.name}t0": 0.25}, self.episodes[one.name]
-        if isinstance(found, Failure):
-            reward, failure = -1.0, self.failures.number(found.kind, found.reason)
-            turns = {}
-        return EpisodeResult(0, episode.engine, [1], episode.record, reward, failure, turns)
+    def log(self, outcomes) -> None:
+        pass
 
 
 def assert_first_turns_are_rewarded(batch: RolloutBatch) -> None:
@@ -112,8 +130,9 @@ def source_of(agents: Agents, first: int) -> StepSource:
     )
     numbers = iter(range(first, 10**6))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
-    parts = source_parts(config, take, engine=agents, rollout=agents)
-    return StepSource(ProgramsInFlight(parts, agents), parts)
+    episodes = ProgramEpisodes(agents, 1, agents, agents.failures, -1.0)
+    parts = source_parts(config, take, OneCall(episodes, None), engine=agents, rollout=agents)
+    return StepSource(GroupsInFlight(parts), parts)
 
 
 def test_every_episode_is_trained_once_and_no_token_is_too_old():
@@ -162,10 +181,10 @@ def test_a_checkpoint_has_ended_episodes_and_the_others_begin_anew():
     wanted = [
         (group.step, group.prompt.prompt_id, group.first_sample + k)
         for group in source.state()
-        for k, draft in enumerate(group.drafts)
-        if not draft.finished
+        for k, one in enumerate(group.responses)
+        if not one.is_finished
     ]
-    kept = sum(draft.finished for group in source.state() for draft in group.drafts)
+    kept = sum(one.is_finished for group in source.state() for one in group.responses)
     sampled = resumed.take(6)
     assert again.begun[: len(wanted)] == wanted and kept > 0
     assert all(number >= 1000 for _, number, _ in again.begun[len(wanted) :])

@@ -1,7 +1,7 @@
 """Conversations in flight: turns that are cut go on, and environments survive a checkpoint."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +12,16 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import TurnTokens
-from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
-from hybridrl.trainer.multi_turn.environment import FailureReasons
+from hybridrl.trainer.episodes.base import OneCall
+from hybridrl.trainer.episodes.conversations import Conversations, Limits
+from hybridrl.trainer.episodes.environment import FailureReasons
+from hybridrl.trainer.episodes.responses import Response
+from hybridrl.trainer.episodes.responses import decode as decode_groups
+from hybridrl.trainer.episodes.responses import encode as encode_groups
+from hybridrl.trainer.episodes.turns import TurnEpisodes
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.sampling.drafts import Draft
 from hybridrl.trainer.sampling.dynamic import DynamicSampling
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
-from hybridrl.trainer.sampling.in_flight import decode as decode_groups
-from hybridrl.trainer.sampling.in_flight import encode as encode_groups
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
@@ -51,14 +53,11 @@ class Engines(SplitEngine):
     holds: int = 0
     sampled: int = 0
     cut: int = 0
-    in_flight: list[list[Draft]] = field(default_factory=list)
+    in_flight: list[list[Response]] = field(default_factory=list)
 
     @property
     def num_shards(self) -> int:
         return self.num_engines
-
-    def call(self, method: str, request: PromptBatch) -> RolloutBatch:
-        return self.generate(request)
 
     def begin(self, method: str, request: PromptBatch, arriving: int | None):
         return lambda: self.generate(request)
@@ -115,7 +114,7 @@ class Engines(SplitEngine):
 
 
 def prompt(number: int) -> Prompt:
-    return Prompt(number, [A] * (1 + number % 3), "", "", {}, {})
+    return Prompt(number, [A] * (1 + number % 3), "", "", {"greeting": "ba" * (number % 2)}, {})
 
 
 class LengthIsReward:
@@ -170,12 +169,14 @@ def run(
             Here("tests.support.environment_cases.Counts", turns=4),
             TurnTokens(TOKENIZER, [END], ["="], "user"),
             decode,
-            {number: {"greeting": "ba" * (number % 2)} for number in range(10**4)},
             Limits(3, LONGEST),
             FailureReasons(),
         )
-        source = (GroupsAhead if split else GroupsInFlight)(parts, conversations)
-        source = StepSource(DynamicSampling(source, parts) if rounds > 1 else source, parts)
+        episodes = TurnEpisodes(config.rollout, conversations, engines.generate)
+        generation = replace(parts.generation, generate=OneCall(episodes, engines.generate))
+        own = replace(parts, generation=generation)
+        source = (GroupsAhead if split else GroupsInFlight)(own)
+        source = StepSource(DynamicSampling(source, own) if rounds > 1 else source, own)
         source.restore(in_flight)
         return source
 
@@ -184,8 +185,8 @@ def run(
         batches.append(current.take(step))
         engines.weight_version += 1
         current.after_update(step)
-        drafts = [draft for group in current.state() for draft in group.drafts]
-        engines.in_flight.append([draft for draft in drafts if not draft.finished])
+        responses = [one for group in current.state() for one in group.responses]
+        engines.in_flight.append([one for one in responses if not one.is_finished])
         if not split or not max_versions:
             engines.holds = engines.weight_version
         if restarts:
@@ -224,7 +225,7 @@ def test_cut_turns_go_on_and_each_token_is_trained_once(split):
         assert batch.environment_rewards.tolist() == [
             sum(range(1, turns + 1)) for turns in batch.turns.tolist()
         ]
-    kept = sum(int(draft.mask.sum()) for group in left for draft in group.drafts)
+    kept = sum(int(one.mask.sum()) for group in left for one in group.responses)
     assert trained + kept == engines.sampled
     assert engines.cut > 20
     assert any((one.batch.token_versions.values.unique() >= 0).sum() > 1 for one in sampled)
@@ -234,9 +235,9 @@ def test_cut_turns_go_on_and_each_token_is_trained_once(split):
 def test_answers_do_not_wait_for_the_longest_turn(split):
     """Conversations in flight are in different turns, at their beginning and within them."""
     _, _, engines = run(12, split=split)
-    begun = [[draft for draft in drafts if draft.turns] for drafts in engines.in_flight]
-    assert any(len({draft.turns for draft in drafts}) > 1 for drafts in begun)
-    assert {draft.turn_tokens > 0 for drafts in begun for draft in drafts} == {False, True}
+    begun = [[one for one in responses if one.turns] for responses in engines.in_flight]
+    assert any(len({one.turns for one in responses}) > 1 for responses in begun)
+    assert {one.turn_tokens > 0 for responses in begun for one in responses} == {False, True}
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

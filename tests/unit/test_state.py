@@ -13,10 +13,9 @@ from hybridrl.config.choices import Offload
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.episodes.responses import Group, Response
 from hybridrl.trainer.nonfinite import NonFiniteGuard
-from hybridrl.trainer.sampling.drafts import Draft
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
-from hybridrl.trainer.sampling.in_flight import Group
 from hybridrl.trainer.state import TrainState, read_state
 
 
@@ -113,14 +112,14 @@ class Run:
         """Change everything that steps change."""
         self.lengths.learn(range(3), [4, 1, 7])
         self.lengths.learn(range(2), [8, 1], in_parts=True)
-        drafts = (
-            Draft.empty().sampled(
+        responses = (
+            Response.empty().with_sampled(
                 torch.tensor([7, 8]), torch.tensor([-0.1, -2e-30]), 3, turn_ends=False
             ),
-            Draft.empty(),
+            Response.empty(),
         )
         prompt = self.prompts.take(3)[1]
-        self.source.groups += (Group(prompt, step=4, version=2, engine=1, drafts=drafts),)
+        self.source.groups += (Group(prompt, step=4, version=2, engine=1, responses=responses),)
         self.kl.adapt(scored())
         self.engine.weight_version += 1
         self.guard.skipped.note(5, {"actor/skipped_last": 2.0}, num_steps=2)
@@ -190,4 +189,13 @@ def test_a_commit_keeps_nothing_for_prompts_that_the_step_has_not_drawn():
 def test_a_file_with_other_fields_is_refused_by_name(body, tmp_path):
     (tmp_path / "driver.json").write_text(json.dumps(body))
     with pytest.raises(DamagedCheckpoint, match=r"driver\.json"):
+        read_state(tmp_path)
+
+
+def test_groups_in_flight_of_another_form_are_refused(tmp_path):
+    run = Run()
+    run.state.commit(1)
+    state = vars(run.state.finished()) | {"in_flight": [{"prompt_id": 1, "drafts": []}]}
+    (tmp_path / "driver.json").write_text(json.dumps(state))
+    with pytest.raises(DamagedCheckpoint, match="groups in flight without responses"):
         read_state(tmp_path)

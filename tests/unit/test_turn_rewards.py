@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.agents.record import EpisodeRecord
+from hybridrl.agents.record import EpisodeRecord, TokenSequence
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
@@ -21,8 +21,8 @@ from tests.support.run_configs import run_config
 Turns = Sequence[tuple[int, bool]]
 
 
-def record(turns: Turns) -> EpisodeRecord:
-    """An episode whose turn k has the name k and two tokens."""
+def record(turns: Turns) -> list[TokenSequence]:
+    """The token sequences of an episode whose turn k has the name k and two tokens."""
     made = EpisodeRecord(lambda text, last: [ord(letter) for letter in text])
     texts: dict[int, str] = {}
     for k, (conversation, trained) in enumerate(turns):
@@ -30,10 +30,10 @@ def record(turns: Turns) -> EpisodeRecord:
         how = {"name": str(k), "trained": trained, "truncated": False}
         made.add(made.start(text), [5, 6], [-1.0, -2.0], [3, 3], f"{k}!", **how)
         texts[conversation] = f"{text}{k}!?"
-    return made
+    return made.sequences
 
 
-def batch(*episodes: tuple[EpisodeRecord, float, dict[str, float]]) -> RolloutBatch:
+def batch(*episodes: tuple[list[TokenSequence], float, dict[str, float]]) -> RolloutBatch:
     """Episodes of one group with the reward of the whole and those of turns."""
     results = [
         EpisodeResult(0, 0, [7], made, whole + sum(turns.values()), 0, turns)
@@ -122,7 +122,10 @@ def test_later_turns_are_those_of_any_conversation():
     """Turn 1 asks a sub-agent, turn 3 answers by what it found."""
     made = record([(0, True), (1, True), (0, True)])
     assert placed(made, {"msg_2": 1.0}) == [[0.0, 0.0], [1.0]]
-    assert placed(made, {"resp_1": 1.0, "cmpl-2": 2.0}) == [[0.0 + 0.0 + 3 - 2, 2 - 3.0], [3.0]]
+    assert placed(made, {"resp_1": 1.0, "cmpl-2": 2.0}) == [
+        [0.0 + 0.0 + 3 - 2, 2 - 3.0],
+        [3.0],
+    ]
 
 
 def test_a_turn_that_is_not_trained_passes_its_reward_to_earlier_ones_only():
@@ -164,7 +167,7 @@ def test_the_advantage_of_a_turn_is_its_reward_to_go_less_the_mean(episodes):
     of = batch(*((one, 1.0, rewards) for one, rewards in zip(made, named, strict=True)))
     rows = iter(advantages(of, "algorithm=dr_grpo"))
     for index, one in enumerate(made):
-        for sequence in one.sequences:
+        for sequence in one:
             found = next(rows)
             numbers = [t.number for t in sequence.turns if sequence.trained[t.start]]
             wanted = [expected[index, k] - mean for k in numbers for _ in range(2)]

@@ -22,7 +22,7 @@ class EpisodeResult(NamedTuple):
     group: int
     engine: int
     prompt: list[int]
-    record: EpisodeRecord
+    sequences: Sequence[TokenSequence]
     reward: float
     failure: int
     turns: Mapping[str, float] = MappingProxyType({})
@@ -41,13 +41,13 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
     rows = [
         (index, episode, sequence)
         for index, episode in enumerate(episodes)
-        for sequence in episode.record.sequences or [_nothing(episode, end_token, version)]
+        for sequence in episode.sequences or [_nothing(episode, end_token, version)]
     ]
     index = torch.tensor([k for k, _, _ in rows])
     of_turns = [
         rewards
         for episode in episodes
-        for rewards in placed(episode.record, episode.turns) or [[0.0]]
+        for rewards in placed(episode.sequences, episode.turns) or [[0.0]]
     ]
     turn_rewards = [on_tokens(row, own) for (_, _, row), own in zip(rows, of_turns, strict=True)]
     is_last = torch.cat([index.diff(), torch.ones(1)]) > 0

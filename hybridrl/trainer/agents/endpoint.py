@@ -1,6 +1,7 @@
 """The endpoint over a run's rollout engines."""
 
 import gc
+import socket
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
 from hybridrl.config.choices import OtherSampling
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, load_tokenizer
@@ -90,3 +92,18 @@ class Endpoint:
         episode = Episode(key, seed_parts, engine, settings, record)
         self.policy.open(episode)
         return episode
+
+
+def check_address(host: str, port: int, keys: str = "agent.host = {}, agent.port = {}") -> None:
+    """Check that an endpoint can listen on an address, before engines start.
+
+    Raises:
+        ConfigError: it cannot. `keys` formats host and port.
+    """
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:
+        raise ConfigError(
+            f"{keys.format(host, port)}, but the endpoint cannot listen there: {error}.\n"
+            "Set port 0 for a free one, and an IPv4 address of this machine as host."
+        ) from error

@@ -20,7 +20,7 @@ TASK = "hybridrl.environments.programs.program_task"
 # A request costs its process some milliseconds of CPU in an SDK, while an engine waits for it.
 MAX_PROCESSES = 16
 # `Reward` of an episode, or `Failure`.
-Found = Future[Any]
+Outcome = Future[Any]
 
 
 def task_of(prompt: Prompt) -> Task:
@@ -49,13 +49,13 @@ class ProgramPool:
             repeated=self._repeated,
         )
         self.on_repeat: Callable[[str, str], None] = lambda name, attempt: None
-        self._new: SimpleQueue[tuple[Job, Found]] = SimpleQueue()
-        self._numbers, self._found = count(), dict[int, Found]()
+        self._new: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
+        self._numbers, self._open = count(), dict[int, Outcome]()
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._serving = run_in_background(self._serve, name="programs")
 
-    def begin(self, jobs: Sequence[Job]) -> list[Found]:
+    def begin(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Begin to run jobs; return the Future of each one's `Reward` or `Failure`.
 
         Raises:
@@ -63,15 +63,15 @@ class ProgramPool:
         """
         if self._serving.done():
             self._serving.result()
-        begun = [(job, Found()) for job in jobs]
+        begun = [(job, Outcome()) for job in jobs]
         for one in begun:
             self._new.put(one)
         self._ring.send(b"!")
-        return [found for _, found in begun]
+        return [outcome for _, outcome in begun]
 
-    def log(self, found: Sequence[Any]) -> None:
+    def log(self, outcomes: Sequence[Any]) -> None:
         """Log the failures among the results of some jobs."""
-        self._pool.log(found)
+        self._pool.log(outcomes)
 
     def __enter__(self) -> Self:
         return self
@@ -89,11 +89,11 @@ class ProgramPool:
         try:
             while True:
                 for number, result in self._pool.advance(self._arrived(), self._bell).items():
-                    self._found.pop(number).set_result(result)
+                    self._open.pop(number).set_result(result)
         except BaseException as error:
             list(self._arrived())
-            for found in self._found.values():
-                found.set_exception(error)
+            for outcome in self._open.values():
+                outcome.set_exception(error)
             raise
 
     def _repeated(self, job: Job) -> Job:
@@ -106,6 +106,6 @@ class ProgramPool:
         with suppress(BlockingIOError):
             self._bell.recv(2**16)
         while not self._new.empty():
-            (job, found), number = self._new.get(), next(self._numbers)
-            self._found[number] = found
+            (job, outcome), number = self._new.get(), next(self._numbers)
+            self._open[number] = outcome
             yield number, job

@@ -1,8 +1,7 @@
-"""Sampling of the responses that a step trains on.
+"""Sources of the groups that a step trains on.
 
-base.py: `Sampling`, which samples each response to its end; start reading there.
-drafts.py: responses so far, and what follows their turns.
-partial.py: partial rollouts, whose unfinished responses (in_flight.py) later steps continue.
-split.py: the same on ranks of their own, beside training.
+source.py: `Source`, the seam, and what the algorithm wants of any; start reading there.
+whole.py, partial.py, split.py: the schedules. dynamic.py: dynamic sampling around any of them.
+generation.py: whole responses with the actor's weights.
 hybrid_engine.py: the weights that vLLM holds.
 """

@@ -9,10 +9,9 @@ from statistics import fmean
 
 import torch
 
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import RolloutBatch, total_stats
+from hybridrl.trainer.episodes.responses import Group
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.sampling.generation import total_stats
-from hybridrl.trainer.sampling.in_flight import Group
 from hybridrl.trainer.sampling.source import Metrics, Sampled, Source, SourceParts, without_loss
 
 

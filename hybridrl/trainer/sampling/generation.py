@@ -1,26 +1,23 @@
 """Generation of whole responses with the actor's weights, partitioned over the engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 
-from hybridrl.data.batch import EngineStats, Generate, PromptBatch, RolloutBatch
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.episodes.base import Generator
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
-
-# Throughput of each engine in a call.
-CallStats = tuple[EngineStats, ...]
 
 
 @dataclass(frozen=True)
 class Generation:
     """Generation of responses with the actor's weights; engines are balanced by known lengths."""
 
-    generate: Generate
+    generate: Generator
     engine: HybridEngine
     lengths: ResponseLengths
 
@@ -55,19 +52,4 @@ def request_of(
         top_p=top_p,
         top_k=top_k,
         first_sample=torch.full((len(prompts),), first_sample),
-    )
-
-
-def total_stats(
-    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float] = itemgetter(0)
-) -> CallStats:
-    """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
-    return tuple(
-        EngineStats(
-            tokens=sum(stats.tokens for stats in of_engine),
-            seconds=sum(stats.seconds for stats in of_engine),
-            first_token_s=first_token([stats.first_token_s for stats in of_engine]),
-            old_kv_tokens=sum(stats.old_kv_tokens for stats in of_engine),
-        )
-        for of_engine in zip(*calls, strict=True)
     )

@@ -20,9 +20,9 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.episodes.responses import Group
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
 from hybridrl.trainer.sampling.generation import Generation, request_of
-from hybridrl.trainer.sampling.in_flight import Group
 
 Metrics = dict[str, float]
 

@@ -10,16 +10,18 @@ meanwhile, and are swapped in afterwards. So it follows from seeds and lengths a
 sample a token, and which step trains it.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import chain, repeat
 
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import CallStats, PromptBatch, RolloutBatch, total_stats
 from hybridrl.distributed.background import MAY_BLOCK, run_in_background
-from hybridrl.trainer.sampling.drafts import Turns
-from hybridrl.trainer.sampling.generation import CallStats, total_stats
+from hybridrl.trainer.episodes.base import Grown, Until
+from hybridrl.trainer.episodes.responses import Group
+from hybridrl.trainer.episodes.turns import TurnEpisodes
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
-from hybridrl.trainer.sampling.in_flight import Group, due
-from hybridrl.trainer.sampling.partial import GroupsInFlight, Step
+from hybridrl.trainer.sampling.partial import GroupsInFlight, Step, due
 from hybridrl.trainer.sampling.source import Metrics, SourceParts
 from hybridrl.trainer.timing.engines import engine_metrics
 
@@ -37,70 +39,72 @@ class GroupsAhead(GroupsInFlight):
     With rollout.max_versions=0 nothing is sampled ahead.
     """
 
-    def __init__(self, parts: SourceParts, turns: Turns) -> None:
-        super().__init__(parts, turns)
+    def __init__(self, parts: SourceParts) -> None:
+        super().__init__(parts)
         assert isinstance(self._engine, SplitEngine), "engines have ranks of their own"
-        self._split_engine = self._engine
+        assert isinstance(self._episodes, TurnEpisodes), "calls of the engines sample turns"
+        self._split_engine, self._turn_episodes = self._engine, self._episodes
         self._begin_call = parts.rollout.begin
         self._trains_policy = parts.trains_policy
         self._section = parts.section
-        # Groups in flight after the sampling beside the training, and the calls for them.
-        self._ahead: Future[tuple[list[Group], list[CallStats]]] | None = None
+        # Groups in flight before the sampling beside the training, and after it.
+        self._ahead: tuple[Sequence[Group], Future[Grown]] | None = None
         # Of the step: calls before its training, and seconds in which they waited.
         self._calls: list[CallStats] = []
         self._environment_s = 0.0
 
     def begin_update(self, step: int, batch: RolloutBatch) -> Metrics:
         """Begin to sample for the next step; return metrics of what this one took."""
-        taken, self._step = self._step, None
-        assert taken is not None, "a step takes groups first"
+        taken = self._ended_step()
         metrics = self._metrics(taken, batch)
         self._calls, self._environment_s = taken.calls, batch.environment_s
-        if self._config.rollout.max_versions:
+        if self._rollout.max_versions:
             length = float(batch.responses.lengths.float().mean())
             self._ahead = self._begin(taken, length)
-        return metrics | {"partial/continued_tokens": float(sum(taken.continued))}
+        return metrics
 
     def after_update(self, step: int) -> Metrics:
         """Send the weights, wait for the engines, swap; return metrics."""
         if self._ahead is None:
             return {}
         with self._section("swap"):
-            return self._swap(step, self._ahead)
-
-    def _swap(self, step: int, ahead: Future[tuple[list[Group], list[CallStats]]]) -> Metrics:
-        sent = self._split_engine.send() if self._trains_policy(step) else None
-        groups, calls = ahead.result()
-        self._ahead = None
-        metrics = self._split_engine.swap(sent)
-        self._groups = tuple(groups)
-        stats = total_stats([*self._calls, *calls])
+            before, ahead = self._ahead
+            self._ahead = None
+            sent = self._split_engine.send() if self._trains_policy(step) else None
+            grown = ahead.result()
+            metrics = self._split_engine.swap(sent)
+        self._learn(before, grown.groups)
+        self._groups = tuple(grown.groups)
+        stats = total_stats([*self._calls, *grown.calls])
         seconds = max((engine.seconds for engine in stats), default=0.0)
         metrics |= engine_metrics(stats, seconds) if seconds else {}
-        if waited := self._turns.take_seconds():
-            metrics["environment/seconds"] = self._environment_s + waited
+        if grown.environment_s:
+            metrics["environment/seconds"] = self._environment_s + grown.environment_s
         sampled = float(sum(engine.tokens for engine in stats))
         return metrics | self._in_flight_metrics([stats]) | {"split/sampled_tokens": sampled}
 
-    def _begin(self, step: Step, length: float) -> Future[tuple[list[Group], list[CallStats]]]:
+    def _begin(self, step: Step, length: float) -> tuple[Sequence[Group], Future[Grown]]:
         """Begin to sample what the next step trains, and some more, in a thread.
 
         `length` is the mean of this step's responses: lengths may grow during training.
         """
-        wanted, version = self._config.data.prompts_per_step, self._engine.weight_version
+        wanted, version = self._per_step, self._engine.weight_version
         groups = [*self._groups, *self._admitted(step, version)]
         # The next step trains after this step's update.
-        needed = due(groups, version + 1, self._config.rollout.max_versions, wanted)
+        needed = due(groups, version + 1, self._rollout.max_versions, wanted)
         finished = sum(group.is_finished for group in groups)
         missing = (1 - GAIN) * wanted + GAIN * ((1 + SPARE) * wanted - finished)
         budget = self._budget(groups, max(missing, 0.0), length=length)
         # The first call also begins to receive the weights that arrive.
         arriving = chain([version + 1 if self._trains_policy(step.number) else None], repeat(None))
 
-        def call(request: PromptBatch) -> RolloutBatch:
+        def generate(request: PromptBatch) -> RolloutBatch:
             batch: RolloutBatch = self._begin_call("generate_ahead", request, next(arriving))()
+            assert (batch.weight_version == version).all(), "stale weights"
             return batch
 
-        return run_in_background(
-            self._sampled, groups, needed, budget, version, call, name=MAY_BLOCK
+        grow, until = (
+            replace(self._turn_episodes, generate=generate).grow,
+            Until(needed, wanted, budget),
         )
+        return groups, run_in_background(grow, groups, until, self._sampling, name=MAY_BLOCK)

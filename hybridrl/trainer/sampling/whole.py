@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.trainer.episodes.responses import Group
 from hybridrl.trainer.sampling.generation import request_of
-from hybridrl.trainer.sampling.in_flight import Group
 from hybridrl.trainer.sampling.source import Metrics, Sampled, SourceParts
 
 

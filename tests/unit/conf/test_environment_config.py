@@ -9,7 +9,7 @@ import pytest
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.trainer.multi_turn.environment import stop_problems, turn_tokens
+from hybridrl.trainer.episodes.environment import stop_problems, turn_tokens
 from tests.support.composing import REPO, examined, problems
 from tests.support.role_configs import model_config
 

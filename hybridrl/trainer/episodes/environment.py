@@ -1,7 +1,6 @@
 """The environment of a run: its processes, its rewards, its failures and its stop strings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config.errors import raised_problems
@@ -9,11 +8,9 @@ from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, TurnTokens, load_tokenizer
-from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.trainer.agents.programs import ProgramPool
 from hybridrl.trainer.rewarding import Rewarded
 
 # Distinct reasons of failures that are kept; an unbounded number could be one per conversation.
@@ -39,14 +36,6 @@ class FailureReasons:
     def look_up(self, number: int) -> tuple[FailureKind, str]:
         """Return the kind and reason of a number above 0."""
         return list(self._numbers)[number - 1]
-
-
-@dataclass(frozen=True)
-class RunEnvironment:
-    """Processes of a run's environment or agent, and the failures that generation met in them."""
-
-    processes: EnvironmentPool | ProgramPool
-    failures: FailureReasons = field(default_factory=FailureReasons)
 
 
 class EnvironmentRewards:

@@ -1,0 +1,228 @@
+"""Episodes of agents: one run of a program per response.
+
+    endpoint     HTTP server in a thread of the driver; requests by key belong to an episode
+    programs     in processes of their own, agent.concurrency at a time
+    engines      sample continuously for all of them, called by the driver's main thread
+
+What the engines sampled is recorded by the endpoint as token ids and becomes the batch. With
+rollout.schedule=partial, sampling ends when enough groups have: other programs run on meanwhile,
+their requests wait at the endpoint, and the next step goes on with them. Which episodes end first
+is decided by the clock. A program does not survive the driver: a resumed run has the ended episodes
+of a checkpoint, and starts the programs of the others again.
+"""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Never
+
+from hybridrl.agents.episode import Episode
+from hybridrl.agents.record import TokenSequence, decode_sequences, encode_sequences
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.environments.programs import Job, Reward
+from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
+from hybridrl.trainer.agents.endpoint import Endpoint
+from hybridrl.trainer.agents.programs import Outcome, ProgramPool, task_of
+from hybridrl.trainer.agents.turn_rewards import unknown_turns
+from hybridrl.trainer.episodes.base import Grown, Sampling, Until
+from hybridrl.trainer.episodes.environment import FailureReasons
+from hybridrl.trainer.episodes.responses import (
+    Group,
+    Place,
+    Response,
+    unfinished,
+    with_responses,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunningProgram:
+    """State of an episode whose program was started: its name at the endpoint, and its outcome."""
+
+    kind: ClassVar[str] = ""
+
+    name: str
+    outcome: Outcome
+
+    def encode(self) -> dict[str, Any]:
+        """Raise: a program ends with the driver."""
+        raise NotImplementedError
+
+    @classmethod
+    def decode(cls, fields: dict[str, Any]) -> Never:
+        """Raise: a program ends with the driver."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EndedProgram:
+    """State of an episode that has ended.
+
+    Attributes:
+        sequences: what it sampled.
+        reward: that of its turns included, or agent.failed_score.
+        turns: parts of the reward that were earned by turns, by the ids of their completions.
+        failure, reason: its failure, if any.
+    """
+
+    kind: ClassVar[str] = "program"
+
+    sequences: list[TokenSequence]
+    reward: float
+    turns: dict[str, float]
+    failure: FailureKind | None = None
+    reason: str = ""
+
+    def encode(self) -> dict[str, Any]:
+        """Return plain JSON."""
+        return {**vars(self), "sequences": encode_sequences(self.sequences)}
+
+    @classmethod
+    def decode(cls, fields: dict[str, Any]) -> "EndedProgram":
+        """Return the state of a value of `encode`."""
+        failure, sequences = fields.pop("failure"), decode_sequences(fields.pop("sequences"))
+        return cls(sequences, failure=failure and FailureKind(failure), **fields)
+
+
+class ProgramEpisodes:
+    """`Episodes` that are runs of a program.
+
+    Args:
+        endpoint: through which the programs sample.
+        seed: of the run's sampling.
+        programs: processes of the program.
+        failures: numbers the reasons of failures.
+        failed_score: reward of an episode that failed.
+    """
+
+    counts_tokens: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        seed: int,
+        programs: ProgramPool,
+        failures: FailureReasons,
+        failed_score: float,
+    ) -> None:
+        self._endpoint = endpoint
+        self._seed = seed
+        self._programs = programs
+        programs.on_repeat = self._repeat
+        self._failures, self._failed_score = failures, failed_score
+        self._has_branched = self._has_unknown = False
+
+    def open(self, prompts: Sequence[Prompt]) -> list[Response]:
+        """Return empty responses; their programs begin with the next growth."""
+        return [Response.empty() for _ in prompts]
+
+    def grow(self, groups: Sequence[Group], until: Until, sampling: Sampling) -> Grown:
+        """Sample for the programs until `until.finished` groups have ended, the needed among them.
+
+        It is asked again when a program has ended.
+        """
+        running = {place: self._running(groups, place, sampling) for place in unfinished(groups)}
+
+        def is_enough() -> bool:
+            is_open = {g for (g, _), one in running.items() if not one.outcome.done()}
+            return len(groups) - len(is_open) >= until.finished and is_open.isdisjoint(
+                range(until.needed)
+            )
+
+        self._endpoint.engines.run(is_enough, self._endpoint.server.loop)
+        served = self._endpoint.engines.served
+        ended = {place: one for place, one in running.items() if one.outcome.done()}
+        new = {
+            (g, k): replace(groups[g].responses[k], episode=one) for (g, k), one in running.items()
+        } | self._ended(groups, ended)
+        return Grown(
+            with_responses(groups, new),
+            [tuple(one.stats for one in served)],
+            frozenset(one.weight_version for one in served),
+            min(one.idle_s for one in served),
+        )
+
+    def batch(self, groups: Sequence[Group]) -> RolloutBatch:
+        """Return the token sequences of ended episodes; all of an episode lie together."""
+        results = [
+            self._result(index, group, response)
+            for index, group in enumerate(groups)
+            for response in group.responses
+        ]
+        version = self._endpoint.engines.served[0].weight_version
+        return batch_of(results, version, self._endpoint.end_token)
+
+    def _running(self, groups: Sequence[Group], place: Place, sampling: Sampling) -> RunningProgram:
+        """Return the program of an episode, started if it is new or its driver has ended."""
+        group, state = groups[place[0]], groups[place[0]].responses[place[1]].episode
+        if isinstance(state, RunningProgram):
+            return state
+        endpoint, sample = self._endpoint, group.first_sample + place[1]
+        episode = endpoint.episode(
+            secrets.token_urlsafe(16),
+            (self._seed, "agent", group.step, group.prompt.prompt_id, sample),
+            group.engine,
+            replace(endpoint.settings, temperature=sampling.temperature, top_p=sampling.top_p),
+        )
+        job = Job(task_of(group.prompt), endpoint.server.url, episode.key)
+        (outcome,) = self._programs.begin([job])
+        outcome.add_done_callback(endpoint.engines.wake)
+        return RunningProgram(episode.name, outcome)
+
+    def _ended(
+        self, groups: Sequence[Group], ended: dict[Place, RunningProgram]
+    ) -> dict[Place, Response]:
+        """Return the finished responses of programs that have ended."""
+        names = [one.name for one in ended.values()]
+        episodes = self._endpoint.server.call(self._endpoint.policy.close, names)
+        outcomes = [one.outcome.result() for one in ended.values()]
+        self._programs.log(outcomes)
+        rows = zip(ended, episodes, outcomes, strict=True)
+        states = {place: self._state(episode, outcome) for place, episode, outcome in rows}
+        return {
+            (g, k): replace(groups[g].responses[k], is_finished=True, episode=state)
+            for (g, k), state in states.items()
+        }
+
+    def _state(self, episode: Episode, outcome: Reward | Failure) -> EndedProgram:
+        record = episode.record
+        if record.branch and not self._has_branched:
+            self._has_branched = True
+            log.warning(
+                "an episode has several token sequences (agent/branches): %s", record.branch
+            )
+        if isinstance(outcome, Reward) and (
+            reason := unknown_turns(record.sequences, outcome.turns)
+        ):
+            if not self._has_unknown:
+                self._has_unknown = True
+                log.warning("an episode failed: %s; reward/failed counts further ones", reason)
+            outcome = Failure(0, FailureKind.error, reason)
+        if isinstance(outcome, Failure):
+            failed = self._failed_score, {}, outcome.kind, outcome.reason
+            return EndedProgram(record.sequences, *failed)
+        return EndedProgram(record.sequences, outcome.total, outcome.turns)
+
+    def _result(self, index: int, group: Group, response: Response) -> EpisodeResult:
+        state = response.episode
+        assert isinstance(state, EndedProgram)
+        failure = 0 if state.failure is None else self._failures.number(state.failure, state.reason)
+        return EpisodeResult(
+            index,
+            group.engine,
+            group.prompt.token_ids,
+            state.sequences,
+            state.reward,
+            failure,
+            state.turns,
+        )
+
+    def _repeat(self, name: str, attempt: str) -> None:
+        """Note that the program of an episode begins anew, before it does; called in any thread."""
+        loop, policy = self._endpoint.server.loop, self._endpoint.policy
+        loop.call_soon_threadsafe(policy.repeat, name, attempt)
