@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from hybridrl.config.choices import Schedule
 from hybridrl.config.schema import RunConfig
@@ -17,8 +15,13 @@ from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
 from hybridrl.trainer.episodes.base import Episodes, Generator, OneCall, WholeEpisodes
 from hybridrl.trainer.episodes.conversations import Conversations, Limits
-from hybridrl.trainer.episodes.environment import EnvironmentRewards, FailureReasons, turn_tokens
-from hybridrl.trainer.episodes.turns import OneTurn, TurnEpisodes
+from hybridrl.trainer.episodes.environment import (
+    Environment,
+    EnvironmentRewards,
+    FailureReasons,
+    turn_tokens,
+)
+from hybridrl.trainer.episodes.turns import TurnEpisodes, Turns
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.sampling.dynamic import DynamicSampling
 from hybridrl.trainer.sampling.partial import GroupsInFlight
@@ -32,64 +35,8 @@ SOURCES: Mapping[Schedule, Callable[[SourceParts], Source]] = {
     Schedule.partial: GroupsInFlight,
     Schedule.split: GroupsAhead,
 }
-# Opens the programs of an agent: a web server, which other runs do not need.
-PROGRAMS = "hybridrl.trainer.agents.run.Programs"
-
-
-class Environment(Protocol):
-    """Environment or agent of a run, whose processes are running.
-
-    Attributes:
-        failures: those that generation met in them.
-    """
-
-    failures: FailureReasons
-
-    def episodes(self, rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
-        """Return episodes on the engines `rollout`; `stack` ends what they open."""
-        ...
-
-    def engines(self, request: PromptBatch, num_engines: int) -> list[int]:
-        """Return the engine of each prompt."""
-        ...
-
-
-@dataclass(frozen=True)
-class Environments:
-    """`Environment` whose processes answer the turns of conversations."""
-
-    config: RunConfig
-    pool: EnvironmentPool
-    failures: FailureReasons = field(default_factory=FailureReasons)
-
-    @classmethod
-    def open(cls, config: RunConfig, stack: ExitStack) -> "Environments":
-        """Start the processes, which `stack` ends."""
-        assert config.environment is not None
-        pool = EnvironmentPool(
-            config.environment.function,
-            config.environment.args,
-            timeout_s=config.reward.timeout_s,
-            num_processes=config.reward.num_processes,
-        )
-        return cls(config, stack.enter_context(pool))
-
-    def episodes(self, rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
-        """Return conversations with the environments."""
-        config, environment = self.config, self.config.environment
-        assert environment is not None
-        conversations = Conversations(
-            self.pool,
-            turn_tokens(config.model, environment, config.data.chat_template_kwargs),
-            decode,
-            Limits(environment.max_turns, config.rollout.max_response_tokens),
-            self.failures,
-        )
-        return TurnEpisodes(config.rollout, conversations, partial(rollout.call, "generate"))
-
-    def engines(self, request: PromptBatch, num_engines: int) -> list[int]:
-        """Balance the engines by the lengths that earlier responses had."""
-        return request.engines(num_engines)
+# Opens an agent: a web server, which other runs do not need.
+AGENT = "hybridrl.trainer.agents.run.open_agent"
 
 
 def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:
@@ -99,9 +46,22 @@ def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:
         ConfigError: the agent's endpoint cannot listen on agent.host and agent.port.
     """
     if config.agent is not None:
-        programs: Environment = locate("agent", PROGRAMS).open(config, stack)
-        return programs
-    return None if config.environment is None else Environments.open(config, stack)
+        agent: Environment = locate("agent", AGENT)(config, stack)
+        return agent
+    if (environment := config.environment) is None:
+        return None
+    options = {"timeout_s": config.reward.timeout_s, "num_processes": config.reward.num_processes}
+    pool = EnvironmentPool(environment.function, environment.args, **options)
+    stack.enter_context(pool)
+    limits = Limits(environment.max_turns, config.rollout.max_response_tokens)
+    template, failures = config.data.chat_template_kwargs, FailureReasons()
+
+    def episodes(rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
+        tokens = turn_tokens(config.model, environment, template)
+        conversations = Conversations(pool, tokens, decode, limits, failures)
+        return TurnEpisodes(config.rollout, conversations, partial(rollout.call, "generate"))
+
+    return Environment(episodes, failures, PromptBatch.engines)
 
 
 def open_rewards(
@@ -124,11 +84,11 @@ def generator_for(
     """Return the generation of whole responses; `stack` ends what it opens."""
     if environment is None:
         call = partial(rollout.call, "generate")
-        return OneCall(TurnEpisodes(config.rollout, OneTurn(), call), call)
+        return OneCall(TurnEpisodes(config.rollout, Turns(), call), call)
     return WholeEpisodes(
         environment.episodes(rollout, decode, stack),
         {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]},
-        partial(environment.engines, num_engines=rollout.num_shards),
+        lambda request: environment.engines(request, rollout.num_shards),
     )
 
 

@@ -14,6 +14,7 @@ from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.trainer.episodes.environment import FailureReasons
 from hybridrl.trainer.episodes.responses import Response
+from hybridrl.trainer.episodes.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def conversation_of(response: Response) -> Conversation:
     return response.episode
 
 
-class Conversations:
-    """`Turns` of conversations with an environment."""
+class Conversations(Turns):
+    """Turns of conversations with an environment."""
 
     enough: float | None = 0.5
 

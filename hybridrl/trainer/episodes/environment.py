@@ -1,16 +1,20 @@
 """The environment of a run: its processes, its rewards, its failures and its stop strings."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.errors import raised_problems
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, TurnTokens, load_tokenizer
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.trainer.episodes.base import Episodes
 from hybridrl.trainer.rewarding import Rewarded
 
 # Distinct reasons of failures that are kept; an unbounded number could be one per conversation.
@@ -36,6 +40,21 @@ class FailureReasons:
     def look_up(self, number: int) -> tuple[FailureKind, str]:
         """Return the kind and reason of a number above 0."""
         return list(self._numbers)[number - 1]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Environment or agent of a run, whose processes are running.
+
+    Attributes:
+        episodes: opens its episodes on the engines; what they open ends with the stack.
+        failures: those that generation met in them.
+        engines: chooses the engine of each prompt among a number of them.
+    """
+
+    episodes: Callable[[WorkerGroup, Decode, ExitStack], Episodes]
+    failures: FailureReasons
+    engines: Callable[[PromptBatch, int], list[int]]
 
 
 class EnvironmentRewards:

@@ -8,7 +8,7 @@ was cut and a conversation that goes on are the same thing: a response that is n
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,8 +21,8 @@ from hybridrl.trainer.episodes.base import Grown, Sampling, Until
 from hybridrl.trainer.episodes.responses import Group, Place, Response, unfinished, with_responses
 
 
-class Turns(Protocol):
-    """Rules of what follows a turn of the policy.
+class Turns:
+    """Rules of what follows a turn of the policy; without an environment a turn is a response.
 
     Attributes:
         stop_token_ids: tokens that end a turn, besides the model's end tokens.
@@ -30,46 +30,23 @@ class Turns(Protocol):
             wait for the longest turn; None: only the budget cuts.
     """
 
-    stop_token_ids: tuple[int, ...]
-    enough: float | None
-
-    def open(self, prompts: Sequence[Prompt]) -> list[Response]:
-        """Return the beginning of a response to each prompt."""
-        ...
-
-    def next(self, responses: Sequence[Response], cut: Sequence[bool]) -> list[Response]:
-        """Return responses whose turns have ended, by the length limit if `cut`, as they go on."""
-        ...
-
-    def fields(self, responses: Sequence[Response]) -> dict[str, Any]:
-        """Return further fields of a `RolloutBatch` of finished responses."""
-        ...
-
-    def take_seconds(self) -> float:
-        """Return the seconds that answers have taken since the last call."""
-        ...
-
-
-class OneTurn:
-    """Turns without an environment: a response is one turn."""
-
     stop_token_ids: tuple[int, ...] = ()
     enough: float | None = None
 
     def open(self, prompts: Sequence[Prompt]) -> list[Response]:
-        """Return empty responses."""
+        """Return the beginning of a response to each prompt."""
         return [Response.empty() for _ in prompts]
 
     def next(self, responses: Sequence[Response], cut: Sequence[bool]) -> list[Response]:
-        """Finish all responses."""
+        """Return responses whose turns have ended, by the length limit if `cut`, as they go on."""
         return [one.finished(truncated=is_cut) for one, is_cut in zip(responses, cut, strict=True)]
 
     def fields(self, responses: Sequence[Response]) -> dict[str, Any]:
-        """Return no fields."""
+        """Return further fields of a `RolloutBatch` of finished responses."""
         return {}
 
     def take_seconds(self) -> float:
-        """Return 0."""
+        """Return the seconds that answers have taken since the last call."""
         return 0.0
 
 

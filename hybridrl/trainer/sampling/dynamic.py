@@ -15,7 +15,7 @@ from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.sampling.source import Metrics, Sampled, Source, SourceParts, without_loss
 
 
-class DynamicSampling:
+class DynamicSampling(Source):
     """Source of groups of another source whose rewards differ.
 
     Each round takes exactly the missing groups, so that no mixed one is thrown away. Unmixed groups

@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridrl.data.batch import CallStats, RolloutBatch, total_stats
 from hybridrl.trainer.episodes.base import Episodes, Grown, Sampling, Until
 from hybridrl.trainer.episodes.responses import Group, unfinished
-from hybridrl.trainer.sampling.source import Metrics, Sampled, SourceParts
+from hybridrl.trainer.sampling.source import Metrics, Sampled, Source, SourceParts
 
 # Least tokens of a further round, as a share of the mean length: few rounds, little too much.
 MIN_SHARE = 0.25
@@ -48,7 +48,7 @@ class Step:
     begun: int = 0
 
 
-class GroupsInFlight:
+class GroupsInFlight(Source):
     """Source of groups whose responses may take several steps."""
 
     def __init__(self, parts: SourceParts) -> None:
@@ -99,10 +99,6 @@ class GroupsInFlight:
             trained = float((self._lag(batch) == 0).sum())
             metrics["partial/trained_fraction"] = trained / max(sampled, 1)
         return metrics
-
-    def after_update(self, step: int) -> Metrics:
-        """Do nothing: engines sample between updates alone."""
-        return {}
 
     def state(self) -> tuple[Group, ...]:
         """Return the groups in flight, oldest first."""

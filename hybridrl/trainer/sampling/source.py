@@ -8,6 +8,7 @@
 Dynamic sampling (dynamic.py) is a source around any of them. `factory.open_source` has their table.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -48,28 +49,28 @@ class Sampled:
 class Source(Protocol):
     """Source of finished groups, which are all responses to a prompt each."""
 
+    @abstractmethod
     def take(self, step: int, count: int) -> Sampled:
         """Return `count` finished groups, while vLLM is awake; dynamic sampling takes repeatedly.
 
         It takes the number of a step's groups first, then as many as it replaces.
         """
-        ...
 
     def begin_update(self, step: int, batch: RolloutBatch) -> Metrics:
         """Return metrics of all that the step took, of which it trains on `batch`."""
-        ...
+        return {}
 
     def after_update(self, step: int) -> Metrics:
         """Give the new weights to engines that have sampled meanwhile; return metrics."""
-        ...
+        return {}
 
     def state(self) -> tuple[Group, ...]:
         """Return the groups in flight, oldest first, for a checkpoint."""
-        ...
+        return ()
 
     def restore(self, groups: Sequence[Group]) -> None:
         """Restore the groups in flight of a checkpoint."""
-        ...
+        assert not groups, "a resume drops them without such a schedule"
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """Sync: each step samples all of its responses, from their first to their last token."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.trainer.episodes.responses import Group
 from hybridrl.trainer.sampling.generation import request_of
-from hybridrl.trainer.sampling.source import Metrics, Sampled, SourceParts
+from hybridrl.trainer.sampling.source import Metrics, Sampled, Source, SourceParts
 
 
-class WholeGroups:
+class WholeGroups(Source):
     """Source of groups that are sampled within their step; none is in flight between steps."""
 
     def __init__(self, parts: SourceParts) -> None:
@@ -39,14 +37,3 @@ class WholeGroups:
         """Return no metrics."""
         self._samples = 0
         return {}
-
-    def after_update(self, step: int) -> Metrics:
-        """Do nothing: engines sample between updates alone."""
-        return {}
-
-    def state(self) -> tuple[Group, ...]:
-        """Return no groups."""
-        return ()
-
-    def restore(self, groups: Sequence[Group]) -> None:
-        """Drop the groups of a run with another schedule, which the resume has reported."""
