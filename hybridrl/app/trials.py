@@ -5,8 +5,12 @@ from typing import TYPE_CHECKING
 
 from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import locate
 from hybridrl.environments.base import trial_problems as environment_trial
 from hybridrl.rewards.calls import trial_problems as reward_trial
+
+# Of the agents wing, which plugs in by name.
+AGENT_TRIAL = "hybridrl.agents.training.trial.trial_problems"
 
 if TYPE_CHECKING:
     from hybridrl.data.sources.prompts import Prompt
@@ -22,6 +26,5 @@ def trial_problems(config: RunConfig, prompt: "Prompt") -> list[str]:
     # The endpoint needs packages of vLLM's, which a dry run may lack.
     if config.resume != NONE or find_spec("vllm") is None:
         return []
-    from hybridrl.trainer.agents.trial import trial_problems as agent_trial
-
-    return agent_trial(config, prompt)
+    problems: list[str] = locate("agent", AGENT_TRIAL)(config, prompt)
+    return problems

@@ -62,9 +62,9 @@ def _serve(args: argparse.Namespace) -> None:
     subject = find_subject(args.subject)
     config = prepared(subject, args.line, runs_code=args.run_code, sections=OF_SAMPLING).config
     # Heavy imports follow the checks.
+    from hybridrl.agents.training.endpoint import Endpoint, check_address
     from hybridrl.commands.evaluation.session import rollout_engines
     from hybridrl.controller.ray.runtime import ray_runtime
-    from hybridrl.trainer.agents.endpoint import Endpoint, check_address
 
     if wrong := raised_problems(check_address, args.host, args.port, "--host {} --port {}"):
         raise UsageError(*wrong)

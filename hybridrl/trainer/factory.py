@@ -36,7 +36,7 @@ SOURCES: Mapping[Schedule, Callable[[SourceParts], Source]] = {
     Schedule.split: GroupsAhead,
 }
 # Opens an agent: a web server, which other runs do not need.
-AGENT = "hybridrl.trainer.agents.run.open_agent"
+AGENT = "hybridrl.agents.training.run.open_agent"
 
 
 def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:

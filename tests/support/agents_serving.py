@@ -12,6 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 from hybridrl.agents.episode import Episode
+from hybridrl.agents.training.batch import EpisodeResult, batch_of
+from hybridrl.agents.training.endpoint import Endpoint
+from hybridrl.agents.training.engines import LiveEngines
 from hybridrl.commands.evaluation.session import rollout_engines
 from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.controller.ray.runtime import ray_runtime
@@ -19,9 +22,6 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.live import LiveRequest, Message, Progress
 from hybridrl.models.resolve import absolute_path
-from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
-from hybridrl.trainer.agents.endpoint import Endpoint
-from hybridrl.trainer.agents.engines import LiveEngines
 from tests.support.run_configs import run_config
 
 CONTEXT = 960
@@ -138,7 +138,7 @@ def serving(folder: Path, *, tool_parser: str | None = "hermes") -> Iterator[Ser
     config.model.path = absolute_path("embedded")
     with ray_runtime(config.cluster, config.hardware.accelerator), ExitStack() as stack:
         group = rollout_engines(config, Subject("embedded"), folder, stack)
-        with patch("hybridrl.trainer.agents.endpoint.LiveEngines", Sampled):
+        with patch("hybridrl.agents.training.endpoint.LiveEngines", Sampled):
             endpoint = Endpoint(config.rollout, group, "127.0.0.1", 0, tool_parser=tool_parser)
         served = Served(stack.enter_context(endpoint))
         tokenizer = endpoint.policy.text._tokenizer

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.episode import ANSWERS, Episode, Settings
 from hybridrl.agents.record import EpisodeRecord
+from hybridrl.agents.training.batch import EpisodeResult, batch_of, check_turns
 from hybridrl.config.choices import OtherSampling
-from hybridrl.trainer.agents.batch import EpisodeResult, batch_of, check_turns
 
 PROMPT = "<u>2 + 3?<a>"
 

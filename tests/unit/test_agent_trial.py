@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.agents.training.trial import trial_problems
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.agents.trial import trial_problems
 from tests.support.run_configs import run_config
 
 MESSAGES = [{"role": "user", "content": "3 + 4?"}]

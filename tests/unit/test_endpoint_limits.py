@@ -16,10 +16,10 @@ from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
+from hybridrl.agents.training.trial import Silent
 from hybridrl.config.choices import OtherSampling
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.rollout.tool_calls import Parsed
-from hybridrl.trainer.agents.trial import Silent
 from tests.support.agents_serving import WITH_TOOLS
 from tests.support.role_configs import model_config
 

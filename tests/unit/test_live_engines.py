@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridrl.agents.training.engines import PORTION, LiveEngines
 from hybridrl.data.batch import EngineStats
 from hybridrl.data.live import (
     DriverAddress,
@@ -21,7 +22,6 @@ from hybridrl.data.live import (
     encode,
 )
 from hybridrl.rollout.live import Channel
-from hybridrl.trainer.agents.engines import PORTION, LiveEngines
 
 REQUEST = LiveRequest("0", 0, [1, 2], 5, 9, 1.0, 1.0)
 

@@ -10,12 +10,12 @@ import torch
 
 from hybridrl.agents.episode import Episode, Settings
 from hybridrl.agents.record import EpisodeRecord
+from hybridrl.agents.training.episodes import ProgramEpisodes
 from hybridrl.config.choices import OtherSampling
 from hybridrl.data.batch import EngineStats, RolloutBatch
 from hybridrl.data.live import Served
 from hybridrl.environments.programs import Reward
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.trainer.agents.episodes import ProgramEpisodes
 from hybridrl.trainer.episodes.base import OneCall
 from hybridrl.trainer.episodes.environment import FailureReasons
 from hybridrl.trainer.episodes.responses import decode, encode

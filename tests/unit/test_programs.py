@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from hybridrl.agents.training.programs import ProgramPool
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import AgentConfig
 from hybridrl.environments.commands import command_problems
 from hybridrl.environments.programs import Job, Reward, Task
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.processes.process import RewardProcessError
-from hybridrl.trainer.agents.programs import ProgramPool
 from tests.support.scorers import wait_for
 
 PROGRAM = """

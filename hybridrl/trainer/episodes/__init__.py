@@ -6,5 +6,5 @@ turns.py: episodes of one or several turns of the policy, which calls of the eng
 conversations.py: the environment's part of several turns.
 environment.py: the rewards and failures of environments, and the encoder of their replies.
 
-Programs at the endpoint are episodes, too (trainer/agents).
+Programs at the endpoint are episodes, too (agents/training).
 """

@@ -2,7 +2,7 @@
 
 one turn        turns.py            tokens up to an end token
 conversation    conversations.py    turns of the policy, between them answers of an environment
-program         trainer/agents      a program that samples through an endpoint
+program         agents/training     a program that samples through an endpoint
 """
 
 import math

@@ -16,7 +16,7 @@ from hybridrl.data.sources.prompts import Prompt
 # Classes of `EpisodeState` by their `kind` in checkpoints; imported when they are read.
 STATES = {
     "conversation": "hybridrl.trainer.episodes.conversations.Conversation",
-    "program": "hybridrl.trainer.agents.episodes.EndedProgram",
+    "program": "hybridrl.agents.training.episodes.EndedProgram",
 }
 _DTYPES = {"tokens": np.int32, "log_probs": np.float32, "versions": np.int32, "mask": np.bool_}
 

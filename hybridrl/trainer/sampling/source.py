@@ -1,9 +1,8 @@
 """Sources of a step's finished groups: the seam between sampling and training.
 
-    sync       whole.py              all responses are sampled within their step
-    partial    partial.py            responses may take several steps
-    split      split.py              other ranks sample for later steps meanwhile
-    agents     agents/sampling.py    with partial, programs go on in the next step
+    sync       whole.py      all responses are sampled within their step
+    partial    partial.py    responses may take several steps
+    split      split.py      other ranks sample for later steps meanwhile
 
 Dynamic sampling (dynamic.py) is a source around any of them. `factory.open_source` has their table.
 """

@@ -21,64 +21,13 @@ supervision (Shao et al. 2024, section 4.1.3, https://arxiv.org/abs/2402.03300) 
 sums then; here the sums are standardised, so that A_k does not grow with the number of later turns.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
-from hybridrl.agents.record import TokenSequence
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.errors import RunStopped
-
-
-def unknown_turns(sequences: Sequence[TokenSequence], named: Iterable[str]) -> str:
-    """Return why rewards of these completions cannot be placed; "" if they can."""
-    known = {turn.name for sequence in sequences for turn in sequence.turns}
-    seen: dict[str, str] = {}
-    for identifier in named:
-        if (name := turn_name(identifier)) not in known:
-            return f"turns has {identifier!r}, which is no completion of the episode"
-        if (other := seen.setdefault(name, identifier)) != identifier:
-            return f"turns has {other!r} and {identifier!r}, which are one completion"
-    return ""
-
-
-def turn_name(identifier: str) -> str:
-    """Return the name of a completion from the id of an answer, as chatcmpl-<name>, msg_<name>."""
-    return identifier.replace("_", "-").rpartition("-")[2]
-
-
-def placed(sequences: Sequence[TokenSequence], named: Mapping[str, float]) -> list[list[float]]:
-    """Return a reward of each turn of each sequence, in the order of the batch.
-
-    From a trained turn on, they sum up to its reward-to-go without R, although the turns of several
-    conversations lie one after the other there. All sum up to the sum of `named`.
-    """
-    of_turns = {turn_name(name): reward for name, reward in named.items()}
-    turns = [(row, turn) for row in sequences for turn in row.turns]
-    to_go, later = {}, 0.0
-    for _, turn in sorted(turns, key=lambda one: one[1].number, reverse=True):
-        later += of_turns.get(turn.name, 0.0)
-        to_go[turn.number] = later
-    trained = [turn.number for row, turn in turns if row.trained[turn.start]]
-    found = {k: to_go[k] - to_go[after] for k, after in pairwise(trained)}
-    found |= {k: to_go[k] for k in trained[-1:]}
-    # Earned before the first trained turn, if anything: on a turn that no estimator reads.
-    others = [turn.number for _, turn in turns if turn.number not in found]
-    found |= {k: later - sum(found.values()) for k in others[:1]}
-    return [[found.get(turn.number, 0.0) for turn in row.turns] for row in sequences]
-
-
-def on_tokens(sequence: TokenSequence, rewards: Iterable[float]) -> list[float]:
-    """Return a value per token after the first prompt: rewards on the last tokens of turns."""
-    before = sequence.turns[0].start
-    values = [0.0] * (len(sequence.ids) - before)
-    for turn, reward in zip(sequence.turns, rewards, strict=True):
-        values[turn.end - 1 - before] = reward
-    return values
 
 
 def has_turn_rewards(batch: RolloutBatch) -> bool:

@@ -2,12 +2,12 @@
 
 from contextlib import ExitStack
 
+from hybridrl.agents.training.endpoint import Endpoint, check_address
+from hybridrl.agents.training.episodes import ProgramEpisodes
+from hybridrl.agents.training.programs import ProgramPool
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.sources.tokenizer import Decode
-from hybridrl.trainer.agents.endpoint import Endpoint, check_address
-from hybridrl.trainer.agents.episodes import ProgramEpisodes
-from hybridrl.trainer.agents.programs import ProgramPool
 from hybridrl.trainer.episodes.base import Episodes
 from hybridrl.trainer.episodes.environment import Environment, FailureReasons
 

@@ -10,6 +10,7 @@ from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
+from hybridrl.agents.training.engines import LiveEngines
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RolloutConfig
@@ -19,7 +20,6 @@ from hybridrl.distributed.background import without_collections
 from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rollout.tool_calls import load_parser
-from hybridrl.trainer.agents.engines import LiveEngines
 
 # New objects until young ones are collected: with Python's 700, that is up to a tenth of the time.
 ALLOCATIONS = 20_000

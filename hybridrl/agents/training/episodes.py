@@ -19,14 +19,13 @@ from typing import Any, ClassVar, Never
 
 from hybridrl.agents.episode import Episode
 from hybridrl.agents.record import TokenSequence, decode_sequences, encode_sequences
+from hybridrl.agents.training.batch import EpisodeResult, batch_of, unknown_turns
+from hybridrl.agents.training.endpoint import Endpoint
+from hybridrl.agents.training.programs import Outcome, ProgramPool, task_of
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.environments.programs import Job, Reward
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.trainer.agents.batch import EpisodeResult, batch_of
-from hybridrl.trainer.agents.endpoint import Endpoint
-from hybridrl.trainer.agents.programs import Outcome, ProgramPool, task_of
-from hybridrl.trainer.agents.turn_rewards import unknown_turns
 from hybridrl.trainer.episodes.base import Grown, Sampling, Until
 from hybridrl.trainer.episodes.environment import FailureReasons
 from hybridrl.trainer.episodes.responses import (

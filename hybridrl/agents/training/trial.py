@@ -15,6 +15,7 @@ from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
+from hybridrl.agents.training.programs import ProgramPool, task_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.importing import is_ours
 from hybridrl.config.user_code.tracebacks import last_frame
@@ -27,7 +28,6 @@ from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.rollout.tool_calls import Parsed
-from hybridrl.trainer.agents.programs import ProgramPool, task_of
 
 # Seconds after which a program that has asked nothing yet, such as one that builds its tools first,
 # passes.
