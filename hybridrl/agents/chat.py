@@ -7,8 +7,16 @@ from typing import Any
 from pydantic import Field
 
 from hybridrl.agents.constraints import Constraint, constraint_of, is_json_object, parsed_call
-from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt, message_key
-from hybridrl.agents.errors import RequestError, refused_parameter
+from hybridrl.agents.episode import (
+    LENGTH,
+    Ask,
+    Completion,
+    Episode,
+    Prompt,
+    RequestError,
+    message_key,
+    refused_parameter,
+)
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsRequest, event, usage
 from hybridrl.agents.policy import Policy
 from hybridrl.config.checks.data import RESERVED

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hybridrl.agents.errors import RequestError, refused_parameter
+from hybridrl.agents.episode import RequestError, refused_parameter
 from hybridrl.rollout.tool_calls import Parsed
 
 # Name of the constraint among the sampling parameters of vLLM.

@@ -8,8 +8,15 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hybridrl.agents.constraints import STRUCTURED, Constraint
-from hybridrl.agents.episode import Ask, Completion, Episode, Prompt, Settings
-from hybridrl.agents.errors import RequestError, refused_parameter
+from hybridrl.agents.episode import (
+    Ask,
+    Completion,
+    Episode,
+    Prompt,
+    RequestError,
+    Settings,
+    refused_parameter,
+)
 from hybridrl.agents.policy import Policy
 from hybridrl.config.choices import OtherSampling
 from hybridrl.rollout.constraints import check_constraint, check_sampling

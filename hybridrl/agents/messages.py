@@ -8,8 +8,14 @@ from pydantic import Field
 
 from hybridrl.agents.chat import message_of, rendered, tools_of
 from hybridrl.agents.constraints import Constraint, constraint_of
-from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode
-from hybridrl.agents.errors import RequestError, refused_parameter
+from hybridrl.agents.episode import (
+    LENGTH,
+    Ask,
+    Completion,
+    Episode,
+    RequestError,
+    refused_parameter,
+)
 from hybridrl.agents.format import MODEL, Format, ToolsRequest, checked_stops, event
 from hybridrl.agents.policy import Policy
 

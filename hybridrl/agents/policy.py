@@ -22,10 +22,12 @@ from hybridrl.agents.episode import (
     Begun,
     Completion,
     Episode,
+    RequestError,
     as_mapping,
     message_key,
+    refused_parameter,
+    too_long,
 )
-from hybridrl.agents.errors import RequestError, refused_parameter, too_long
 from hybridrl.agents.record import Start
 from hybridrl.agents.text import ModelText, TextStream
 from hybridrl.data.live import FAILED, LiveRequest, Progress

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from hybridrl.agents.chat import Chat
 from hybridrl.agents.connections import connection_class
-from hybridrl.agents.errors import RequestError
+from hybridrl.agents.episode import RequestError
 from hybridrl.agents.format import MODEL, Format, event
 from hybridrl.agents.messages import Messages
 from hybridrl.agents.policy import Policy

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt
-from hybridrl.agents.errors import RequestError
+from hybridrl.agents.episode import LENGTH, Ask, Completion, Episode, Prompt, RequestError
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, event, usage
 from hybridrl.agents.policy import Policy
 

@@ -46,7 +46,7 @@ def examine_data(result: Examined) -> "PromptSets | None":
     for problem in problems:
         report.add(problem, broken="data")
     if config.environment is not None and report.usable(["environment"]):
-        from hybridrl.trainer.episodes.environment import stop_problems
+        from hybridrl.trainer.episodes.conversations import stop_problems
 
         for problem in stop_problems(config.model, config.environment):
             report.add(problem, broken="environment.stop")

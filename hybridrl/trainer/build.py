@@ -24,10 +24,9 @@ from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Observer, Observers, RunHandle
 from hybridrl.trainer.rewarding import RewardSource
-from hybridrl.trainer.sampling.generation import Generation
 from hybridrl.trainer.sampling.hybrid_engine import engine_of
 from hybridrl.trainer.sampling.rollouts import Rollouts
-from hybridrl.trainer.sampling.source import SourceParts
+from hybridrl.trainer.sampling.source import Generation, SourceParts
 from hybridrl.trainer.scoring import Scoring
 from hybridrl.trainer.sft import SFT
 from hybridrl.trainer.state import TrainState

@@ -10,9 +10,9 @@ from hybridrl.controller.signals import Preemption
 from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from hybridrl.trainer.episodes.base import request_of
 from hybridrl.trainer.record import Evaluation, Observer, Responses, Row, is_due
 from hybridrl.trainer.rewarding import Rewarded, RewardSource, reward_items
-from hybridrl.trainer.sampling.generation import request_of
 from hybridrl.trainer.sampling.rollouts import Rollouts
 from hybridrl.trainer.timing.phases import Phases
 

@@ -11,23 +11,23 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
-from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.environments.base import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
-from hybridrl.trainer.episodes.base import Episodes, Generator, OneCall, WholeEpisodes
-from hybridrl.trainer.episodes.conversations import Conversations, Limits
-from hybridrl.trainer.episodes.environment import (
+from hybridrl.trainer.episodes.base import Episodes, Generator, whole_episodes
+from hybridrl.trainer.episodes.conversations import (
+    Conversations,
     Environment,
     EnvironmentRewards,
     FailureReasons,
+    Limits,
     turn_tokens,
 )
 from hybridrl.trainer.episodes.turns import TurnEpisodes, Turns
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.sampling.dynamic import DynamicSampling
 from hybridrl.trainer.sampling.partial import GroupsInFlight
-from hybridrl.trainer.sampling.source import Source, SourceParts, StepSource
+from hybridrl.trainer.sampling.source import Source, SourceParts, StepSource, WholeGroups
 from hybridrl.trainer.sampling.split import GroupsAhead
-from hybridrl.trainer.sampling.whole import WholeGroups
 
 # Sources by rollout.schedule.
 SOURCES: Mapping[Schedule, Callable[[SourceParts], Source]] = {
@@ -36,7 +36,7 @@ SOURCES: Mapping[Schedule, Callable[[SourceParts], Source]] = {
     Schedule.split: GroupsAhead,
 }
 # Opens an agent: a web server, which other runs do not need.
-AGENT = "hybridrl.agents.training.run.open_agent"
+AGENT = "hybridrl.agents.training.episodes.open_agent"
 
 
 def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:
@@ -84,12 +84,11 @@ def generator_for(
     """Return the generation of whole responses; `stack` ends what it opens."""
     if environment is None:
         call = partial(rollout.call, "generate")
-        return OneCall(TurnEpisodes(config.rollout, Turns(), call), call)
-    return WholeEpisodes(
-        environment.episodes(rollout, decode, stack),
-        {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]},
-        lambda request: environment.engines(request, rollout.num_shards),
-    )
+        return Generator(TurnEpisodes(config.rollout, Turns(), call), call)
+    episodes = environment.episodes(rollout, decode, stack)
+    by_id = {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]}
+    engines = partial(environment.engines, num_engines=rollout.num_shards)
+    return Generator(episodes, partial(whole_episodes, episodes, by_id, engines))
 
 
 def open_source(parts: SourceParts) -> StepSource:

@@ -9,8 +9,7 @@ from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.sampling.generation import Generation
-from hybridrl.trainer.sampling.source import SourceParts
+from hybridrl.trainer.sampling.source import Generation, SourceParts
 
 
 def prompt(number: int) -> Prompt:

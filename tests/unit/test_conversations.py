@@ -5,6 +5,7 @@ Environments are stepped by the task that their processes run, in this one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +14,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.batch import EngineStats, Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import TurnTokens
 from hybridrl.environments.base import EnvironmentReply, StepRequest, StepResult
 from hybridrl.rewards.processes.messages import FailureKind
-from hybridrl.trainer.episodes.base import WholeEpisodes
-from hybridrl.trainer.episodes.conversations import Conversations, Limits
-from hybridrl.trainer.episodes.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
+from hybridrl.trainer.episodes.base import whole_episodes
+from hybridrl.trainer.episodes.conversations import (
+    MAX_REASONS,
+    Conversations,
+    EnvironmentRewards,
+    FailureReasons,
+    Limits,
+)
 from hybridrl.trainer.episodes.turns import TurnEpisodes
 from hybridrl.trainer.timing.engines import turn_metrics
 from tests.support.talking import AB, ABA, ELEVEN, END, ONE, STOP, TOKENIZER, A, B, Here, decode
@@ -71,14 +77,15 @@ def prompt(number: int, **example: str) -> Prompt:
     return Prompt(number, [A] * (1 + number % 3), "a", "q", example, {})
 
 
-def generator(sample_turn, environments, prompts, limits, failures) -> WholeEpisodes:
+def generator(sample_turn, environments, prompts, limits, failures) -> Generate:
     conversations = Conversations(
         environments, TurnTokens(TOKENIZER, [END], ["="], "user"), decode, limits, failures
     )
     rollout = SimpleNamespace(seed=SEED, max_response_tokens=limits.max_tokens, keep_kv=False)
     episodes = TurnEpisodes(rollout, conversations, sample_turn)
     by_id = {one.prompt_id: one for one in prompts}
-    return WholeEpisodes(episodes, by_id, lambda asked: (asked.prompt_id % 2).tolist())
+    engines = lambda asked: (asked.prompt_id % 2).tolist()  # noqa: E731
+    return partial(whole_episodes, episodes, by_id, engines)
 
 
 def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatch:

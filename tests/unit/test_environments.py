@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.environments.base import StepRequest, StepResult
+from hybridrl.environments.base import EnvironmentPool, StepRequest, StepResult
 from hybridrl.environments.calculator import Calculator
-from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.processes.process import RewardProcessError
 

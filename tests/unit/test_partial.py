@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.episodes.base import OneCall
+from hybridrl.trainer.episodes.base import Generator
 from hybridrl.trainer.episodes.responses import Group, Response
 from hybridrl.trainer.episodes.turns import TurnEpisodes, Turns
 from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
@@ -146,7 +146,7 @@ def run(
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
     trains = lambda step: step > (warmup or 0)  # noqa: E731
     episodes = TurnEpisodes(config.rollout, Turns(), engines.generate)
-    generator = OneCall(episodes, engines.generate)
+    generator = Generator(episodes, engines.generate)
     parts = source_parts(
         config, take, generator, engine=engines, rollout=engines, trains_policy=trains
     )

@@ -16,8 +16,8 @@ from hybridrl.data.batch import EngineStats, RolloutBatch
 from hybridrl.data.live import Served
 from hybridrl.environments.programs import Reward
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.trainer.episodes.base import OneCall
-from hybridrl.trainer.episodes.environment import FailureReasons
+from hybridrl.trainer.episodes.base import Generator
+from hybridrl.trainer.episodes.conversations import FailureReasons
 from hybridrl.trainer.episodes.responses import decode, encode
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
@@ -131,7 +131,7 @@ def source_of(agents: Agents, first: int) -> StepSource:
     numbers = iter(range(first, 10**6))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
     episodes = ProgramEpisodes(agents, 1, agents, agents.failures, -1.0)
-    parts = source_parts(config, take, OneCall(episodes, None), engine=agents, rollout=agents)
+    parts = source_parts(config, take, Generator(episodes, None), engine=agents, rollout=agents)
     return StepSource(GroupsInFlight(parts), parts)
 
 

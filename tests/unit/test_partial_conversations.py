@@ -12,9 +12,8 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import TurnTokens
-from hybridrl.trainer.episodes.base import OneCall
-from hybridrl.trainer.episodes.conversations import Conversations, Limits
-from hybridrl.trainer.episodes.environment import FailureReasons
+from hybridrl.trainer.episodes.base import Generator
+from hybridrl.trainer.episodes.conversations import Conversations, FailureReasons, Limits
 from hybridrl.trainer.episodes.responses import Response
 from hybridrl.trainer.episodes.responses import decode as decode_groups
 from hybridrl.trainer.episodes.responses import encode as encode_groups
@@ -173,7 +172,7 @@ def run(
             FailureReasons(),
         )
         episodes = TurnEpisodes(config.rollout, conversations, engines.generate)
-        generation = replace(parts.generation, generate=OneCall(episodes, engines.generate))
+        generation = replace(parts.generation, generate=Generator(episodes, engines.generate))
         own = replace(parts, generation=generation)
         source = (GroupsAhead if split else GroupsInFlight)(own)
         source = StepSource(DynamicSampling(source, own) if rounds > 1 else source, own)

@@ -14,21 +14,26 @@ of a checkpoint, and starts the programs of the others again.
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Never
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from hybridrl.agents.episode import Episode
 from hybridrl.agents.record import TokenSequence, decode_sequences, encode_sequences
 from hybridrl.agents.training.batch import EpisodeResult, batch_of, unknown_turns
-from hybridrl.agents.training.endpoint import Endpoint
+from hybridrl.agents.training.endpoint import Endpoint, check_address
 from hybridrl.agents.training.programs import Outcome, ProgramPool, task_of
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.programs import Job, Reward
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.trainer.episodes.base import Grown, Sampling, Until
-from hybridrl.trainer.episodes.environment import FailureReasons
+from hybridrl.trainer.episodes.base import Episodes, Grown, Sampling, Until
+from hybridrl.trainer.episodes.conversations import Environment, FailureReasons
 from hybridrl.trainer.episodes.responses import (
+    EpisodeState,
     Group,
     Place,
     Response,
@@ -39,53 +44,36 @@ from hybridrl.trainer.episodes.responses import (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RunningProgram:
+@dataclass(frozen=True, kw_only=True)
+class RunningProgram(EpisodeState):
     """State of an episode whose program was started: its name at the endpoint, and its outcome."""
-
-    kind: ClassVar[str] = ""
 
     name: str
     outcome: Outcome
 
-    def encode(self) -> dict[str, Any]:
-        """Raise: a program ends with the driver."""
-        raise NotImplementedError
 
-    @classmethod
-    def decode(cls, fields: dict[str, Any]) -> Never:
-        """Raise: a program ends with the driver."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class EndedProgram:
+@dataclass(frozen=True, kw_only=True)
+class EndedProgram(EpisodeState):
     """State of an episode that has ended.
 
     Attributes:
         sequences: what it sampled.
-        reward: that of its turns included, or agent.failed_score.
         turns: parts of the reward that were earned by turns, by the ids of their completions.
-        failure, reason: its failure, if any.
     """
 
     kind: ClassVar[str] = "program"
 
     sequences: list[TokenSequence]
-    reward: float
-    turns: dict[str, float]
-    failure: FailureKind | None = None
-    reason: str = ""
+    turns: dict[str, float] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """Return plain JSON."""
-        return {**vars(self), "sequences": encode_sequences(self.sequences)}
+        return super().encode() | {"sequences": encode_sequences(self.sequences)}
 
     @classmethod
-    def decode(cls, fields: dict[str, Any]) -> "EndedProgram":
+    def decode(cls, fields: dict[str, Any]) -> Self:
         """Return the state of a value of `encode`."""
-        failure, sequences = fields.pop("failure"), decode_sequences(fields.pop("sequences"))
-        return cls(sequences, failure=failure and FailureKind(failure), **fields)
+        return super().decode(fields | {"sequences": decode_sequences(fields["sequences"])})
 
 
 class ProgramEpisodes:
@@ -171,7 +159,7 @@ class ProgramEpisodes:
         job = Job(task_of(group.prompt), endpoint.server.url, episode.key)
         (outcome,) = self._programs.begin([job])
         outcome.add_done_callback(endpoint.engines.wake)
-        return RunningProgram(episode.name, outcome)
+        return RunningProgram(name=episode.name, outcome=outcome)
 
     def _ended(
         self, groups: Sequence[Group], ended: dict[Place, RunningProgram]
@@ -202,10 +190,16 @@ class ProgramEpisodes:
                 self._has_unknown = True
                 log.warning("an episode failed: %s; reward/failed counts further ones", reason)
             outcome = Failure(0, FailureKind.error, reason)
-        if isinstance(outcome, Failure):
-            failed = self._failed_score, {}, outcome.kind, outcome.reason
-            return EndedProgram(record.sequences, *failed)
-        return EndedProgram(record.sequences, outcome.total, outcome.turns)
+        if isinstance(outcome, Reward):
+            return EndedProgram(
+                sequences=record.sequences, reward=outcome.total, turns=outcome.turns
+            )
+        return EndedProgram(
+            sequences=record.sequences,
+            reward=self._failed_score,
+            failure=outcome.kind,
+            reason=outcome.reason,
+        )
 
     def _result(self, index: int, group: Group, response: Response) -> EpisodeResult:
         state = response.episode
@@ -225,3 +219,34 @@ class ProgramEpisodes:
         """Note that the program of an episode begins anew, before it does; called in any thread."""
         loop, policy = self._endpoint.server.loop, self._endpoint.policy
         loop.call_soon_threadsafe(policy.repeat, name, attempt)
+
+
+def open_agent(config: RunConfig, stack: ExitStack) -> Environment:
+    """Start the processes of the programs, which `stack` ends.
+
+    Raises:
+        ConfigError: the endpoint cannot listen on agent.host and agent.port.
+    """
+    agent = config.agent
+    assert agent is not None
+    check_address(agent.host, agent.port)
+    pool, failures = stack.enter_context(ProgramPool(agent)), FailureReasons()
+
+    def episodes(rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
+        endpoint = Endpoint(
+            config.rollout,
+            rollout,
+            agent.host,
+            agent.port,
+            tool_parser=agent.tool_parser,
+            other_sampling=agent.other_sampling,
+            template_options=config.data.chat_template_kwargs,
+        )
+        stack.enter_context(endpoint)
+        score, seed = config.reward.failed_score, config.rollout.seed
+        return ProgramEpisodes(endpoint, seed, pool, failures, score)
+
+    def engines(request: PromptBatch, num_engines: int) -> list[int]:
+        return [place % num_engines for place in range(len(request))]
+
+    return Environment(episodes, failures, engines)

@@ -23,9 +23,9 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
+from hybridrl.trainer.episodes.base import request_of
 from hybridrl.trainer.evaluate import GREEDY, Scored, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
-from hybridrl.trainer.sampling.generation import request_of
 from hybridrl.workers.reference import PolicyConfig
 
 COMPLETIONS = "completions.jsonl"

@@ -24,8 +24,7 @@ from hybridrl.doctor.findings import (
     warn,
     warns_if,
 )
-from hybridrl.environments.base import StepRequest
-from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.environments.base import EnvironmentPool, StepRequest
 from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer, rule_config
 

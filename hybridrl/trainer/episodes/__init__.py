@@ -3,8 +3,7 @@
 base.py: `Episodes`, the seam, and the generation of whole responses by it; start reading there.
 responses.py: responses so far and groups of them, with their form in checkpoints.
 turns.py: episodes of one or several turns of the policy, which calls of the engines sample.
-conversations.py: the environment's part of several turns.
-environment.py: the rewards and failures of environments, and the encoder of their replies.
+conversations.py: several turns with an environment, its rewards and failures.
 
 Programs at the endpoint are episodes, too (agents/training).
 """

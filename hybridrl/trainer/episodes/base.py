@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from hybridrl.data.batch import CallStats, Generate, PromptBatch, RolloutBatch, total_stats
+from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.episodes.responses import Group, Response
 
@@ -78,62 +81,71 @@ class Episodes(Protocol):
         ...
 
 
-class Generator(Protocol):
-    """Generator of whole responses: `Generate`, and how they grow."""
-
-    @property
-    def episodes(self) -> Episodes: ...  # noqa: D102
-
-    def __call__(self, request: PromptBatch) -> RolloutBatch:
-        """Return `responses_per_prompt` responses to each prompt, in order."""
-        ...
-
-
 @dataclass(frozen=True)
-class OneCall:
-    """Generator of responses of one turn, which are one call of the engines."""
+class Generator:
+    """Generator of whole responses to prompts: `generate`, and how they grow."""
 
     episodes: Episodes
     generate: Generate
 
     def __call__(self, request: PromptBatch) -> RolloutBatch:
-        """Generate the responses."""
+        """Generate `responses_per_prompt` responses to each prompt, in order."""
         return self.generate(request)
 
 
-@dataclass(frozen=True)
-class WholeEpisodes:
-    """Generator of responses that take several calls, or a program.
+def whole_episodes(
+    episodes: Episodes,
+    prompts: Mapping[int, Prompt],
+    engines: Callable[[PromptBatch], list[int]],
+    request: PromptBatch,
+) -> RolloutBatch:
+    """Return `responses_per_prompt` responses to each prompt, which have grown to their end.
 
-    Attributes:
-        prompts: prompts of training and evaluation by id.
-        engines: chooses the engine of each prompt.
+    `prompts` are those of training and evaluation by id; `engines` chooses the engine of each.
     """
+    each, count = request.responses_per_prompt, len(request)
+    asked = [prompts[number] for number in request.prompt_id.tolist()]
+    firsts = [0] * count if request.first_sample is None else request.first_sample.tolist()
+    rows = zip(asked, engines(request), episodes.open(asked), firsts, strict=True)
+    groups = [
+        Group(prompt, request.step, 0, engine, (response,) * each, first)
+        for prompt, engine, response, first in rows
+    ]
+    sampling = Sampling(request.temperature, request.top_p, request.top_k)
+    grown = episodes.grow(groups, Until(count, count), sampling)
+    assert len(grown.versions) <= 1, "the weights changed within an episode"
+    batch = episodes.batch(grown.groups)
+    return replace(
+        batch,
+        group_id=request.prompt_id[batch.group_id],
+        # Of conversations, weight_version says the same.
+        token_versions=None if batch.episode is None else batch.token_versions,
+        engines=total_stats(grown.calls),
+        environment_s=grown.environment_s,
+    )
 
-    episodes: Episodes
-    prompts: Mapping[int, Prompt]
-    engines: Callable[[PromptBatch], list[int]]
 
-    def __call__(self, request: PromptBatch) -> RolloutBatch:
-        """Generate `responses_per_prompt` responses to each prompt, in order."""
-        each, count = request.responses_per_prompt, len(request)
-        prompts = [self.prompts[number] for number in request.prompt_id.tolist()]
-        firsts = [0] * count if request.first_sample is None else request.first_sample.tolist()
-        opened = self.episodes.open(prompts)
-        rows = zip(prompts, self.engines(request), opened, firsts, strict=True)
-        groups = [
-            Group(prompt, request.step, 0, engine, (response,) * each, first)
-            for prompt, engine, response, first in rows
-        ]
-        sampling = Sampling(request.temperature, request.top_p, request.top_k)
-        grown = self.episodes.grow(groups, Until(count, count), sampling)
-        assert len(grown.versions) <= 1, "the weights changed within an episode"
-        batch = self.episodes.batch(grown.groups)
-        return replace(
-            batch,
-            group_id=request.prompt_id[batch.group_id],
-            # Of conversations, weight_version says the same.
-            token_versions=None if batch.episode is None else batch.token_versions,
-            engines=total_stats(grown.calls),
-            environment_s=grown.environment_s,
-        )
+def request_of(
+    prompts: Sequence[Prompt],
+    step: int,
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int | None = None,
+    samples: int = 1,
+    first_sample: int = 0,
+) -> PromptBatch:
+    """Build a request for `samples` responses to each prompt.
+
+    Seeds derive from `first_sample`, the number of samples of each prompt that exist already.
+    """
+    return PromptBatch(
+        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
+        prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
+        step=step,
+        responses_per_prompt=samples,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        first_sample=torch.full((len(prompts),), first_sample),
+    )

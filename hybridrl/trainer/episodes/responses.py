@@ -3,7 +3,7 @@
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import NO_VERSION
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.rewards.processes.messages import FailureKind
 
 # Classes of `EpisodeState` by their `kind` in checkpoints; imported when they are read.
 STATES = {
@@ -21,23 +22,31 @@ STATES = {
 _DTYPES = {"tokens": np.int32, "log_probs": np.float32, "versions": np.int32, "mask": np.bool_}
 
 
-class EpisodeState(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class EpisodeState:
     """State of an episode beside the tokens of its response.
 
     Attributes:
         kind: name in checkpoints; "" if it ends with the driver, so that the episode begins anew.
+        reward: earned so far.
+        failure, reason: failure of the environment or program, if any.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[str] = ""
+
+    reward: float = 0.0
+    failure: FailureKind | None = None
+    reason: str = ""
 
     def encode(self) -> dict[str, Any]:
         """Return plain JSON."""
-        ...
+        return {**vars(self)}
 
     @classmethod
     def decode(cls, fields: dict[str, Any]) -> Self:
         """Return the state of a value of `encode`."""
-        ...
+        failure = fields["failure"] and FailureKind(fields["failure"])
+        return cls(**fields | {"failure": failure})
 
 
 @dataclass(frozen=True)
@@ -191,13 +200,13 @@ def decode(
 
 def _encode(response: Response) -> dict[str, Any]:
     state = response.episode
-    is_kept = state is not None and state.kind
+    episode = {"kind": state.kind, **state.encode()} if state and state.kind else None
     return {
         name: b64encode(value.numpy().astype(_DTYPES[name]).tobytes()).decode()
         if isinstance(value, Tensor)
         else value
         for name, value in vars(response).items()
-    } | {"episode": {"kind": state.kind, **state.encode()} if state and is_kept else None}
+    } | {"episode": episode}
 
 
 def _decode(state: Mapping[str, Any]) -> Response:

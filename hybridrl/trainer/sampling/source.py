@@ -1,6 +1,6 @@
 """Sources of a step's finished groups: the seam between sampling and training.
 
-    sync       whole.py      all responses are sampled within their step
+    sync       below         all responses are sampled within their step
     partial    partial.py    responses may take several steps
     split      split.py      other ranks sample for later steps meanwhile
 
@@ -18,11 +18,13 @@ from torch import Tensor
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.episodes.base import Generator, request_of
 from hybridrl.trainer.episodes.responses import Group
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
-from hybridrl.trainer.sampling.generation import Generation, request_of
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 
 Metrics = dict[str, float]
 
@@ -73,6 +75,22 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Generation:
+    """Generation of responses with the actor's weights; engines are balanced by known lengths."""
+
+    generate: Generator
+    engine: HybridEngine
+    lengths: ResponseLengths
+
+    def __call__(self, prompts: PromptBatch) -> RolloutBatch:
+        """Generate responses to the prompts."""
+        batch = self.generate(self.lengths.expect(prompts))
+        assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
+        self.lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
+        return batch
+
+
+@dataclass(frozen=True)
 class SourceParts:
     """Parts of a run that sources are made of.
 
@@ -91,6 +109,38 @@ class SourceParts:
     rollout: WorkerGroup
     trains_policy: Callable[[int], bool]
     section: Callable[[str], AbstractContextManager[object]]
+
+
+class WholeGroups(Source):
+    """Source of groups that are sampled within their step; none is in flight between steps."""
+
+    def __init__(self, parts: SourceParts) -> None:
+        self._rollout = parts.config.rollout
+        self._next_prompts = parts.next_prompts
+        self._generation = parts.generation
+        self._samples = 0  # of a prompt that the step has taken before
+
+    def take(self, step: int, count: int) -> Sampled:
+        """Sample responses to `count` prompts; a prompt that returns within a step gets others."""
+        rollout, each = self._rollout, self._rollout.responses_per_prompt
+        prompts = self._next_prompts(count)
+        request = request_of(
+            prompts,
+            step,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            samples=each,
+            first_sample=self._samples,
+        )
+        self._samples += each
+        batch = self._generation(replace(request, returns_experts=True))
+        episodes = range(len(batch)) if batch.episode is None else batch.episode.tolist()
+        return Sampled(batch, [prompts[episode // each] for episode in episodes])
+
+    def begin_update(self, step: int, batch: RolloutBatch) -> Metrics:
+        """Return no metrics."""
+        self._samples = 0
+        return {}
 
 
 class StepSource:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.environments.base import StepRequest
-from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.trainer.episodes.environment import stop_problems, turn_tokens
+from hybridrl.environments.base import EnvironmentPool, StepRequest
+from hybridrl.trainer.episodes.conversations import stop_problems, turn_tokens
 from tests.support.composing import REPO, examined, problems
 from tests.support.role_configs import model_config
 
