@@ -201,7 +201,6 @@ class RolloutBatch:
         old_log_probs: ragged float32, the actor's, before this step's updates.
         ref_log_probs: ragged float32, the frozen reference's.
         values: ragged float32, the critic's, before this step's updates.
-        rewards: ragged float32, per token, after the KL penalty.
         advantages: ragged float32.
         returns: ragged float32, the critic's targets.
         baseline_rewards: [B] float32, outcome of the greedy response to the same prompt (ReMax).
@@ -233,7 +232,6 @@ class RolloutBatch:
     old_log_probs: Ragged | None = None
     ref_log_probs: Ragged | None = None
     values: Ragged | None = None
-    rewards: Ragged | None = None
     advantages: Ragged | None = None
     returns: Ragged | None = None
     baseline_rewards: Tensor | None = None
