@@ -1,7 +1,7 @@
 """Connections of the endpoint. Who has sent no request can hold up neither it nor its clients.
 
 A connection waits until the headers of a request are complete. Few may wait, each for some seconds.
-A request without a valid key ends its connection (server.py), so that further ones need a key; how
+A request without a valid key ends its connection (server.py), so that further ones need a key. How
 many connections clients with a key hold is not limited.
 """
 

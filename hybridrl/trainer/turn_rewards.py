@@ -18,7 +18,7 @@ rewards of turns. So a group's advantages do not depend on what others have earn
 
 A turn is not credited with rewards before it, as in REINFORCE (Williams 1992). GRPO's process
 supervision (Shao et al. 2024, section 4.1.3, https://arxiv.org/abs/2402.03300) standardises r and
-sums then; here the sums are standardised, so that A_k does not grow with the number of later turns.
+sums then. Here the sums are standardised, so that A_k does not grow with the number of later turns.
 """
 
 import torch

@@ -32,7 +32,7 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
     """Return the sequences of episodes as a batch.
 
     The prompt of a row is what stands before its first sampled token. An episode without a token
-    gets an end token that is not trained, so that its reward counts in its group; `version` is that
+    gets an end token that is not trained, so that its reward counts in its group. `version` is that
     of such rows.
 
     Raises:

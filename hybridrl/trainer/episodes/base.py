@@ -1,8 +1,10 @@
 """The seam of episodes, and generation of whole responses by it.
 
-one turn        turns.py            tokens up to an end token
-conversation    conversations.py    turns of the policy, between them answers of an environment
-program         agents/training     a program that samples through an endpoint
+    one turn        turns.py            tokens up to an end token
+    conversation    conversations.py    turns of the policy, between them answers of an environment
+    program         agents/training     a program that samples through an endpoint
+
+Sources (trainer/sampling) decide which groups grow, and until when.
 """
 
 import math
