@@ -50,8 +50,12 @@ def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:
         return agent
     if (environment := config.environment) is None:
         return None
-    options = {"timeout_s": config.reward.timeout_s, "num_processes": config.reward.num_processes}
-    pool = EnvironmentPool(environment.function, environment.args, **options)
+    pool = EnvironmentPool(
+        environment.function,
+        environment.args,
+        timeout_s=config.reward.timeout_s,
+        num_processes=config.reward.num_processes,
+    )
     stack.enter_context(pool)
     limits = Limits(environment.max_turns, config.rollout.max_response_tokens)
     template, failures = config.data.chat_template_kwargs, FailureReasons()
@@ -87,8 +91,8 @@ def generator_for(
         return Generator(TurnEpisodes(config.rollout, Turns(), call), call)
     episodes = environment.episodes(rollout, decode, stack)
     by_id = {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]}
-    engines = partial(environment.engines, num_engines=rollout.num_shards)
-    return Generator(episodes, partial(whole_episodes, episodes, by_id, engines))
+    placed = environment.engines, rollout.num_shards
+    return Generator(episodes, partial(whole_episodes, episodes, by_id, *placed))
 
 
 def open_source(parts: SourceParts) -> StepSource:

@@ -84,8 +84,8 @@ def generator(sample_turn, environments, prompts, limits, failures) -> Generate:
     rollout = SimpleNamespace(seed=SEED, max_response_tokens=limits.max_tokens, keep_kv=False)
     episodes = TurnEpisodes(rollout, conversations, sample_turn)
     by_id = {one.prompt_id: one for one in prompts}
-    engines = lambda asked: (asked.prompt_id % 2).tolist()  # noqa: E731
-    return partial(whole_episodes, episodes, by_id, engines)
+    engines = lambda asked, count: (asked.prompt_id % count).tolist()  # noqa: E731
+    return partial(whole_episodes, episodes, by_id, engines, 2)
 
 
 def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatch:

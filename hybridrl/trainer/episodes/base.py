@@ -98,7 +98,8 @@ class Generator:
 def whole_episodes(
     episodes: Episodes,
     prompts: Mapping[int, Prompt],
-    engines: Callable[[PromptBatch], list[int]],
+    engines: Callable[[PromptBatch, int], list[int]],
+    num_engines: int,
     request: PromptBatch,
 ) -> RolloutBatch:
     """Return `responses_per_prompt` responses to each prompt, which have grown to their end.
@@ -108,7 +109,7 @@ def whole_episodes(
     each, count = request.responses_per_prompt, len(request)
     asked = [prompts[number] for number in request.prompt_id.tolist()]
     firsts = [0] * count if request.first_sample is None else request.first_sample.tolist()
-    rows = zip(asked, engines(request), episodes.open(asked), firsts, strict=True)
+    rows = zip(asked, engines(request, num_engines), episodes.open(asked), firsts, strict=True)
     groups = [
         Group(prompt, request.step, 0, engine, (response,) * each, first)
         for prompt, engine, response, first in rows

@@ -208,8 +208,9 @@ class Conversations(Turns):
         if reply is None:
             return _ended(response, cut=cut)
         reward = conversation_of(response).reward + reply.result.reward
-        failed = {"failure": reply.failure, "reason": reply.reason}
-        state = Conversation(environment=reply.state, reward=reward, **failed)
+        state = Conversation(
+            environment=reply.state, reward=reward, failure=reply.failure, reason=reply.reason
+        )
         response = replace(response, episode=state)
         if reply.result.done:
             return _ended(response, cut=cut)
