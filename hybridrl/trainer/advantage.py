@@ -32,10 +32,10 @@ from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks, in_chunks, row_ch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.data.seeds import derive_seed
+from hybridrl.trainer.episodes.turn_rewards import by_turn, has_turn_rewards
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.record import Row
 from hybridrl.trainer.timing.phases import Phases
-from hybridrl.trainer.turn_rewards import by_turn, has_turn_rewards
 
 # A block size above that of any batch.
 WHOLE = 2**62

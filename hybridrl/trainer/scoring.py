@@ -11,6 +11,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
+from hybridrl.trainer.episodes.turn_rewards import with_turn_rewards
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs, current_tokens
 from hybridrl.trainer.record import Observer, Responses, Row, Scored
@@ -26,7 +27,6 @@ from hybridrl.trainer.rewarding import (
 )
 from hybridrl.trainer.sampling.source import Sampled
 from hybridrl.trainer.timing.phases import Phases
-from hybridrl.trainer.turn_rewards import with_turn_rewards
 
 # Forward passes, on the roles that the run has: field of the batch -> role, method.
 FORWARDS = {

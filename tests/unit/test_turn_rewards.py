@@ -12,9 +12,9 @@ from hybridrl.agents.record import EpisodeRecord, TokenSequence
 from hybridrl.agents.training.batch import EpisodeResult, batch_of, placed, unknown_turns
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.advantage import AdvantageEstimator
+from hybridrl.trainer.episodes.turn_rewards import with_turn_rewards
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.rewarding import outcome_on_last_token
-from hybridrl.trainer.turn_rewards import with_turn_rewards
 from tests.support.run_configs import run_config
 
 # A turn: its conversation, and whether it is trained.
