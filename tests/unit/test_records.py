@@ -11,15 +11,17 @@ from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.controller.calls import Span
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.record import Responses, StepRecord
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.timeline import Section, Timeline
 from hybridrl.trainer.tracking.console import RunConsole
+from hybridrl.trainer.tracking.progress import Progress
+from hybridrl.trainer.tracking.records import RecordBuilder
 from hybridrl.trainer.tracking.rollout_log import conversations
 from hybridrl.trainer.tracking.token_log import clipped, pick_rows, token_table, write_tokens
 from hybridrl.trainer.tracking.tracker import Tracker
 from tests.support.batches import batch_of
 from tests.support.run_configs import run_config
-from tests.unit.test_tracking import reporter_of
 
 
 def texts(rows):
@@ -56,19 +58,17 @@ def test_an_episode_in_which_nothing_was_sampled_has_no_turns():
     assert [len(turns) for turns in conversations(batch, texts, "user")] == [0, 1]
 
 
-def test_records_of_an_agent_have_what_the_model_read(tmp_path):
+def test_records_of_an_agent_have_what_the_model_read():
     own = ["environment=agent", "agent.function=a.py:run", "trainer.samples_every_steps=1"]
     config = run_config("algorithm=grpo", *own)
-    reporter = reporter_of(config, tmp_path, RunConsole(1), Tracker(tmp_path, config))
-    reporter.decode_all = reporter._decode = texts
     batch = replace(batch_of([1, 1]), prompts=Ragged.from_rows([[7, 8], [9]], torch.int32))
     prompt = Prompt(1, [1, 2, 3], "<user> 1+1?", "1+1?", {"answer": "2"}, {})
-    rewarded = Rewarded(["a", "b"], [0.5, 1.0], [])
-    found = reporter.records([prompt] * 2, batch, rewarded)
-    assert [one.prompt for one in found] == ["7.8", "9"]
+    responses = Responses([prompt] * 2, batch, Rewarded(["a", "b"], [0.5, 1.0], []))
+    records = RecordBuilder(config, texts, texts)(responses)
+    assert [one.prompt for one in records] == ["7.8", "9"]
     config.agent = None
-    found = reporter.records([prompt] * 2, batch, rewarded)
-    assert [one.prompt for one in found] == ["<user> 1+1?"] * 2
+    records = RecordBuilder(config, texts, texts)(responses)
+    assert [one.prompt for one in records] == ["<user> 1+1?"] * 2
 
 
 SCORES = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, -1.0, 0.0]
@@ -157,9 +157,9 @@ def test_a_resumed_timeline_forgets_later_steps_and_a_damaged_line(tmp_path):
 
     def steps(*numbers, before=()):
         tracker = Tracker(tmp_path, config, [{"step": step} for step in before])
-        reporter = reporter_of(config, tmp_path, RunConsole(1), tracker)
+        progress = Progress(config, RunConsole(1), tracker, list, int)
         for step in numbers:
-            reporter.log_timeline(step, timeline)
+            progress.after(StepRecord(step, {}, None, timeline))
         tracker.close()
         return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
