@@ -26,8 +26,15 @@ from hybridrl.algorithms.group_advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from hybridrl.algorithms.kl import adapt_coef, estimate_kl, kl_penalty_rewards
-from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, nll, value_loss
+from hybridrl.algorithms.losses import (
+    adapt_coef,
+    entropy_bonus,
+    estimate_kl,
+    kl_penalty,
+    kl_penalty_rewards,
+    nll,
+    value_loss,
+)
 from hybridrl.algorithms.masked import masked_mean, masked_sum, masked_whiten
 from hybridrl.algorithms.policy_losses import (
     cispo,

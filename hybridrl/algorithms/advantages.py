@@ -6,8 +6,9 @@ Estimators that compare the responses to one prompt are in group_advantages.py.
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   rewards, values and returns share the reward's unit
+Masks:   values off the mask are never read
 Errors:  a ValueError if shapes do not fit, the mask is not bool, a setting is out of range, or a
-         number on the mask is NaN or infinite; values off the mask are never read
+         number on the mask is not finite
 
     rewards           [B, T] per-token reward, KL penalty already applied
     response_mask     [B, T] bool, true on tokens the policy sampled
@@ -51,22 +52,22 @@ class Estimate(NamedTuple):
     returns: Tensor | None
 
 
-def as_estimate(found: Any, function: str, mask: Tensor, values: Tensor | None) -> Estimate:
-    """Convert what `function` returned: (advantages, returns), or advantages alone.
+def as_estimate(result: Any, function: str, mask: Tensor, values: Tensor | None) -> Estimate:
+    """Convert the result of `function`: (advantages, returns), or advantages alone.
 
     Without returns, those of a critic, whose `values` are given, are advantages + values.
 
     Raises:
         WrongReturn: advantages or returns are no float tensor of the shape [B, T] of the mask.
     """
-    is_pair = isinstance(found, tuple | list) and len(found) == 2
-    advantages, returns = found if is_pair else (found, None)
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    advantages, returns = result if is_pair else (result, None)
     tensors = [advantages] if returns is None else [advantages, returns]
     if not all(
         isinstance(t, Tensor) and t.is_floating_point() and t.shape == mask.shape for t in tensors
     ):
         raise WrongReturn(
-            f"{function} returned {described(found)}, expected advantages, or (advantages, "
+            f"{function} returned {described(result)}, expected advantages, or (advantages, "
             f"returns), each a float32 Tensor of shape {tuple(mask.shape)}, [responses, tokens] as "
             f"rewards.\nFor one value per response, return values[:, None] * response_mask."
         )
@@ -107,8 +108,7 @@ GROUP_WISE = "group_wise"
 def group_wise(function: Callable[Arguments, Estimate]) -> Callable[Arguments, Estimate]:
     """Mark an estimator whose advantages of a response depend on the response's group alone.
 
-    The trainer calls it on blocks of whole groups, or of any responses if it has no parameter
-    group_id. The batch is then never padded as a whole.
+    The trainer calls it on blocks of whole groups, so the batch is never padded as a whole.
     """
     function.group_wise = function  # type: ignore[attr-defined]
     return function
@@ -117,7 +117,7 @@ def group_wise(function: Callable[Arguments, Estimate]) -> Callable[Arguments, E
 def whitened(function: Callable[Arguments, Estimate]) -> Callable[Arguments, Estimate]:
     """Make an estimator that whitens the advantages of a group-wise one over the batch.
 
-    Called directly it whitens over all response tokens; the trainer whitens over those that count
+    Called directly it whitens over all response tokens. The trainer whitens over those that count
     in the policy loss, before the batch is partitioned over ranks.
     """
 
@@ -142,11 +142,8 @@ def gae(
     A_t = delta_t + gamma * lam * A_{t+1},   delta_t = r_t + gamma * V_{t+1} - V_t
 
     Here t+1 is the next response token: tokens off the mask (padding, tool output) are skipped.
-    A response is a complete episode, so V and A after its last token are 0. A row without response
-    tokens is 0.
-
-    Returns:
-        Advantages in the reward's unit, and returns = advantages + values on the mask.
+    A response is a complete episode, so V and A after its last token are 0. Returns are
+    advantages + values on the mask.
 
     Source: Schulman et al. 2016, section 3, https://arxiv.org/abs/1506.02438
     """
@@ -191,9 +188,8 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
     G_t = r_t + gamma * G_{t+1},   A_t = (G_t - mean) / std
 
     Here t+1 is the next response token: tokens off the mask are skipped. mean and std (over N, with
-    1e-8 added to the variance) are those of G over the batch (`whitened`); A is 0 if all G are
-    equal. With the k1 penalty in the reward and gamma = 1, G_t is the outcome minus the penalties
-    from t on.
+    1e-8 added to the variance) are those of G over the batch. A is 0 if all G are equal. With the
+    k1 penalty in the reward and gamma = 1, G_t is the outcome minus the penalties from t on.
 
     verl divides the variance by N - 1 and resets the return at tokens off the mask: tokens before
     tool output then ignore later rewards. OpenRLHF's estimator is the same for gamma = 1.
@@ -233,18 +229,8 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
     ((M - C) - L) / C      if M - C < L <= M
     -1                     if     M < L
 
-    Here L = lengths, M = max_tokens, C = buffer. A response truncated at M gets -1.
-
-    Args:
-        lengths: [B] tokens of each response, integer or floating, >= 0.
-        max_tokens: length from which the penalty is -1; rollout.max_response_tokens or less.
-        buffer: tokens before max_tokens over which the penalty grows, 1 to max_tokens.
-
-    Returns:
-        [B] in [-1, 0], float32 (float64 for float64 lengths), in the unit of the reward.
-
-    Raises:
-        ValueError: lengths or buffer is none of these.
+    L = lengths, [B] tokens of each response; M = max_tokens, from which the penalty is -1;
+    C = buffer, 1 to M. Returns [B] float32 (float64 for float64 lengths), in the reward's unit.
 
     Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
     """

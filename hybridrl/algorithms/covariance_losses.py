@@ -6,9 +6,9 @@ tokens, from the log-probs before the step's updates. The selection then does no
 partition over ranks and micro-batches. (The paper's code selects within each micro-batch from the
 current log-probs, which are the same before the first update of a step.)
 
-Tensors and errors are those of token_loss.py. A selection takes covariances and a mask, [N] each,
-and selects max(1, floor(fraction * tokens)) tokens of the mask, as the authors' code does: the
-minimum of 1 keeps small batches from selecting none. It returns [N] bool.
+Tensors and errors are those of token_loss.py. A selection takes covariances and a mask, [N] each.
+It selects max(1, floor(fraction * tokens)) tokens of the mask, [N] bool, as the authors' code does:
+the minimum of 1 keeps small batches from selecting none.
 
 Source: Cui et al. 2025, section 4, https://arxiv.org/abs/2505.22617
 """
@@ -18,10 +18,15 @@ import math
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import check_coef
-from hybridrl.algorithms.masked import at_least_float32, check_finite, check_masked, masked_mean
+from hybridrl.algorithms.masked import (
+    at_least_float32,
+    check_coef,
+    check_finite,
+    check_masked,
+    masked_mean,
+)
 from hybridrl.algorithms.policy_losses import ppo_clip
-from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
+from hybridrl.algorithms.token_loss import TokenLoss, policy_inputs, policy_sums
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
@@ -29,12 +34,8 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
 
     Cov_t = (log_probs_t - mean log_probs) (A_t - mean A),   means over all tokens of the mask
 
-    Returns:
-        [N] float32 (float64 for float64 input), 0 off the mask.
-
-    Raises:
-        ValueError: as above, or the mask is true nowhere, or a log-prob or advantage on the mask is
-            not finite.
+    Returns [N] float32 (float64 for float64 input), 0 off the mask. The mask is true somewhere,
+    with finite numbers.
 
     Source: Cui et al. 2025, equation 10, https://arxiv.org/abs/2505.22617
     """
@@ -126,8 +127,9 @@ def kl_cov(
     Source: Cui et al. 2025, equation 14, https://arxiv.org/abs/2505.22617
     """
     check_coef("kl_cov", coef)
-    log_ratio = log_ratio_of("kl_cov", log_probs, old_log_probs, response_mask)
-    advantages = advantages_of("kl_cov", advantages, response_mask)
+    log_ratio, advantages = policy_inputs(
+        "kl_cov", log_probs, old_log_probs, advantages, response_mask
+    )
     penalty = coef * log_ratio.abs()
     sums = policy_sums(log_ratio, selected & response_mask, response_mask)
     sums["selected_fraction"] = sums["clip_fraction"]

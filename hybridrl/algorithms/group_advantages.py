@@ -10,8 +10,7 @@ ValueError, too. G = groups. GRPO, Dr. GRPO and REINFORCE++ with baseline also t
     shares  [B] float64, where rows are parts of responses with outcomes of their own: the share of
             its response that a row is. mean_g and std_g weigh rows by it; n counts responses.
 
-Advantages have the reward's unit, unless divided by a standard
-deviation; there are no returns for a critic.
+Advantages have the reward's unit, unless divided by a standard deviation.
 """
 
 from typing import NamedTuple
@@ -19,13 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import (
-    Estimate,
-    group_wise,
-    on_every_token,
-    outcomes,
-    whitened,
-)
+from hybridrl.algorithms.advantages import Estimate, group_wise, on_every_token, outcomes, whitened
 
 # Added to a group's standard deviation before the division, in the reward's unit.
 GROUP_EPS = 1.0e-6
@@ -95,6 +88,15 @@ def grouped(
     return Groups(index, sizes, shares)
 
 
+def _centred_outcomes(
+    function: str, rewards: Tensor, mask: Tensor, group_id: Tensor, shares: Tensor | None = None
+) -> tuple[Tensor, Groups]:
+    """Return [B] float64 r_i - mean_g, and the groups."""
+    outcome = outcomes(function, rewards, mask)
+    groups = grouped(function, rewards, group_id, shares)
+    return groups.centred(outcome), groups
+
+
 @group_wise
 def grpo(
     rewards: Tensor, response_mask: Tensor, group_id: Tensor, shares: Tensor | None = None
@@ -107,9 +109,7 @@ def grpo(
 
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
     """
-    outcome = outcomes("grpo", rewards, response_mask)
-    groups = grouped("grpo", rewards, group_id, shares)
-    centred = groups.centred(outcome)
+    centred, groups = _centred_outcomes("grpo", rewards, response_mask, group_id, shares)
     std = (groups.sum(centred.square()) / (groups.size - 1)).sqrt()
     return Estimate(on_every_token(centred / (std + GROUP_EPS), rewards, response_mask), None)
 
@@ -124,15 +124,13 @@ def dr_grpo(
 
     Dividing by std_g gives more weight to prompts that are almost always or almost never solved.
     These advantages are (n - 1) / n times those of `rloo`. Dr. GRPO also changes the loss: see the
-    aggregation sequence_sum.
-
-    Same as TRL's scale_rewards=False and verl's norm_adv_by_std_in_grpo=False.
+    aggregation sequence_sum. Same as TRL's scale_rewards=False and verl's
+    norm_adv_by_std_in_grpo=False.
 
     Source: Liu et al. 2025, section 3.2, https://arxiv.org/abs/2503.20783
     """
-    outcome = outcomes("dr_grpo", rewards, response_mask)
-    groups = grouped("dr_grpo", rewards, group_id, shares)
-    return Estimate(on_every_token(groups.centred(outcome), rewards, response_mask), None)
+    centred, _ = _centred_outcomes("dr_grpo", rewards, response_mask, group_id, shares)
+    return Estimate(on_every_token(centred, rewards, response_mask), None)
 
 
 @group_wise
@@ -145,9 +143,8 @@ def rloo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
     Source: Ahmadian et al. 2024, the RLOO estimator, https://arxiv.org/abs/2402.14740
     """
-    outcome = outcomes("rloo", rewards, response_mask)
-    groups = grouped("rloo", rewards, group_id)
-    relative = groups.centred(outcome) * groups.size / (groups.size - 1)
+    centred, groups = _centred_outcomes("rloo", rewards, response_mask, group_id)
+    relative = centred * groups.size / (groups.size - 1)
     return Estimate(on_every_token(relative, rewards, response_mask), None)
 
 
@@ -159,9 +156,7 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
     l_j is the number of response tokens of j. The baseline minimises the gradient's variance if the
     squared norm of a response's gradient is proportional to its length. The sum of the advantages
-    over the tokens of a group is 0.
-
-    The paper trains exactly on-policy, with one update per rollout.
+    over the tokens of a group is 0. The paper trains with one update per rollout.
 
     Source: Hao et al. 2025, the simplified optimal baseline, https://arxiv.org/abs/2505.23585
     """
@@ -192,9 +187,9 @@ def reinforce_plus_plus_baseline(
 
     Source: Hu et al. 2025, REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262
     """
-    outcome = outcomes("reinforce_plus_plus_baseline", rewards, response_mask)
-    groups = grouped("reinforce_plus_plus_baseline", rewards, group_id, shares)
-    return Estimate(on_every_token(groups.centred(outcome), rewards, response_mask), None)
+    name = "reinforce_plus_plus_baseline"
+    centred, _ = _centred_outcomes(name, rewards, response_mask, group_id, shares)
+    return Estimate(on_every_token(centred, rewards, response_mask), None)
 
 
 @group_wise
@@ -213,9 +208,7 @@ def pass_at_k(rewards: Tensor, response_mask: Tensor, group_id: Tensor, *, pass_
     A_neg = (1 - mean_S - C(n_neg - 1, k - 1) / C(n - 1, k - 1)) / std_S
 
     If all sets have the same reward, advantages are 0. With k = 1 it is GRPO whose standard
-    deviation divides by n.
-
-    pass_k is k, at least 1, less than the responses of every group. The A_i of a group sum to 0.
+    deviation divides by n. pass_k is k, at least 1, less than the responses of every group.
 
     Source: Chen et al. 2025, sections 2.3 (sets, for any rewards) and 2.4 (analytic, for rewards
         of 0 and 1), https://arxiv.org/abs/2508.10751

@@ -1,21 +1,38 @@
 """Value loss, loss of reference answers, terms added to any policy loss: entropy bonus, KL penalty.
 
-The value loss is a sum over the tokens of a micro-batch, divided by the token count of the whole
-mini-batch on all ranks, as in token_loss.py. The other terms are token by token.
+The value loss is a sum over a micro-batch's tokens, divided by the mini-batch's token count over
+all ranks. The other terms are token by token.
 
 Shapes:  token fields have one shape, usually flat [N]; N may be 0
 Masks:   true on tokens the policy sampled; values off the mask, even NaN, have no effect
+Units:   log-probs and KL in nats
 Metrics: detached sums over tokens, to be summed over ranks and divided by the token count
+Returns: float32, or float64 for float64 input
 Errors:  a ValueError if shapes differ, the mask is not bool or a setting is out of range
+
+KL:      for a token x sampled from the policy p, with reference q,
+         d = log p(x) - log q(x),   KL(p || q) = E_p[d]
+
+Source: Schulman 2020, http://joschu.net/blog/kl-approx.html, for the values of KL estimators; Tang
+    and Munos 2025, https://arxiv.org/abs/2506.09477, for their gradients
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO, check_coef, estimate_kl
-from hybridrl.algorithms.masked import at_least_float32, check_masked, masked_sum
+from hybridrl.algorithms.masked import (
+    MAX_LOG_RATIO,
+    at_least_float32,
+    check_coef,
+    check_masked,
+    check_same_shape,
+    masked_sum,
+)
 from hybridrl.algorithms.token_loss import Sums, TokenLoss
 from hybridrl.config.choices import KLEstimator
+from hybridrl.config.sections.algorithm import MAX_RELATIVE_KL_ERROR
 
 
 def value_loss(
@@ -40,9 +57,8 @@ def value_loss(
         num_tokens: response tokens of the mini-batch on all ranks.
 
     Returns:
-        Scalar loss with its graph, float32 (float64 for float64 input), in the squared reward's
-        unit; and sums over tokens: value_clip_fraction (tokens with gradient 0 due to clipping),
-        value_error ((V_t - R_t)^2).
+        Scalar loss with its graph, in the squared reward's unit; and sums over tokens:
+        value_clip_fraction (tokens with gradient 0 due to clipping), value_error ((V_t - R_t)^2).
 
     Source: Engstrom et al. 2020, section 3, https://arxiv.org/abs/2005.12729, on the reference
         implementation of https://arxiv.org/abs/1707.06347
@@ -65,7 +81,7 @@ def value_loss(
 
 
 def nll(log_probs: Tensor, response_mask: Tensor) -> TokenLoss:
-    """Compute the negative log-likelihood of reference answers: l_t = -log_probs_t, nats.
+    """Compute the negative log-likelihood of reference answers: l_t = -log_probs_t.
 
     log_probs, [N] with graph, are of the reference's tokens given the prompt and the tokens before.
     """
@@ -86,6 +102,34 @@ def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coef: float) -> Tok
     return TokenLoss(-coef * at_least_float32(entropy).masked_fill(~response_mask, 0.0), sums)
 
 
+def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate KL(policy || reference) per token; tensors of one shape, any; NaN in, NaN out.
+
+    k1  d                 unbiased, of either sign, high variance
+    k2  d^2 / 2           never negative, biased, low variance
+    k3  exp(-d) - 1 + d   unbiased, never negative, low variance
+
+    The straight-through forms have the value of k1 or k3, bit for bit, and the gradient of k2,
+    d * grad d. They are verl's k1+ and k3+ (low_var_kl+), of which it clamps k3+ to 10.
+
+    In k3, d is clamped below at -MAX_LOG_RATIO, with gradient 0 there. A token far likelier under
+    the reference then gives a large number instead of infinity.
+    """
+    check_same_shape(estimator, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    difference = at_least_float32(log_probs) - at_least_float32(ref_log_probs)
+    k2 = difference.square() / 2
+    if estimator is KLEstimator.k2:
+        return k2
+    values = difference
+    if estimator in (KLEstimator.k3, KLEstimator.k3_straight_through):
+        clamped = difference.clamp(min=-MAX_LOG_RATIO)
+        # Rounding gives values down to -1e-15 for tiny d.
+        values = (torch.expm1(-clamped) + clamped).clamp(min=0.0)
+    if estimator in (KLEstimator.k1, KLEstimator.k3):
+        return values
+    return values.detach() + (k2 - k2.detach())
+
+
 def kl_penalty(
     log_probs: Tensor,
     ref_log_probs: Tensor,
@@ -96,8 +140,8 @@ def kl_penalty(
 ) -> TokenLoss:
     """Compute the KL penalty against the reference as a loss term: l_t = coef * KL_t.
 
-    An unbiased estimate need not have an unbiased gradient. For the policy p, the reference q,
-    d = log p - log q and tokens sampled from p, the expected gradients are
+    An unbiased estimate need not have an unbiased gradient. For tokens sampled from p, the expected
+    gradients are
 
     - k1: E_p[grad log p] = 0, only noise.
     - k2: E_p[d grad log p] = grad KL(p || q), unbiased.
@@ -108,15 +152,7 @@ def kl_penalty(
     counts only with the penalty in the reward. From the second update of a step on, tokens are not
     sampled from p exactly; this is not corrected.
 
-    Args:
-        log_probs: [N] the current weights', with graph, nats.
-        ref_log_probs: [N] the frozen reference's, nats.
-        response_mask: [N].
-        coef: weight of the penalty, >= 0; the metric `kl_loss`, nats, is without it.
-        estimator: k2 or a straight-through form for an unbiased gradient.
-
-    Source: http://joschu.net/blog/kl-approx.html for the estimators; Tang and Munos 2025,
-        https://arxiv.org/abs/2506.09477, for their gradients
+    log_probs are the current weights', with graph. coef is >= 0; the metric `kl_loss` is without.
     """
     check_masked("kl_penalty", response_mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     check_coef("kl_penalty", coef)
@@ -126,6 +162,66 @@ def kl_penalty(
     )
     kl = estimate_kl(log_probs, ref_log_probs, estimator)
     return TokenLoss(coef * kl, {"kl_loss": masked_sum(kl.detach(), response_mask)})
+
+
+def kl_penalty_rewards(
+    scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    coef: float,
+    estimator: KLEstimator,
+) -> Tensor:
+    """Compute per-token rewards with the KL penalty: r_t = score_t - coef * KL_t.
+
+    The KL is that of the policy that sampled the tokens. Summed over a response, k1 and k3 are
+    unbiased estimates of the response's KL, k3 with less variance; k2 is biased.
+
+    Args:
+        scores: reward before KL, on its tokens (an outcome on the last), any shape.
+        old_log_probs: the policy's before this step's updates, the same shape.
+        ref_log_probs: the reference's, the same shape.
+        coef: weight of the penalty, >= 0, in the reward's unit per nat.
+        estimator: k1, k2 or k3; a straight-through form has the same value.
+
+    Source: Ouyang et al. 2022, section 3.5, https://arxiv.org/abs/2203.02155
+    """
+    check_same_shape("kl_penalty_rewards", scores=scores, old_log_probs=old_log_probs)
+    check_coef("kl_penalty_rewards", coef)
+    penalty = coef * estimate_kl(old_log_probs, ref_log_probs, estimator)
+    return at_least_float32(scores) - penalty
+
+
+def adapt_coef(
+    coef: float, *, current: float, target: float, horizon: int, num_responses: int
+) -> float:
+    """Compute the KL coefficient of the next step: larger if the KL was above its target.
+
+    e = clip(current / target - 1, -0.2, 0.2),   coef' = coef * (1 + e * num_responses / horizon)
+
+    The paper's K_beta is num_responses / horizon, as in the authors' code: the rate of change per
+    response does not depend on the batch size.
+
+    Args:
+        coef: the coefficient used in the step, >= 0; 0 stays 0.
+        current: mean KL per response of the step, nats.
+        target: KL per response to hold, nats, > 0.
+        horizon: responses after which a constant e of 1, unclipped, would double the coefficient.
+        num_responses: responses of the step, >= 1; below 5 * horizon, so that coef' stays > 0.
+
+    Source: Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593
+    """
+    check_coef("adapt_coef", coef)
+    if not math.isfinite(current) or not (math.isfinite(target) and target > 0):
+        raise ValueError(
+            f"adapt_coef needs finite current and target > 0; got {current=}, {target=}"
+        )
+    if num_responses < 1 or num_responses * MAX_RELATIVE_KL_ERROR >= horizon:
+        raise ValueError(
+            f"adapt_coef needs 1 <= num_responses < horizon / {MAX_RELATIVE_KL_ERROR}; "
+            f"got {num_responses=}, {horizon=}"
+        )
+    error = min(max(current / target - 1, -MAX_RELATIVE_KL_ERROR), MAX_RELATIVE_KL_ERROR)
+    return coef * (1 + error * num_responses / horizon)
 
 
 def ratio_maxima(

@@ -6,6 +6,7 @@ Returns: float32, or float64 for float64 values
 Errors:  a ValueError if shapes differ or a mask is not bool
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 # Prevents division by 0; in the squared unit of the values.
 WHITEN_EPS = 1.0e-8
+# exp(20) = 5e8: larger than any useful ratio, far below float32's overflow at exp(88).
+MAX_LOG_RATIO = 20.0
 
 
 class WrongReturn(TypeError):
@@ -37,8 +40,8 @@ def check_same_shape(function: str, **tensors: Tensor) -> None:
     """Raise a ValueError that names the tensors unless all have the same shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{function} needs tensors of one shape; got {found}")
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{function} needs tensors of one shape; got {given}")
 
 
 def check_masked(function: str, response_mask: Tensor, **tensors: Tensor) -> None:
@@ -65,6 +68,12 @@ def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
             )
 
 
+def check_coef(function: str, coef: float) -> None:
+    """Raise a ValueError unless a penalty's weight is finite and not negative."""
+    if not (math.isfinite(coef) and coef >= 0):
+        raise ValueError(f"{function} needs a finite coef >= 0; got {coef=}")
+
+
 def on_mask(values: Tensor, mask: Tensor) -> Tensor:
     """Return `values[mask]` as a vector; a view if the mask is true everywhere."""
     if bool(mask.all()):
@@ -83,11 +92,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average `values` over the mask, over all dims.
-
-    Raises:
-        ValueError: the mask is true nowhere.
-    """
+    """Average `values` over the mask, over all dims; a ValueError if it is true nowhere."""
     total = masked_sum(values, mask)
     count = int(mask.count_nonzero())
     if count == 0:
@@ -100,10 +105,7 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     (x - mean) / sqrt(variance + WHITEN_EPS),   mean and variance (over N) over all dims
 
-    Equal values become 0, and so does a single value.
-
-    Raises:
-        ValueError: the mask is true nowhere.
+    Equal values become 0, and so does a single value. The mask is true somewhere.
 
     Source: advantage normalisation, Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
     """

@@ -12,13 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.token_loss import (
-    TokenLoss,
-    advantages_of,
-    log_ratio_of,
-    policy_sums,
-    sequence_sums,
-)
+from hybridrl.algorithms.token_loss import TokenLoss, policy_inputs, policy_sums, sequence_sums
 
 # Lower bound of 1 - p.
 MIN_REST = 1.0e-8
@@ -40,10 +34,8 @@ def ppo_clip(
     Source: Schulman et al. 2017, equation 7, https://arxiv.org/abs/1707.06347; Yu et al. 2025,
         equation 10, https://arxiv.org/abs/2503.14476
     """
-    _check_clip("ppo_clip", clip_low, clip_high)
-    log_ratio = log_ratio_of("ppo_clip", log_probs, old_log_probs, response_mask)
-    advantages = advantages_of("ppo_clip", advantages, response_mask)
-    return _clipped(log_ratio, log_ratio.exp(), advantages, response_mask, clip_low, clip_high)
+    tensors = (log_probs, old_log_probs, advantages, response_mask)
+    return _clipped("ppo_clip", tensors, clip_low, clip_high)
 
 
 def dual_clip(
@@ -70,11 +62,8 @@ def dual_clip(
         raise ValueError(
             f"dual_clip needs max_ratio > 1 + clip_high; got {max_ratio=}, {clip_high=}"
         )
-    _check_clip("dual_clip", clip_low, clip_high)
-    log_ratio = log_ratio_of("dual_clip", log_probs, old_log_probs, response_mask)
-    advantages = advantages_of("dual_clip", advantages, response_mask)
-    clip = (clip_low, clip_high, max_ratio)
-    return _clipped(log_ratio, log_ratio.exp(), advantages, response_mask, *clip)
+    tensors = (log_probs, old_log_probs, advantages, response_mask)
+    return _clipped("dual_clip", tensors, clip_low, clip_high, max_ratio=max_ratio)
 
 
 def cispo(
@@ -96,8 +85,9 @@ def cispo(
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5, https://arxiv.org/abs/2506.13585
     """
     _check_clip("cispo", clip_low, clip_high)
-    log_ratio = log_ratio_of("cispo", log_probs, old_log_probs, response_mask)
-    advantages = advantages_of("cispo", advantages, response_mask)
+    log_ratio, advantages = policy_inputs(
+        "cispo", log_probs, old_log_probs, advantages, response_mask
+    )
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     # Masked before the product: the gradient of 0 * NaN would be NaN.
@@ -128,25 +118,31 @@ def gspo(
 
     Source: Zheng et al. 2025, equations 5, 7, 13 and 14, https://arxiv.org/abs/2507.18071
     """
-    _check_clip("gspo", clip_low, clip_high)
-    log_ratio = log_ratio_of("gspo", log_probs, old_log_probs, response_mask)
-    advantages = advantages_of("gspo", advantages, response_mask)
-    lengths = sequence_sums(response_mask.to(log_ratio.dtype), sequence_id).clamp(min=1)
-    mean = (sequence_sums(log_ratio.detach(), sequence_id) / lengths)[sequence_id]
-    ratio = (mean + log_ratio - log_ratio.detach()).exp()
-    return _clipped(log_ratio, ratio, advantages, response_mask, clip_low, clip_high)
+    tensors = (log_probs, old_log_probs, advantages, response_mask)
+    return _clipped("gspo", tensors, clip_low, clip_high, sequence_id=sequence_id)
 
 
 def _clipped(
-    log_ratio: Tensor,
-    ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    function: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     clip_low: float,
     clip_high: float,
+    *,
     max_ratio: float | None = None,
+    sequence_id: Tensor | None = None,
 ) -> TokenLoss:
-    """Compute the clipped surrogate, with `max_ratio` the dual-clipped one."""
+    """Compute the clipped surrogate, dual-clipped with `max_ratio`.
+
+    With `sequence_id` ratios are those of responses, with the gradient of each token's.
+    """
+    _check_clip(function, clip_low, clip_high)
+    (log_ratio, advantages), mask = policy_inputs(function, *tensors), tensors[-1]
+    exponent = log_ratio
+    if sequence_id is not None:
+        lengths = sequence_sums(mask.to(log_ratio.dtype), sequence_id).clamp(min=1)
+        mean = (sequence_sums(log_ratio.detach(), sequence_id) / lengths)[sequence_id]
+        exponent = mean + log_ratio - log_ratio.detach()
+    ratio = exponent.exp()
     unclipped = ratio * advantages
     surrogate = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if max_ratio is not None:
@@ -177,17 +173,16 @@ def sapo(
     tau = tau_positive if A_t > 0, else tau_negative
 
     At r_t = 1 the gradient is that of r_t A_t; it falls to 0 on both sides, faster for a larger
-    tau.
-
-    In the paper tau_positive is 1, tau_negative 1.05; both are > 0. The metric clip_fraction counts
-    tokens whose gradient is less than half.
+    tau. In the paper tau_positive is 1, tau_negative 1.05; both are > 0. The metric clip_fraction
+    counts tokens whose gradient is less than half.
 
     Source: Gao et al. 2025, equations 5 and 6, https://arxiv.org/abs/2511.20347
     """
     if not (tau_positive > 0 and tau_negative > 0):
         raise ValueError(f"sapo needs both taus > 0; got {tau_positive=}, {tau_negative=}")
-    log_ratio = log_ratio_of("sapo", log_probs, old_log_probs, response_mask)
-    advantages = advantages_of("sapo", advantages, response_mask)
+    log_ratio, advantages = policy_inputs(
+        "sapo", log_probs, old_log_probs, advantages, response_mask
+    )
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
     gradient = 4 * gate.detach() * (1 - gate.detach())
@@ -210,11 +205,8 @@ def dppo_tv(
     M_t = 0 if D_t > max_divergence and the update would increase it, else 1
 
     p and q are the probabilities of the token under the current weights and the sampler. The update
-    increases D_t if r_t > 1 and A_t > 0, or r_t < 1 and A_t < 0.
-
-    Args:
-        max_divergence: delta, in (0, 1).
-        max_ratio: bound of the importance weight, >= 1; 20 in the authors' code.
+    increases D_t if r_t > 1 and A_t > 0, or r_t < 1 and A_t < 0. max_divergence, delta in the
+    paper, is in (0, 1); max_ratio >= 1 bounds the importance weight, 20 in the authors' code.
 
     Source: Qi et al. 2026, equations 11 to 13, https://arxiv.org/abs/2602.04879
     """
@@ -236,8 +228,7 @@ def dppo_kl(
     """Compute divergence PPO with the binary KL divergence of each token.
 
     The loss is that of `dppo_tv` with D_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats.
-
-    max_divergence is in nats, > 0.
+    max_divergence is > 0.
 
     Source: Qi et al. 2026, equations 11, 12 and 14, https://arxiv.org/abs/2602.04879
     """
@@ -270,8 +261,9 @@ def _dppo(
             f"{function} needs max_divergence > 0 and max_ratio >= 1; got {max_divergence=}, "
             f"{max_ratio=}"
         )
-    log_ratio = log_ratio_of(function, log_probs, rollout_log_probs, response_mask)
-    advantages = advantages_of(function, advantages, response_mask)
+    log_ratio, advantages = policy_inputs(
+        function, log_probs, rollout_log_probs, advantages, response_mask
+    )
     off_mask = ~response_mask
     p, q = (x.detach().masked_fill(off_mask, 0.0).exp() for x in (log_probs, rollout_log_probs))
     ratio = log_ratio.detach().exp()

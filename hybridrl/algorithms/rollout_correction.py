@@ -7,8 +7,9 @@ PPO's ratio (current over old policy).
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   log-probs in nats; ratios and weights without unit
+Masks:   values off the mask are never read
 Errors:  a ValueError if shapes differ, the mask is not bool, a setting is out of range, or a
-         log-prob on the mask is NaN or infinite; values off the mask are never read
+         log-prob on the mask is not finite
 """
 
 from collections.abc import Sequence
@@ -16,16 +17,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.algorithms.masked import at_least_float32, check_finite, check_masked, on_mask
+from hybridrl.algorithms.masked import (
+    MAX_LOG_RATIO,
+    at_least_float32,
+    check_finite,
+    check_masked,
+    on_mask,
+)
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
 
 def importance_ratios(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    level: CorrectionLevel,
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: CorrectionLevel
 ) -> Tensor:
     """Compute the importance ratios rho of tokens or responses.
 
@@ -33,16 +36,8 @@ def importance_ratios(
     sequence       log rho_t = sum_t d_t of the response
     sequence_mean  log rho_t = 1/|o| sum_t d_t: the geometric mean of the response's ratios
 
-    Log-ratios are clamped to +-MAX_LOG_RATIO.
-
-    Args:
-        old_log_probs: [B, T] the trainer's, nats.
-        rollout_log_probs: [B, T] the sampler's, nats.
-        response_mask: [B, T] bool.
-        level: of the ratios.
-
-    Returns:
-        [B, T] float32 (float64 for float64 input), 1 off the mask.
+    Log-ratios are clamped to +-MAX_LOG_RATIO. Tensors are [B, T]; the result is float32 (float64
+    for float64 input), 1 off the mask.
 
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token); Liu, Li et al. 2025,
         https://richardli.xyz/rl-collapse (sequence and its geometric mean)
@@ -69,16 +64,8 @@ def correction_weights(
     truncate  min(rho, high): truncated importance sampling (TIS)
     mask      rho if low <= rho <= high, else 0: IcePop with token ratios, MIS with sequence ratios
 
-    Masked tokens still count in the denominator of the loss.
-
-    Args:
-        ratios: [B, T] as from `importance_ratios`.
-        response_mask: [B, T] bool.
-        method: not none.
-        low, high: the band, 0 <= low < high; `truncate` does not read low.
-
-    Returns:
-        [B, T] weights of the policy loss, 0 off the mask.
+    Masked tokens still count in the denominator of the loss. `ratios` are [B, T] as from
+    `importance_ratios`, and so are the weights, 0 off the mask. `truncate` does not read low.
 
     Source: Yao et al. 2025 (TIS), https://fengyao.notion.site/off-policy-rl; Ling Team 2025
         (IcePop), https://arxiv.org/abs/2510.18855; Liu, Li et al. 2025 (MIS),
@@ -98,10 +85,8 @@ def correction_weights(
 def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) -> Tensor:
     """Return [8] float64, sums over some responses for `mismatch_from`.
 
-    Args:
-        lengths: [B] int64, of the responses, with sum N.
-        difference: [N] old_log_probs - rollout_log_probs, nats, finite on the mask.
-        response_mask: [N] bool.
+    `lengths` [B] int64 are those of the responses, with sum N; `difference` [N] is
+    old_log_probs - rollout_log_probs, nats, finite on the mask.
     """
     difference = difference.double().masked_fill(~response_mask, 0.0)
     per_token = on_mask(difference, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -133,11 +118,7 @@ def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:
     chi2_token: mean of rho_t^2 minus 1; chi2_sequence: the same for ratios of responses
     ess: effective sample size as a fraction, (sum rho_t)^2 / (N sum rho_t^2)
 
-    Args:
-        parts: `mismatch_sums` of the parts of a batch.
-
-    Raises:
-        ValueError: no part has a response token.
+    `parts` are the `mismatch_sums` of parts of a batch, which has a response token.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Kong 1992 for the effective
         sample size

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.masked import (
+    MAX_LOG_RATIO,
     WrongReturn,
     at_least_float32,
     check_masked,
@@ -48,18 +48,18 @@ class TokenLoss(NamedTuple):
     sums: Sums
 
 
-def as_token_loss(found: Any, function: str, log_probs: Tensor) -> TokenLoss:
-    """Convert what `function` returned: a TokenLoss, or its values alone, without metrics.
+def as_token_loss(result: Any, function: str, log_probs: Tensor) -> TokenLoss:
+    """Convert the result of `function`: a TokenLoss, or its values alone, without metrics.
 
     Raises:
         WrongReturn: values are no float tensor [N] as log_probs, or a sum is no scalar.
     """
-    is_pair = isinstance(found, tuple) and len(found) == 2
-    values, sums = found if is_pair else (found, {})
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    values, sums = result if is_pair else (result, {})
     fits = isinstance(values, Tensor) and values.shape == log_probs.shape
     if not (fits and values.is_floating_point() and isinstance(sums, dict)):
         raise WrongReturn(
-            f"{function} returned {described(found)}, expected the loss of each token, a float32 "
+            f"{function} returned {described(result)}, expected the loss of each token, a float32 "
             f"Tensor of shape {tuple(log_probs.shape)} as log_probs, or TokenLoss(values, sums).\n"
             f"Return no mean or sum over tokens: algorithm.aggregation says which is taken."
         )
@@ -73,21 +73,19 @@ def as_token_loss(found: Any, function: str, log_probs: Tensor) -> TokenLoss:
     return TokenLoss(values, scalars)
 
 
-def log_ratio_of(function: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return [N] log_probs - old_log_probs clamped to +-MAX_LOG_RATIO, 0 off the mask; nats.
+def policy_inputs(
+    function: str, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return [N] log_probs - old_log_probs, nats, and [N] advantages; 0 off the mask.
 
-    Clamped values have gradient 0. Ratio times advantage then stays finite in float32. `function`
-    begins the text of errors.
+    Log-ratios are clamped to +-MAX_LOG_RATIO, with gradient 0 there: ratio times advantage then
+    stays finite in float32. `function` begins the text of errors.
     """
-    check_masked(function, mask, log_probs=log_probs, old_log_probs=old_log_probs)
+    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    check_masked(function, mask, **tensors)
     difference = at_least_float32(log_probs) - at_least_float32(old_log_probs)
-    return difference.masked_fill(~mask, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def advantages_of(function: str, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return [N] advantages, 0 off the mask."""
-    check_masked(function, mask, advantages=advantages)
-    return at_least_float32(advantages).masked_fill(~mask, 0.0)
+    log_ratio = difference.masked_fill(~mask, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio, at_least_float32(advantages).masked_fill(~mask, 0.0)
 
 
 def policy_sums(log_ratio: Tensor, clipped: Tensor, mask: Tensor) -> Sums:
@@ -126,16 +124,13 @@ def aggregate(
         kind: of the average.
         values: [N] l, losses of tokens.
         response_mask, sequence_id: [N] as above.
-        totals: T tokens that count, and E episodes with such tokens, of the mini-batch.
-        max_tokens: M, the longest response that may be sampled.
+        totals: T tokens that count, and E episodes with such tokens, of the mini-batch; > 0.
+        max_tokens: M, the longest response that may be sampled; > 0.
         episode_tokens: [responses of the micro-batch] int64, |o_i| where an episode has several
             responses; None: each is an episode.
 
     Returns:
         Scalar to minimise, float32 (float64 for float64 values).
-
-    Raises:
-        ValueError: as above, or a total or max_tokens is not positive.
 
     Source: Yu et al. 2025, section 3.3, https://arxiv.org/abs/2503.14476; Shao et al. 2024,
         equation 3, https://arxiv.org/abs/2402.03300; Liu et al. 2025 (Dr. GRPO), section 3.1,

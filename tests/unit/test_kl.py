@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import (
+from hybridrl.algorithms.losses import (
     MAX_LOG_RATIO,
     adapt_coef,
     estimate_kl,

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import (
+from hybridrl.algorithms.losses import (
     MAX_LOG_RATIO,
     estimate_kl,
+    kl_penalty,
     kl_penalty_rewards,
 )
-from hybridrl.algorithms.losses import kl_penalty
 from hybridrl.config.choices import KLEstimator
 
 k1, k2, k3, k1_straight_through, k3_straight_through = (

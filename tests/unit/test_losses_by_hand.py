@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.losses import kl_penalty, ratio_maxima, value_loss
+from hybridrl.algorithms.masked import MAX_LOG_RATIO
 from hybridrl.config.choices import KLEstimator
 from tests.support.loss_cases import LOSSES, all_true, policy_loss, tokens
 

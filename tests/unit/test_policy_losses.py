@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms import covariance_losses, policy_losses
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.masked import MAX_LOG_RATIO
 from tests.support.policy_loss_references import CLIP, LENGTHS, LOSSES, arguments, expected
 
 EVERY_LOSS = pytest.mark.parametrize("name", LOSSES)

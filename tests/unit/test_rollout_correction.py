@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.masked import MAX_LOG_RATIO
 from hybridrl.algorithms.rollout_correction import (
     correction_weights,
     importance_ratios,

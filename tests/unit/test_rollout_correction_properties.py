@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.masked import MAX_LOG_RATIO
 from hybridrl.algorithms.rollout_correction import correction_weights, importance_ratios
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
