@@ -4,7 +4,7 @@
                      -> cast and pack -> bucket -> exchange -> bucket -> unpack ->
 
 Buckets alternate between the two halves of the staging memory: while one is exchanged, the next is
-packed into the other half, once that is unpacked.
+packed into the other half.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,15 +17,9 @@ from torch import Tensor
 from hybridrl.distributed import position
 from hybridrl.distributed.regions import NamedShard, Region, TracedCopy
 from hybridrl.distributed.torch_compat import all_gather_single
-from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
-from hybridrl.reshard.fingerprint import Hashes, salt
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect, Hashes, cut, region_view, salt
 from hybridrl.reshard.plan import Plan
 from hybridrl.reshard.route import Route
-
-
-class ReshardError(RuntimeError):
-    """Weights cannot be moved, or did not arrive as they were sent."""
-
 
 # Number of a buffer, and a view of its tensor.
 _BufferView = tuple[int, Tensor]
@@ -33,20 +27,29 @@ _BufferView = tuple[int, Tensor]
 _Move = tuple[TracedCopy, _BufferView, _BufferView, Iterable[int]]
 
 
+class ReshardError(RuntimeError):
+    """Weights cannot be moved, or did not arrive as they were sent."""
+
+
+def copier_class(device: torch.device) -> type[Copier]:
+    """Return the class of copiers for a device."""
+    if device.type == "cpu":
+        return Copier
+    # Triton comes with torch for GPUs only.
+    from hybridrl.reshard.triton_copies import TritonCopier
+
+    return TritonCopier
+
+
 class PlanExecutor:
     """Executes one rank's plan. `prepare` and `move` are collectives of the route's members.
 
     Buffers are the shards of the plan's sources, all parameters, and the two halves of the staging
-    memory, in this order.
+    memory, in this order. `shards` has those of all weights by name; `parameters`, in the trace's
+    order, never move.
 
     Fingerprints of what is sent are counted in cells, one per receiver and parameter. A transfer to
     several receivers is fingerprinted once; its sum counts for all of its cells.
-
-    Args:
-        plan: plan of some of the weights.
-        shards: shards of all weights by name.
-        parameters: the engine's parameters by name, in the trace's order; they never move.
-        route, hashes: ranks of the plan, and hashes for fingerprints.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class PlanExecutor:
         self._group = route.group
         self._rank = route.position
         self._ranks = route.peers
-        assert route.is_whole or not any(b.slot for b in plan.buckets), "others cannot gather"
+        is_whole = len(self._ranks) == dist.get_world_size(self._group)
+        assert is_whole or not any(b.slot for b in plan.buckets), "others cannot gather"
         self._held = [source.region(self._rank) for source in plan.sources]
         self._hashes = hashes
         first = next(iter(parameters.values()))
@@ -112,16 +116,18 @@ class PlanExecutor:
         )
         self._pack, self._unpack = [], []
         for number, bucket in enumerate(self.plan.buckets):
-            packed: Iterable[_Move] = (
-                (copy, self._shard(copy), self._staging(number, start, copy), receivers)
-                for start, (copy, _, receivers) in bucket.packed
+            self._pack.append(
+                self._copier(
+                    (copy, self._shard(copy), self._staging(number, start, copy), receivers)
+                    for start, (copy, _, receivers) in bucket.packed
+                )
             )
-            self._pack.append(self._copier(packed))
-            unpacked: Iterable[_Move] = (
-                (copy, self._staging(number, start, copy), self._parameter(copy), [])
-                for start, (copy, _, _) in bucket.unpacked
+            self._unpack.append(
+                self._copier(
+                    (copy, self._staging(number, start, copy), self._parameter(copy), [])
+                    for start, (copy, _, _) in bucket.unpacked
+                )
             )
-            self._unpack.append(self._copier(unpacked))
         pairs = [
             (number, receiver * len(self._parameters) + parameter)
             for (parameter, receivers), number in self._sum_of.items()
@@ -172,9 +178,9 @@ class PlanExecutor:
     def _run_buckets(self, sums: Tensor | None) -> None:
         """Run all buckets; packing is one bucket ahead, so that the links never wait for it.
 
-        A half of the staging memory is packed again only after it was unpacked: both run on one
-        stream. Local copies are spread over the buckets if the exchange dominates. Otherwise they
-        come first, so that the device works while the exchange is prepared.
+        Packing and unpacking run on one stream, so a half of the staging memory is free in time.
+        Local copies are spread over the buckets if the exchange dominates. Otherwise they come
+        first, so that the device works while the exchange is prepared.
         """
         count, spread = len(self.plan.buckets), self.plan.exchanges_much
         if not spread:
@@ -196,11 +202,7 @@ class PlanExecutor:
                 position.mark("bucket", number + 1, count, event)
 
     def _start_bucket(self, number: int, sums: Tensor | None, *, paced: bool) -> list[Any]:
-        """Pack a bucket and start its exchange; on GPUs both are only enqueued.
-
-        Returns:
-            Works to wait for before the bucket is unpacked.
-        """
+        """Enqueue packing and exchange of a bucket; return works to wait for before unpacking."""
         self._pack[number].run(0, 1, sums, paced=paced)
         bucket, memory = self.plan.buckets[number], self._halves[number % 2]
         works = []

@@ -38,8 +38,7 @@ class Bucket:
 
     Attributes:
         slot: elements of a slot; 0 if nothing is gathered.
-        sends, receives: the other rank, and the part of staging memory that is sent or received;
-            those between two ranks in one order on both.
+        sends, receives: the other rank, and the part of staging memory; of two ranks in one order.
         packed, unpacked: each transfer to or from other ranks, and its start.
         size: elements of staging memory.
     """
@@ -93,7 +92,7 @@ def build_plans(
 ) -> list[Plan]:
     """Return the plans of one rank of a route, that of frozen weights first.
 
-    Together they write the same as one plan of all weights. Constants belong to the first.
+    Constants belong to the first plan.
 
     Args:
         sources: layout of every checkpoint tensor over the first ranks of the route.
@@ -164,11 +163,7 @@ def _plan(
 
 
 def check_coverage(trace: Trace) -> None:
-    """Check that every element of every traced parameter is written exactly once.
-
-    Raises:
-        ValueError: names the parameters, the elements written, and overlaps.
-    """
+    """Raise a ValueError unless every element of every traced parameter is written exactly once."""
     regions: dict[str, list[Region]] = {name: [] for name in trace.parameters}
     for copy in trace.copies:
         regions[copy.parameter].append(copy.destination)

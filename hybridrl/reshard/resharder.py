@@ -16,9 +16,8 @@ from torch import Tensor
 
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import NamedShard, Trace
-from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
-from hybridrl.reshard.executor import PlanExecutor, ReshardError
-from hybridrl.reshard.fingerprint import hashes, salt
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect, cut, hashes, region_view, salt
+from hybridrl.reshard.executor import PlanExecutor, ReshardError, copier_class
 from hybridrl.reshard.plan import Plan, build_plans
 from hybridrl.reshard.route import Route
 from hybridrl.reshard.transfers import SourceLayout
@@ -36,10 +35,7 @@ class Resharder:
     """One rank's part of a weight sync. Construction and all methods are collectives.
 
     Args:
-        shards: this rank's shards of the trainer's weights, in one order on all ranks.
-        trace: trace of the engine's loader on this rank.
-        tensors: the engine's live parameters by name, of one dtype; they never move.
-        route: ranks between which data moves, with one replica of the weights.
+        shards, trace, tensors, route: see `Side`.
         bucket_mb: MiB that a rank sends and receives at a time. Staging memory is at most twice
             that, and exists during `sync` only.
 
@@ -79,16 +75,15 @@ class Resharder:
         self._reader = self._parameter_reader()
         self._frozen_is_there = False
         self._sums_are_known = False
-        if dist.get_rank() == 0:
-            for plan in plans:
-                logger.info(
-                    "reshard of %d weights: this rank receives %.1f MiB in %d buckets, with %d "
-                    "sends, receives and all-gathers",
-                    len(plan.sources),
-                    plan.received * self._dtype.itemsize / 2**20,
-                    len(plan.buckets),
-                    sum(bucket.operations for bucket in plan.buckets),
-                )
+        for plan in plans if dist.get_rank() == 0 else []:
+            logger.info(
+                "reshard of %d weights: this rank receives %.1f MiB in %d buckets, with %d sends, "
+                "receives and all-gathers",
+                len(plan.sources),
+                plan.received * self._dtype.itemsize / 2**20,
+                len(plan.buckets),
+                sum(bucket.operations for bucket in plan.buckets),
+            )
 
     def sync(self, version: int, *, verify: bool, kept: bool = False) -> dict[str, float]:
         """Write the trainer's current weights into the engine's parameters.
@@ -96,8 +91,7 @@ class Resharder:
         Args:
             version: version of the weights, for messages.
             verify: compare the fingerprints of all parameters afterwards.
-            kept: true if the parameters still hold the last sync's weights; then frozen weights
-                are not moved again.
+            kept: the parameters still hold the last sync's weights: frozen ones do not move again.
 
         Returns:
             Seconds, device work included, of parts (`prepare_s`, `wait_s`, `move_s`, `verify_s`);
@@ -138,18 +132,18 @@ class Resharder:
         """Compare the live parameters with the fingerprints of the last sync with `verify`.
 
         Raises:
-            ReshardError: on all ranks if a parameter differs on any rank; names all that differ.
+            ReshardError: on all ranks; names all parameters that differ on any rank.
         """
         assert self._sums_are_known, "the last sync left fingerprints out"
-        found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._device)
-        self._reader.run(0, 1, found, paced=False)
+        present = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._device)
+        self._reader.run(0, 1, present, paced=False)
         sent = torch.stack([executor.sent() for executor in self._executors]).sum(0)
         cells = sent.new_zeros(dist.get_world_size(self._group), len(self._parameters))
         cells[self._route.members] = sent
         arrived = torch.empty_like(cells)
         dist.all_to_all_single(arrived, cells, group=self._group)
         expected = arrived.sum(0)
-        problems = torch.stack([found != expected, torch.zeros_like(found).bool()])
+        problems = torch.stack([present != expected, torch.zeros_like(present).bool()])
         for fill in self._trace.fills:
             region = region_view(self._parameters[fill.parameter], fill.region)
             problems[0, self._numbers[fill.parameter]] |= (region != fill.value).any()
@@ -194,10 +188,7 @@ class Resharder:
         return build_plans(self._sources, frozen, group_traces, rank, bucket_elements)
 
     def _parameter_reader(self) -> Copier:
-        """Return a copier that only reads the live parameters, whose addresses never change.
-
-        Buffers and sums are numbered by parameter.
-        """
+        """Return a copier that only reads the live parameters; buffers and sums are theirs."""
         buffers = Buffers(self._device)
         buffers.bind(list(self._parameters.values()))
         whole = {source.name: source.shape for source in self._sources}
@@ -207,8 +198,8 @@ class Resharder:
             part = (number, region_view(buffers.tensors[number], copy.destination))
             shape = whole[copy.source]
             rects += cut(buffers, part, part, copy.region, shape, salt(copy.source), number)
-        kind = copier_class(self._device)
-        return kind(rects, buffers, self._dtype, self._hashes, write=False)
+        copier = copier_class(self._device)
+        return copier(rects, buffers, self._dtype, self._hashes, write=False)
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

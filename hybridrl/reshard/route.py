@@ -57,14 +57,16 @@ class Route(NamedTuple):
         numbers = dist.get_process_group_ranks(self.group)
         return [numbers[member] for member in self.members]
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the members are all ranks of the group."""
-        return len(self.members) == dist.get_world_size(self.group)
-
 
 class Side(NamedTuple):
-    """This rank's part of a weight sync; see `Resharder`."""
+    """This rank's part of a weight sync.
+
+    Attributes:
+        shards: its shards of the trainer's weights, in one order on all ranks.
+        trace: trace of the engine's loader on this rank.
+        tensors: the engine's live parameters by name, of one dtype; they never move.
+        route: ranks between which data moves, with one replica of the weights.
+    """
 
     shards: Sequence[NamedShard]
     trace: Trace
@@ -73,12 +75,12 @@ class Side(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """Facts about one rank that all others need.
+    """Facts about one rank that all others need; of weights or of an engine.
 
     Attributes:
         place: its copy of the weights and its shard; None for a rank of an engine.
-        weights: name, shape, cut dim and frozen of each weight; empty for a rank of an engine.
-        parameters: names of the engine's parameters; empty for a rank with weights.
+        weights: name, shape, cut dim and frozen of each weight.
+        parameters: names of the engine's parameters.
     """
 
     place: tuple[int, int] | None
@@ -95,12 +97,8 @@ def sender(
 ) -> Side:
     """Return the side of a rank with weights and without an engine; a collective of everyone.
 
-    Args:
-        shards: this rank's shards, in one order on all ranks.
-        mesh: the training mesh of the ranks with weights.
-        dtype: that of the engines' parameters.
-        everyone: all ranks with weights and all ranks of engines.
-        ranks_per_engine: consecutive ranks of one engine.
+    `everyone` are all ranks with weights and all of engines; `mesh` is the training mesh of the
+    former. The engines' parameters are of `dtype`.
     """
     place = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
     weights = [(s.name, tuple(s.shape), s.dim, s.frozen) for s in shards]
@@ -113,18 +111,9 @@ def sender(
 
 
 def receiver(
-    trace: Trace,
-    tensors: dict[str, Tensor],
-    everyone: ProcessGroup,
-    ranks_per_engine: int,
+    trace: Trace, tensors: dict[str, Tensor], everyone: ProcessGroup, ranks_per_engine: int
 ) -> Side:
-    """Return the side of a rank of an engine without weights; see `sender`.
-
-    Args:
-        trace: trace of the engine's loader on this rank.
-        tensors: tensors to write, of the engine's parameters by name; they never move.
-        everyone, ranks_per_engine: as for `sender`.
-    """
+    """Return the side of a rank of an engine without weights; see `sender`."""
     offers = _gathered(_Offer(None, [], list(trace.parameters)), everyone)
     route = _split(offers, everyone, ranks_per_engine)
     device = next(iter(tensors.values())).device
@@ -153,6 +142,6 @@ def _split(offers: Sequence[_Offer], everyone: ProcessGroup, ranks_per_engine: i
 
 
 def _gathered(offer: _Offer, everyone: ProcessGroup) -> list[_Offer]:
-    found: list[Any] = [None] * dist.get_world_size(everyone)
-    dist.all_gather_object(found, offer, group=everyone)
-    return found
+    offers: list[Any] = [None] * dist.get_world_size(everyone)
+    dist.all_gather_object(offers, offer, group=everyone)
+    return offers

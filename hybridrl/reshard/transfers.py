@@ -61,10 +61,8 @@ def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
 class Transfer(NamedTuple):
     """Copy that crosses ranks: the holder of its source packs it once for all receivers.
 
-    Attributes:
-        copy: the copy; its whole region is in the sender's shard.
-        sender: rank of the shard group.
-        receivers: other ranks of the group that make this copy, in order.
+    The copy's whole region is in the sender's shard; `receivers` are the other ranks of the group
+    that make it, in order.
     """
 
     copy: TracedCopy
@@ -79,7 +77,7 @@ class Chunk(NamedTuple):
         load: [ranks] int64, elements of staging memory that each rank needs.
         slot: elements that each rank contributes to an all-gather; 0: transfers are sent.
         breadth: largest number of receivers of one transfer.
-        transfers: those that the planning rank sends or receives.
+        transfers: those of the planning rank.
     """
 
     load: NDArray[np.int64]
@@ -96,13 +94,8 @@ class Chunker:
     """Cuts sources into chunks, for one rank's part of the transfers.
 
     All shards go through their rows together, so that in a bucket every rank has something to
-    send. Sources with equal shapes and copies, such as a model's layers, are cut once.
-
-    Args:
-        rank: the planning rank.
-        num_ranks: ranks of the plan; the first of them hold the shards.
-        bucket_elements: a chunk is halved until no rank needs more than a quarter of this, which
-            leaves little of the buckets unused.
+    send. Sources with equal shapes and copies, such as a model's layers, are cut once. A chunk is
+    halved until no rank needs more than a quarter of `bucket_elements`.
     """
 
     def __init__(self, rank: int, num_ranks: int, bucket_elements: int) -> None:
@@ -121,19 +114,13 @@ class Chunker:
             self._known[key] = (list(self._cut(source, copies)), parameters)
         chunks, names = self._known[key]
         renamed = dict(zip(names, parameters, strict=True))
-        return [
-            chunk._replace(
-                transfers=[
-                    Transfer(
-                        TracedCopy(source.name, copy.region, renamed[copy.parameter], copy.offset),
-                        sender,
-                        receivers,
-                    )
-                    for copy, sender, receivers in chunk.transfers
-                ]
-            )
-            for chunk in chunks
-        ]
+
+        def of_source(transfer: Transfer) -> Transfer:
+            _, region, parameter, offset = transfer.copy
+            copy = TracedCopy(source.name, region, renamed[parameter], offset)
+            return transfer._replace(copy=copy)
+
+        return [chunk._replace(transfers=[*map(of_source, chunk.transfers)]) for chunk in chunks]
 
     def _cut(
         self, source: SourceLayout, copies: Sequence[tuple[int, TracedCopy]]
@@ -162,11 +149,7 @@ class Chunker:
                 yield chunk
 
     def _chunk(
-        self,
-        shards: Sequence[Region],
-        needed: Sequence[list[_SharedCopy]],
-        start: int,
-        rows: int,
+        self, shards: Sequence[Region], needed: Sequence[list[_SharedCopy]], start: int, rows: int
     ) -> Chunk:
         """Return what rows [start, start + rows) of every shard send to other ranks.
 

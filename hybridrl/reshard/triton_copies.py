@@ -26,7 +26,7 @@ ALONE: dict[str, Any] = {"TILE_ROWS": 8, "num_warps": 4, "EVICTION": ""}
 # With programs on all of them NCCL would wait for the kernel to end and nothing would overlap.
 # Hence one large program on each of the rest. 60 leaves a margin: copies that use much memory
 # bandwidth slow NCCL down, and other ranks wait for NCCL.
-BESIDE_EXCHANGE: dict[str, Any] = {"TILE_ROWS": 64, "num_warps": 16, "EVICTION": "evict_first"}
+DURING_EXCHANGE: dict[str, Any] = {"TILE_ROWS": 64, "num_warps": 16, "EVICTION": "evict_first"}
 NCCL_MULTIPROCESSORS = 60
 # Elements of one vector access of the narrow dtypes.
 VECTOR = 8
@@ -58,7 +58,7 @@ class TritonCopier(Copier):
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one part of the work; see `Copier.run`."""
-        hashes, shape = self._hashes, BESIDE_EXCHANGE if paced else ALONE
+        hashes, shape = self._hashes, DURING_EXCHANGE if paced else ALONE
         for source_dtype, aligned, table, owners in self._launches:
             count = len(owners)
             first, end = count * share // shares, count * (share + 1) // shares
@@ -153,10 +153,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> Any:
-    """Read, cast, write (WRITE) and fingerprint (FINGERPRINT) blocks first to end.
-
-    With fewer programs than blocks, each program strides over the blocks.
-    """
+    """Read, cast, write and fingerprint blocks first to end, over which programs stride."""
     for number in range(first + tl.program_id(0), end, tl.num_programs(0)):
         rect = table + tl.load(owners + number).to(tl.int64) * _FIELDS
         block = (number - tl.load(rect)).to(tl.int32)

@@ -4,8 +4,7 @@ import random
 
 import torch
 
-from hybridrl.reshard.copies import Buffers, Copier, CopyRect
-from hybridrl.reshard.fingerprint import hashes
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect, hashes
 
 NUMEL, SUMS = 40_000, 5
 CASTS = [

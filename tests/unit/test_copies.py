@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hybridrl.distributed.regions import Region
-from hybridrl.reshard.copies import Buffers, Copier, cut
-from hybridrl.reshard.fingerprint import hashes
+from hybridrl.reshard.copies import Buffers, Copier, cut, hashes
 from tests.support.random_rects import check_kernel
 
 pytestmark = pytest.mark.full

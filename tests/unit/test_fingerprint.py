@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from hybridrl.reshard import fingerprint
-from hybridrl.reshard.fingerprint import column_hashes, hashes, salt
+from hybridrl.reshard import copies
+from hybridrl.reshard.copies import column_hashes, hashes, salt
 
 SHAPE = (7, 5)
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def values(dtype=torch.float32):
 
 def of(tensor, row=0, column=0, source="w"):
     both = tensor if tensor.dim() == 2 else tensor[None]
-    return int(fingerprint.fingerprint(both, row, column, hashes(64, 64, CPU)) * salt(source))
+    return int(copies.fingerprint(both, row, column, hashes(64, 64, CPU)) * salt(source))
 
 
 MASK = (1 << 64) - 1
@@ -66,7 +66,7 @@ def test_pieces_add_up_to_the_whole(dtype, row, column):
 
 def test_chunks_do_not_matter(monkeypatch):
     expected = of(values())
-    monkeypatch.setattr(fingerprint, "CHUNK_ELEMENTS", 11)
+    monkeypatch.setattr(copies, "CHUNK_ELEMENTS", 11)
     assert of(values()) == expected
 
 
