@@ -1,10 +1,9 @@
 """Partition of items into parts of nearly equal cost: mini-batches over ranks, into micro-batches.
 
 A partitioner gives every rank the same number of micro-batches, none of them empty. Each fits the
-token budget, except that a single longer response is a micro-batch of its own, and that agents'
-sequences, whose number ranks need not divide, may exceed it where a rank has too few. FSDP2 gathers
-weights in every layer, by default again in every micro-batch. Where ranks synchronise decides which
-costs must be balanced.
+token budget, unless it is a single longer response. Agents' sequences, whose number ranks need not
+divide, may also exceed it where a rank has too few. FSDP2 gathers weights in every layer, by
+default again in every micro-batch. Where ranks synchronise decides which costs must be balanced.
 """
 
 import heapq
@@ -32,11 +31,7 @@ def partitioner_for(fsdp: FSDPConfig) -> Partitioner:
 
 
 def partition_by_micro_batch(
-    mini: list[int],
-    cost: Sequence[float],
-    tokens: Sequence[int],
-    num_ranks: int,
-    max_tokens: int,
+    mini: list[int], cost: Sequence[float], tokens: Sequence[int], num_ranks: int, max_tokens: int
 ) -> list[Micros]:
     """Balance the k-th micro-batches of all ranks, with as few micro-batches as possible.
 
@@ -55,11 +50,7 @@ def partition_by_micro_batch(
 
 
 def partition_by_total(
-    mini: list[int],
-    cost: Sequence[float],
-    tokens: Sequence[int],
-    num_ranks: int,
-    max_tokens: int,
+    mini: list[int], cost: Sequence[float], tokens: Sequence[int], num_ranks: int, max_tokens: int
 ) -> list[Micros]:
     """Balance the total cost of ranks, each packed into as few micro-batches as all ranks need.
 
@@ -128,11 +119,7 @@ def balance_totals(
 
 
 def pack_evenly(
-    items: Sequence[int],
-    cost: Sequence[float],
-    size: Sequence[int],
-    num_bins: int,
-    capacity: int,
+    items: Sequence[int], cost: Sequence[float], size: Sequence[int], num_bins: int, capacity: int
 ) -> list[list[int]] | None:
     """Pack items into bins with nearly equal sums of cost, within capacity, no bin empty.
 
@@ -156,10 +143,7 @@ def pack_evenly(
 
 
 def _cheapest(
-    items: Sequence[int],
-    cost: Sequence[float],
-    num_parts: int,
-    is_open: Callable[[int, int], bool],
+    items: Sequence[int], cost: Sequence[float], num_parts: int, is_open: Callable[[int, int], bool]
 ) -> Iterator[tuple[int, int]]:
     """Yield items, most expensive first, each with the cheapest part that is open to it.
 

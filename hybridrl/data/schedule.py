@@ -60,7 +60,7 @@ class RankBatch:
                 yield [self.batch.select(micro) for micro in mini], of_mini
 
     def policy_mini_batches(self) -> MiniBatches:
-        """Yield the same for the policy loss, in which the tokens of loss_mask count."""
+        """Yield the same for the policy loss, in which only counted tokens count."""
         return self.mini_batches(self.counted)
 
     def map_first_epoch(self, compute: Callable[[RolloutBatch], Ragged]) -> Ragged:
@@ -88,7 +88,9 @@ class ScheduledBatch(Shardable):
     @classmethod
     def of(cls, batch: RolloutBatch, ranks: list[Epochs]) -> "ScheduledBatch":
         """Build the schedule of a batch from the ranks' indices."""
-        batch = _with_episode_tokens(batch)
+        if batch.episode is not None:  # whose responses may be on several ranks
+            tokens = batch.summed_over_episodes(batch.counted.counts())
+            batch = replace(batch, episode_tokens=tokens)
         masks = batch.response_mask, batch.counted
         sampled, counted = (_totals(ranks, mask, batch.episode) for mask in masks)
 
@@ -160,13 +162,6 @@ def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
     return used, [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
 
 
-def _with_episode_tokens(batch: RolloutBatch) -> RolloutBatch:
-    """Fill in `RolloutBatch.episode_tokens`: an episode's responses may be on several ranks."""
-    if batch.episode is None:
-        return batch
-    return replace(batch, episode_tokens=batch.summed_over_episodes(batch.counted.counts()))
-
-
 def _totals(ranks: Sequence[Epochs], mask: Ragged, episode: Tensor | None) -> EpochTotals:
     """Count each mini-batch's tokens on the mask, and episodes with such tokens, on all ranks."""
     of_response = mask.counts().tolist()
@@ -176,8 +171,8 @@ def _totals(ranks: Sequence[Epochs], mask: Ragged, episode: Tensor | None) -> Ep
         totals.append([])
         for minis in zip(*per_rank, strict=True):
             rows = [i for mini in minis for micro in mini for i in micro if of_response[i]]
-            found = rows if episodes is None else {episodes[i] for i in rows}
-            totals[-1].append(Totals(sum(of_response[i] for i in rows), len(found)))
+            counted = rows if episodes is None else {episodes[i] for i in rows}
+            totals[-1].append(Totals(sum(of_response[i] for i in rows), len(counted)))
     return totals
 
 
@@ -204,10 +199,7 @@ class UpdateSizes:
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
-    """Return the sizes of a run's updates; cost is the time of a forward and backward.
-
-    The shards are the ranks that train, or groups of fsdp.ulysses_size of them.
-    """
+    """Return the sizes of a run's updates; cost is the time of a forward and backward."""
     return UpdateSizes(
         num_shards=num_shards,
         mini_batch_size=int(config.mini_batch_size),

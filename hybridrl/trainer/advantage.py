@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import GROUP_WISE, Estimate, as_estimate
 from hybridrl.algorithms.covariance_losses import covariances
-from hybridrl.algorithms.kl import adapt_coef, estimate_kl, kl_penalty_rewards
+from hybridrl.algorithms.losses import adapt_coef, estimate_kl, kl_penalty_rewards
 from hybridrl.algorithms.masked import check_finite, masked_mean, on_mask, whiten_parts
 from hybridrl.algorithms.rollout_correction import (
     correction_weights,
@@ -28,8 +28,7 @@ from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.sections.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks, in_chunks, row_chunks
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.ragged import BLOCK_ELEMENTS, PaddedBlocks, Ragged, in_chunks, row_chunks
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.data.seeds import derive_seed
 from hybridrl.trainer.episodes.turn_rewards import by_turn, has_turn_rewards

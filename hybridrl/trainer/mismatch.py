@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.masked import masked_mean, on_mask
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.blocks import in_chunks
+from hybridrl.data.ragged import in_chunks
 from hybridrl.trainer.errors import RunStopped
 
 # Tokens without a difference that each engine's mean counts, too. With partial rollouts an engine

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.blocks import PaddedBlocks
-from hybridrl.data.ragged import Ragged, concat
+from hybridrl.data.ragged import PaddedBlocks, Ragged, concat
 
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
 

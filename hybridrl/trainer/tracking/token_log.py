@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.blocks import in_chunks
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.ragged import Ragged, in_chunks
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.trainer.health.measures import distances
 from hybridrl.trainer.tracking.best_effort_files import replace_file
