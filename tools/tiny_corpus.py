@@ -14,9 +14,10 @@ reinforcement learning has to go on. Sums are always right, and of a wider range
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from hybridrl.data.seeds import derive_seed
-from hybridrl.data.sources.problems import Problem, train_problem
+from hybridrl.data.sources.problems import train_problem
 
 HASTY = 0.7
 MISREAD = 0.65
@@ -37,12 +38,12 @@ def corpus(seed: int, start: int, count: int) -> Iterator[tuple[str, str]]:
             yield f"What is {expression}?", f"{expression} = {result}\n#### {result}"
         else:
             problem = train_problem(seed, index)
-            yield problem.question, solution(problem, rng)
+            yield problem["question"], solution(problem, rng)
 
 
-def solution(problem: Problem, rng: random.Random) -> str:
+def solution(problem: dict[str, Any], rng: random.Random) -> str:
     """A solution of `problem` by the habits that `rng` draws."""
-    *steps, _ = problem.answer.split("\n")
+    *steps, _ = problem["answer"].split("\n")
     if "/" in steps[-1] and rng.random() < MISREAD:
         whole, _, part, *_ = steps[-1].split()
         steps[-1] = f"{whole} - {part} = {int(whole) - int(part)}"

@@ -53,7 +53,7 @@ def _write(folder: Path) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text((TEMPLATE / source).read_text().replace("TASK", name))
         rows = [
-            {"question": problem.question, "answer": problem.answer.rpartition("#### ")[2]}
+            {"question": problem["question"], "answer": problem["answer"].rpartition("#### ")[2]}
             for problem in train_problems(NUM_PROBLEMS)
         ]
         (folder / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,11 +3,12 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.data.sources.problems import Problem, held_out_problems
+from hybridrl.data.sources.problems import held_out_problems
 
 MARKED_AT_THE_END = re.compile(r"#### (\d+)$")
 MAX_RESPONSE_TOKENS = 48
@@ -37,7 +38,7 @@ def accuracy(
     problems = held_out_problems() * samples_per_problem
     torch.manual_seed(seed)
     responses = _decode(folder, problems, temperature)
-    right = [problem.answer.rsplit(" ", 1)[1] for problem in problems]
+    right = [problem["answer"].rsplit(" ", 1)[1] for problem in problems]
     marked_numbers = [MARKED_AT_THE_END.search(response) for response in responses]
     strict = [bool(m) and m[1] == r for m, r in zip(marked_numbers, right, strict=True)]
     last_numbers = [re.findall(r"\d+", response)[-1:] for response in responses]
@@ -45,18 +46,18 @@ def accuracy(
         strict=_mean(strict),
         flexible=_mean([n == [r] for n, r in zip(last_numbers, right, strict=True)]),
         strict_unseen=_mean(
-            [s for s, p in zip(strict, problems, strict=True) if p.tags["range"] == "unseen"]
+            [s for s, p in zip(strict, problems, strict=True) if p["tags"]["range"] == "unseen"]
         ),
-        solved=len({p.question for s, p in zip(strict, problems, strict=True) if s})
+        solved=len({p["question"] for s, p in zip(strict, problems, strict=True) if s})
         * samples_per_problem
         / len(problems),
     )
 
 
-def _decode(folder: Path, problems: list[Problem], temperature: float) -> list[str]:
+def _decode(folder: Path, problems: list[dict[str, Any]], temperature: float) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    chats = [[{"role": "user", "content": problem["question"]}] for problem in problems]
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )

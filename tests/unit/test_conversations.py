@@ -18,7 +18,7 @@ from hybridrl.data.batch import EngineStats, Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.sources.tokenizer import TurnTokens
+from hybridrl.data.sources.turns import TurnTokens
 from hybridrl.environments.base import EnvironmentReply, StepRequest, StepResult
 from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.trainer.episodes.base import whole_episodes

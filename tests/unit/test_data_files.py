@@ -10,7 +10,7 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.files import Columns, Split, files_by_split, read_problems
-from hybridrl.data.sources.problem_sets import ProblemSets, load_problem_sets
+from hybridrl.data.sources.problem_sets import DataSet, load_problem_sets
 from tests.support.data_configs import data_config, jsonl, sums
 
 COLUMNS = Columns("question", "answer")
@@ -21,7 +21,7 @@ def rows(count: int) -> list[dict]:
     return sums(range(count))
 
 
-def sets_of(config: DataConfig) -> ProblemSets:
+def sets_of(config: DataConfig) -> DataSet:
     """The one data set of a config without a mixture."""
     return load_problem_sets(config)[""]
 

@@ -7,16 +7,16 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.problem_sets import choose_examples, load_problem_sets, question_of
 from hybridrl.data.sources.problems import train_problems
-from hybridrl.data.sources.prompts import examine_prompts, load_prompts, with_examples
-from hybridrl.data.sources.rows import SourceProblem
+from hybridrl.data.sources.prompts import examine_prompts, load_prompts
+from hybridrl.data.sources.rows import Problem, with_examples
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from tests.support.data_configs import data_config, jsonl, sums
 from tests.support.role_configs import model_config
 from tests.support.tokenizer_folders import model_folder
 
 
-def solved(prompt, answer: str = "", solution: str = "") -> SourceProblem:
-    return SourceProblem(prompt, answer, {}, {}, "here", solution)
+def solved(prompt, answer: str = "", solution: str = "") -> Problem:
+    return Problem(prompt, answer, {}, {}, "here", solution)
 
 
 def message(role: str, content: str) -> dict:
@@ -74,7 +74,7 @@ def test_shown_problems_are_not_trained_on(config):
 
 
 def test_the_embedded_model_reads_examples_as_chat_turns(config, tmp_path):
-    rows = [{"question": p.question, "answer": p.answer} for p in train_problems(12)]
+    rows = [{"question": p["question"], "answer": p["answer"]} for p in train_problems(12)]
     config.train_files = str(jsonl(tmp_path / "embedded.jsonl", rows))
     prompts = load_prompts(config, model_config("embedded"), 400)
     first, second = load_problem_sets(config)[""].examples

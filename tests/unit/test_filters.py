@@ -13,13 +13,13 @@ from hybridrl.data.sources.problem_sets import (
     without_repeats,
 )
 from hybridrl.data.sources.prompts import load_prompts
-from hybridrl.data.sources.rows import SourceProblem
+from hybridrl.data.sources.rows import Problem
 from tests.support.data_configs import data_config, jsonl, sums
 from tests.support.role_configs import model_config
 
 
-def problem(prompt) -> SourceProblem:
-    return SourceProblem(prompt, "1", {}, {}, "here")
+def problem(prompt) -> Problem:
+    return Problem(prompt, "1", {}, {}, "here")
 
 
 def asked(*contents: str, system: str = "") -> list[dict]:

@@ -89,7 +89,7 @@ def test_warm_starts_likely_answers_are_wrong_and_right_ones_are_among_its_sampl
 
 def test_problems_survive_encoding_and_decoding(tokenizer):
     for problem in PROBLEMS:
-        for text in (problem.question, problem.answer):
+        for text in (problem["question"], problem["answer"]):
             ids = tokenizer.encode(text)
             assert tokenizer.decode(ids) == text
 
@@ -120,7 +120,7 @@ def test_any_text_survives(tokenizer, text):
 
 def test_words_of_the_problems_are_whole_tokens(tokenizer):
     for problem in PROBLEMS:
-        assert len(tokenizer.encode(problem.question)) <= len(PIECE.findall(problem.question))
+        assert len(tokenizer.encode(problem["question"])) <= len(PIECE.findall(problem["question"]))
 
 
 def test_chat_template_renders_system_user_and_generation_prompt(tokenizer):
@@ -145,10 +145,10 @@ def test_special_tokens_are_those_of_the_model(tokenizer):
 
 def test_prompts_and_solutions_fit_the_default_limits(tokenizer):
     for problem in PROBLEMS:
-        chat = [{"role": "user", "content": problem.question}]
+        chat = [{"role": "user", "content": problem["question"]}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert len(ids) <= 48
-        assert len(tokenizer.encode(problem.answer)) + 1 <= 48
+        assert len(tokenizer.encode(problem["answer"])) + 1 <= 48
 
 
 # model.path

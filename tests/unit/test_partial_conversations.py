@@ -11,7 +11,7 @@ from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.sources.tokenizer import TurnTokens
+from hybridrl.data.sources.turns import TurnTokens
 from hybridrl.trainer.episodes.base import Generator
 from hybridrl.trainer.episodes.conversations import Conversations, FailureReasons, Limits
 from hybridrl.trainer.episodes.responses import Response

@@ -11,7 +11,8 @@ from hybridrl.config.choices import Repeated, TooLongPrompts
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections.data import DataConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
-from hybridrl.data.sources.tokenizer import TurnTokens, decoder, load_tokenizer
+from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
+from hybridrl.data.sources.turns import TurnTokens
 from tests.support.data_configs import data_config, jsonl
 from tests.support.role_configs import model_config
 from tests.support.tokenizer_folders import TEMPLATE, model_folder

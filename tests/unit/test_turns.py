@@ -6,7 +6,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl.agents.text import ModelText
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.tokenizer import TurnTokens, load_tokenizer
+from hybridrl.data.sources.tokenizer import load_tokenizer
+from hybridrl.data.sources.turns import TurnTokens
 from tests.support.role_configs import model_config
 from tests.support.tokenizer_folders import model_folder
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.checks.resources import file_problems
 from hybridrl.config.command.input_errors import parse_json
-from hybridrl.data.sources.rows import Columns, Row, SourceProblem, kind_of, problems_of
+from hybridrl.data.sources.rows import Columns, Problem, Row, kind_of, problems_of
 from hybridrl.models.resolve import HUB_ERRORS, hub_snapshot
 
 # Default folders, in order, of data sets with several folders.
@@ -25,10 +25,7 @@ class Split(StrEnum):
 
 
 # File name prefixes of each split, in order of preference.
-_FILE_NAMES = {
-    Split.train: ("train",),
-    Split.held_out: ("test", "validation"),
-}
+_FILE_NAMES = {Split.train: ("train",), Split.held_out: ("test", "validation")}
 
 # Not train_sft-00000-of-00001.parquet, a file of the split train_sft.
 _IN_SPLIT = r"{}(?!\w+-\d+-of-)(\b|[-_.])"
@@ -36,13 +33,9 @@ _IN_SPLIT = r"{}(?!\w+-\d+-of-)(\b|[-_.])"
 
 def read_problems(
     key: str, paths: Sequence[Path], columns: Columns
-) -> tuple[list[SourceProblem], list[str]]:
-    """Read the problems of JSONL or Parquet files; return them and messages for a ConfigError.
-
-    `key` is the config key that names the files.
-    """
-    problems: list[SourceProblem] = []
-    faults: list[str] = []
+) -> tuple[list[Problem], list[str]]:
+    """Read problems of JSONL or Parquet files that config key `key` names; with messages."""
+    problems, faults = list[Problem](), list[str]()
     for path in paths:
         if wrong := list(file_problems(key, str(path))):
             faults += wrong
@@ -52,8 +45,8 @@ def read_problems(
         except ValueError as error:
             faults.append(f"{key} = {path}: {error}")
             continue
-        found, wrong = problems_of(key, path, *rows, columns)
-        problems += found
+        good, wrong = problems_of(key, path, *rows, columns)
+        problems += good
         faults += wrong
     if not problems and not faults:
         faults.append(f"{key} = {', '.join(map(str, paths)) or '[]'} has no problems.")
@@ -109,8 +102,8 @@ def _json_object(line: bytes) -> dict[str, Any]:
         try:
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            found = json.dumps(error.object[error.start]).strip('"')
-            raise ValueError(f"not Unicode text: a lone surrogate, {found}") from error
+            surrogate = json.dumps(error.object[error.start]).strip('"')
+            raise ValueError(f"not Unicode text: a lone surrogate, {surrogate}") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected a JSON object, found {kind_of(values)}")
     return values
@@ -146,10 +139,7 @@ def hub_files(name: str, splits: Sequence[Split]) -> tuple[dict[Split, list[Path
 def files_by_split(
     name: str, snapshot: Path, folder: str, wanted: Sequence[Split] = tuple(Split)
 ) -> tuple[dict[Split, list[Path]], list[str]]:
-    """Return the files of one folder of a downloaded data set by split, and messages.
-
-    `wanted` contains the training split.
-    """
+    """Return the files of one folder of a downloaded data set by split, and messages."""
     files = sorted(snapshot.rglob("*.parquet"))
     folders = sorted({path.relative_to(snapshot).parent.as_posix() for path in files})
     if not folder and len(folders) > 1:
@@ -164,8 +154,8 @@ def files_by_split(
     splits: dict[Split, list[Path]] = {}
     for split in wanted:
         prefixes = _FILE_NAMES[split]
-        found = ([p for p in chosen if re.match(_IN_SPLIT.format(n), p.name)] for n in prefixes)
-        splits[split] = next(filter(None, found), [])
+        named = ([p for p in chosen if re.match(_IN_SPLIT.format(n), p.name)] for n in prefixes)
+        splits[split] = next(filter(None, named), [])
     missing = [split.value for split, paths in splits.items() if not paths]
     if not missing:
         return splits, []

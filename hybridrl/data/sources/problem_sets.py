@@ -14,8 +14,8 @@ from hybridrl.config.sections.data import SOURCE_KEYS, DataConfig, MixturePart
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.files import Split, hub_files, read_problems
 from hybridrl.data.sources.order import most_drawn
-from hybridrl.data.sources.problems import Problem, held_out_problems, train_problems
-from hybridrl.data.sources.rows import Columns, Row, SourceProblem, problems_of
+from hybridrl.data.sources.problems import held_out_problems, train_problems
+from hybridrl.data.sources.rows import Columns, Problem, Row, problems_of
 
 EMBEDDED = "embedded"
 # Parts of the embedded problems, by the number of solution steps.
@@ -25,7 +25,7 @@ EMBEDDED_FOLDERS = ("steps_1", "steps_2", "steps_3")
 HELD_OUT_SHARE = 0.1
 MAX_HELD_OUT = 500
 
-# Reasons in `ProblemSets.left_out`.
+# Reasons in `DataSet.left_out`.
 HELD_OUT_AS_WELL, REPEATED, SHOWN = "held out as well", "repeated", "shown as examples"
 
 # Keys of data.* that each data set of a mixture may set for itself.
@@ -38,7 +38,7 @@ Question = tuple[str, ...]
 
 
 @dataclass
-class ProblemSets:
+class DataSet:
     """Problems of one data set.
 
     Attributes:
@@ -48,6 +48,7 @@ class ProblemSets:
         needed: training problems that a step may draw.
         train, held_out: problems to train on and to evaluate on.
         notes: remarks on the split, for the user.
+        examples: few-shot examples.
         left_out: number of training problems left out, by reason.
     """
 
@@ -55,10 +56,10 @@ class ProblemSets:
     config: DataConfig
     share: float
     needed: int
-    train: list[SourceProblem] = field(default_factory=list)
-    held_out: list[SourceProblem] = field(default_factory=list)
+    train: list[Problem] = field(default_factory=list)
+    held_out: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    examples: list[SourceProblem] = field(default_factory=list)
+    examples: list[Problem] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -74,15 +75,31 @@ class ProblemSets:
         """Rewrite data.<key> in a message to data.mixture.<name>.<key>, for keys of a data set."""
         return _OWN_KEY.sub(rf"data.mixture.{self.name}.\1", text) if self.name else text
 
-    def keep(self, kept: list[SourceProblem], reason: str) -> None:
+    def keep(self, kept: list[Problem], reason: str) -> None:
         """Train on `kept` alone; count the others."""
         self.left_out[reason] = len(self.train) - len(kept)
         self.train = kept
 
+    def too_few(self, count: int) -> list[str]:
+        """Return a message unless `count` training problems suffice for one step."""
+        if count >= self.needed:
+            return []
+        reasons = left_out_text(self.left_out)
+        text = (
+            (f"data.mixture.{self.name} has" if self.name else "there are")
+            + f" {count} training problems"
+            + (f" (left out: {reasons})" if reasons else "")
+            + f", but a step of data.prompts_per_step = {self.config.prompts_per_step} draws up to "
+            f"{self.needed} of them; problems of a step must be different.\nAdd problems"
+            + (", lower its weight," if self.name else "")
+            + " or set a smaller data.prompts_per_step."
+        )
+        if HELD_OUT_AS_WELL in self.left_out:
+            text += " To train on held-out problems as well: data.held_out_overlap=keep."
+        return [text]
 
-def load_problem_sets(
-    config: DataConfig, *, with_solutions: bool = False
-) -> dict[str, ProblemSets]:
+
+def load_problem_sets(config: DataConfig, *, with_solutions: bool = False) -> dict[str, DataSet]:
     """Read the problems of all data sets by name and apply the filters.
 
     Columns of solutions are read for few-shot examples, and of all problems `with_solutions`.
@@ -102,7 +119,14 @@ def load_problem_sets(
     for each in sets.values():
         _leave_out(each, held_out, seen)
         each.held_out = _sample(each.held_out, each.config.num_eval_problems)
-        faults += [*_too_few_examples(each), *too_few(each, len(each.train))]
+        wanted = each.config.few_shot
+        if len(each.examples) != wanted:
+            where = f"data.mixture.{each.name}" if each.name else "the data set"
+            faults.append(
+                f"data.few_shot = {wanted}, but {where} has {len(each.examples)} different "
+                f"training problems that are not held out.\nSet a smaller data.few_shot."
+            )
+        faults += each.too_few(len(each.train))
     if faults:
         raise ConfigError(*faults)
     return sets
@@ -113,31 +137,12 @@ def weights_of(config: DataConfig) -> dict[str, float]:
     return {name: part.weight for name, part in config.mixture.items()} or {"": 1.0}
 
 
-def too_few(sets: ProblemSets, count: int) -> list[str]:
-    """Check that a data set of `count` training problems suffices for one step."""
-    if count >= sets.needed:
-        return []
-    reasons = left_out_text(sets.left_out)
-    text = (
-        (f"data.mixture.{sets.name} has" if sets.name else "there are")
-        + f" {count} training problems"
-        + (f" (left out: {reasons})" if reasons else "")
-        + f", but a step of data.prompts_per_step = {sets.config.prompts_per_step} draws up to "
-        f"{sets.needed} of them; problems of a step must be different.\nAdd problems"
-        + (", lower its weight," if sets.name else "")
-        + " or set a smaller data.prompts_per_step."
-    )
-    if HELD_OUT_AS_WELL in sets.left_out:
-        text += " To train on held-out problems as well: data.held_out_overlap=keep."
-    return [text]
-
-
 def left_out_text(left_out: dict[str, int]) -> str:
     """Format the number of left-out problems by reason."""
     return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count)
 
 
-def _sets_of(config: DataConfig) -> dict[str, ProblemSets]:
+def _sets_of(config: DataConfig) -> dict[str, DataSet]:
     """Return the data sets by name, without problems."""
     weights = weights_of(config)
     sets = {}
@@ -148,42 +153,39 @@ def _sets_of(config: DataConfig) -> dict[str, ProblemSets]:
             changed = {k: v for k, v in own.items() if v is not None or k in SOURCE_KEYS}
             part = replace(config, mixture={}, **changed)
         needed = most_drawn(list(weights.values()), index, config.prompts_per_step)
-        sets[name] = ProblemSets(name, part, weight / sum(weights.values()), needed)
+        sets[name] = DataSet(name, part, weight / sum(weights.values()), needed)
     return sets
 
 
-def _read(sets: ProblemSets, with_solutions: bool) -> list[str]:
+def _read(data: DataSet, with_solutions: bool) -> list[str]:
     """Read the problems of a data set before filters; return messages for a ConfigError."""
-    config = sets.config
+    config = data.config
     train_files, eval_files = _paths(config.train_files), _paths(config.eval_files)
     name, _, folder = config.name.partition("/") if train_files is None else ("", "", "")
     hub: dict[Split, list[Path]] = {}
     faults: list[str] = []
     if train_files is None and name != EMBEDDED:
         hub, faults = hub_files(config.name, [*Split] if eval_files is None else [Split.train])
-    # Rewards know the data set by its name; accuracies tell those of a mixture apart.
-    own = {"dataset": sets.name} if sets.name else {}
-    label = {"dataset": train_files[0].stem if train_files else config.name}
-    found: dict[Split, list[SourceProblem]] = {}
-    for split, key, files in (
-        (Split.train, "data.train_files", train_files),
-        (Split.held_out, "data.eval_files", eval_files),
-    ):
-        columns, wrong = _columns(config, split, with_solutions), list[str]()
-        problems: list[SourceProblem] = []
+
+    def read(split: Split, key: str, files: list[Path] | None) -> list[Problem]:
+        columns = _columns(config, split, with_solutions)
+        problems, wrong = list[Problem](), list[str]()
         if files is not None:
             problems, wrong = read_problems(key, files, columns)
         elif name == EMBEDDED:
             problems, wrong = _embedded(split, folder, columns)
         elif hub.get(split):
             problems, wrong = read_problems("data.name", hub[split], columns)
-        faults += wrong
-        found[split] = [
-            replace(p, example=label | p.example | own, tags=p.tags | own) for p in problems
-        ]
-    sets.train, sets.held_out = found[Split.train], found[Split.held_out]
+        faults.extend(wrong)
+        # Rewards know the data set by its name; accuracies tell those of a mixture apart.
+        label = {"dataset": train_files[0].stem if train_files else config.name}
+        own = {"dataset": data.name} if data.name else {}
+        return [replace(p, example=label | p.example | own, tags=p.tags | own) for p in problems]
+
+    data.train = read(Split.train, "data.train_files", train_files)
+    data.held_out = read(Split.held_out, "data.eval_files", eval_files)
     if train_files is not None and eval_files is None and not faults:
-        faults += _hold_out_last(sets)
+        faults += _hold_out_last(data)
     return faults
 
 
@@ -197,19 +199,11 @@ def _columns(config: DataConfig, split: Split, with_solutions: bool) -> Columns:
     return columns
 
 
-def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[SourceProblem], list[str]]:
+def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[Problem], list[str]]:
     rows = [
-        Row(
-            f"embedded {split.name} problem {index}",
-            {
-                "question": problem.question,
-                "answer": problem.answer,
-                "steps": int(problem.tags["steps"]),
-                "tags": dict(problem.tags),
-            },
-        )
-        for index, problem in enumerate(_drawn(split))
-        if folder in ("", f"steps_{problem.tags['steps']}")
+        Row(f"embedded {split.name} problem {index}", values)
+        for index, values in enumerate(_drawn(split))
+        if folder in ("", f"steps_{values['steps']}")
     ]
     if not rows:
         expected = ", ".join(f"{EMBEDDED}/{name}" for name in EMBEDDED_FOLDERS)
@@ -218,7 +212,7 @@ def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[SourceP
 
 
 @cache  # shared by the data sets of a mixture
-def _drawn(split: Split) -> Sequence[Problem]:
+def _drawn(split: Split) -> list[dict[str, Any]]:
     return train_problems() if split is Split.train else held_out_problems()
 
 
@@ -230,9 +224,9 @@ def _paths(value: Any) -> list[Path] | None:
     return [Path(name).expanduser() for name in names]
 
 
-def _hold_out_last(sets: ProblemSets) -> list[str]:
+def _hold_out_last(data: DataSet) -> list[str]:
     """Move the last training problems to the held-out set; return messages for a ConfigError."""
-    total, count = len(sets.train), sets.config.num_eval_problems
+    total, count = len(data.train), data.config.num_eval_problems
     if count is None:
         count = max(1, min(MAX_HELD_OUT, int(total * HELD_OUT_SHARE)))
     if count >= total:
@@ -241,51 +235,40 @@ def _hold_out_last(sets: ProblemSets) -> list[str]:
             f"data.train_files, which leaves none to train on.\n"
             "Set data.eval_files, or a smaller data.num_eval_problems."
         ]
-    sets.train, sets.held_out = sets.train[:-count], sets.train[-count:]
-    sets.notes.append(
+    data.train, data.held_out = data.train[:-count], data.train[-count:]
+    data.notes.append(
         f"the last {count:,} problems of data.train_files are held out, not trained on"
     )
     return []
 
 
-def _leave_out(sets: ProblemSets, held_out: Collection[Question], seen: set[Question]) -> None:
+def _leave_out(data: DataSet, held_out: Collection[Question], seen: set[Question]) -> None:
     """Remove overlaps, duplicates and few-shot examples from the training problems; count them."""
-    config, clean = sets.config, without(sets.train, held_out)
-    if overlap := len(sets.train) - len(clean):
+    config, clean = data.config, without(data.train, held_out)
+    if overlap := len(data.train) - len(clean):
         if config.held_out_overlap is Repeated.drop:
-            sets.keep(clean, HELD_OUT_AS_WELL)
+            data.keep(clean, HELD_OUT_AS_WELL)
         else:
-            sets.notes.append(
+            data.notes.append(
                 f"training problems held out as well: {overlap:,}; held-out accuracy counts them"
             )
     if config.duplicates is Repeated.drop:
-        sets.keep(without_repeats(sets.train, seen), REPEATED)
+        data.keep(without_repeats(data.train, seen), REPEATED)
     if config.few_shot:
-        sets.examples = choose_examples(sets.train, held_out, config.few_shot)
-        shown = {question_of(example) for example in sets.examples}
-        sets.keep(without(sets.train, shown), SHOWN)
+        data.examples = choose_examples(data.train, held_out, config.few_shot)
+        shown = {question_of(example) for example in data.examples}
+        data.keep(without(data.train, shown), SHOWN)
 
 
-def _too_few_examples(sets: ProblemSets) -> list[str]:
-    wanted = sets.config.few_shot
-    if len(sets.examples) == wanted:
-        return []
-    where = f"data.mixture.{sets.name}" if sets.name else "the data set"
-    return [
-        f"data.few_shot = {wanted}, but {where} has {len(sets.examples)} different "
-        f"training problems that are not held out.\nSet a smaller data.few_shot."
-    ]
-
-
-def _sample(problems: list[SourceProblem], count: int | None) -> list[SourceProblem]:
-    """Draw `count` problems in their order, the same in every run; None: all."""
+def _sample(problems: list[Problem], count: int | None) -> list[Problem]:
+    """Draw `count` problems, the same in every run; None: all."""
     if count is None or count >= len(problems):
         return problems
     drawn = random.Random(derive_seed("held_out_sample")).sample(range(len(problems)), count)
     return [problems[index] for index in sorted(drawn)]
 
 
-def question_of(problem: SourceProblem) -> Question:
+def question_of(problem: Problem) -> Question:
     """Return the question for comparisons, with white space and case normalised."""
     if isinstance(problem.prompt, str):
         texts = [problem.prompt]
@@ -294,16 +277,14 @@ def question_of(problem: SourceProblem) -> Question:
     return tuple(" ".join(text.split()).casefold() for text in texts)
 
 
-def without(
-    problems: Iterable[SourceProblem], questions: Collection[Question]
-) -> list[SourceProblem]:
+def without(problems: Iterable[Problem], questions: Collection[Question]) -> list[Problem]:
     """Return the problems whose question is not in `questions`."""
     return [problem for problem in problems if question_of(problem) not in questions]
 
 
-def without_repeats(problems: Iterable[SourceProblem], seen: set[Question]) -> list[SourceProblem]:
+def without_repeats(problems: Iterable[Problem], seen: set[Question]) -> list[Problem]:
     """Return the first problem of each question not in `seen`; add these questions to `seen`."""
-    first: dict[Question, SourceProblem] = {}
+    first: dict[Question, Problem] = {}
     for problem in problems:
         first.setdefault(question_of(problem), problem)
     new = first.keys() - seen
@@ -312,8 +293,8 @@ def without_repeats(problems: Iterable[SourceProblem], seen: set[Question]) -> l
 
 
 def choose_examples(
-    problems: Sequence[SourceProblem], held_out: Collection[Question], number: int
-) -> list[SourceProblem]:
+    problems: Sequence[Problem], held_out: Collection[Question], number: int
+) -> list[Problem]:
     """Draw few-shot examples that are not held out, the same in every run; fewer if too few."""
     usable = without_repeats(problems, set(held_out))
     rng = random.Random(derive_seed("few_shot"))

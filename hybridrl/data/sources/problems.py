@@ -1,8 +1,12 @@
-"""Embedded data set: word problems in GSM8K's format, generated from a seed.
+"""Embedded data set: rows with word problems in GSM8K's format, generated from a seed.
 
-A problem is a template of word_problems.txt with random names, things and numbers. The hash of a
-question assigns it to the training or held-out split, so no question is in both. Some held-out
-problems have a number from a range without training questions; their tag "range" is "unseen".
+    question   a template of word_problems.txt with random names, things and numbers
+    answer     its solution, one step a line, with `#### <number>` as the last line
+    steps      1 to 3
+    tags       "template" (its name), "steps", "range" ("seen" or "unseen")
+
+The hash of a question assigns it to the training or held-out split, so no question is in both. Some
+held-out problems have a number from a range without training questions, tag "range" = "unseen".
 """
 
 import hashlib
@@ -10,9 +14,10 @@ import itertools
 import operator
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from hybridrl.data.seeds import derive_seed
 
@@ -39,21 +44,6 @@ _FACTOR_SLOTS = ("p", "q", "r", "s")
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One word problem.
-
-    Attributes:
-        question: text of the problem.
-        answer: the solution, one step a line, with `#### <number>` as the last line.
-        tags: "template" (its name), "steps" ("1" to "3"), "range" ("seen" or "unseen").
-    """
-
-    question: str
-    answer: str
-    tags: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Template:
     """Question with slots, and its solution steps; x and y are earlier results."""
 
@@ -75,34 +65,34 @@ def _templates() -> dict[str, _Template]:
 TEMPLATES = _templates()
 
 
-def train_problem(seed: int, index: int) -> Problem:
+def train_problem(seed: int, index: int) -> dict[str, Any]:
     """Return training problem `index` of the infinite series of `seed`."""
     rng = random.Random(derive_seed(seed, "train_problem", index))
     while True:
         problem = _draw(rng, unseen=False)
-        if not is_held_out(problem.question):
+        if not is_held_out(problem["question"]):
             return problem
 
 
-def train_problems(count: int = NUM_TRAIN, seed: int = 0) -> list[Problem]:
+def train_problems(count: int = NUM_TRAIN, seed: int = 0) -> list[dict[str, Any]]:
     """Return the first `count` distinct training problems of the series of `seed`."""
-    distinct: dict[str, Problem] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     series = (train_problem(seed, index) for index in itertools.count())
     while len(distinct) < count:
         problem = next(series)
-        distinct.setdefault(problem.question, problem)
+        distinct.setdefault(problem["question"], problem)
     return list(distinct.values())
 
 
-def held_out_problems() -> list[Problem]:
+def held_out_problems() -> list[dict[str, Any]]:
     """Return the held-out problems, the same in every run; every fifth has an unseen range."""
     rng = random.Random(derive_seed("held_out_problems"))
-    distinct: dict[str, Problem] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     every = NUM_HELD_OUT // NUM_HELD_OUT_UNSEEN
     while len(distinct) < NUM_HELD_OUT:
         problem = _draw(rng, unseen=len(distinct) % every == every - 1)
-        if is_held_out(problem.question):
-            distinct.setdefault(problem.question, problem)
+        if is_held_out(problem["question"]):
+            distinct.setdefault(problem["question"], problem)
     return list(distinct.values())
 
 
@@ -112,7 +102,7 @@ def is_held_out(question: str) -> bool:
     return int.from_bytes(digest, "big") % 10 == 0
 
 
-def _draw(rng: random.Random, *, unseen: bool) -> Problem:
+def _draw(rng: random.Random, *, unseen: bool) -> dict[str, Any]:
     """Draw a problem in which every step gives a positive integer."""
     name = rng.choice([n for n, t in TEMPLATES.items() if not unseen or t.slots(_COUNT_SLOTS)])
     template = TEMPLATES[name]
@@ -122,9 +112,13 @@ def _draw(rng: random.Random, *, unseen: bool) -> Problem:
         solved = _solve(template.steps, numbers)
     person, friend = rng.sample(NAMES, 2)
     words = {"name": person, "friend": friend, "things": rng.choice(THINGS)}
-    kind = "unseen" if unseen else "seen"
-    tags = {"template": name, "steps": str(len(template.steps)), "range": kind}
-    return Problem(template.question.format(**words, **numbers), solved, tags)
+    steps, kind = len(template.steps), "unseen" if unseen else "seen"
+    return {
+        "question": template.question.format(**words, **numbers),
+        "answer": solved,
+        "steps": steps,
+        "tags": {"template": name, "steps": str(steps), "range": kind},
+    }
 
 
 def _draw_numbers(rng: random.Random, template: _Template, unseen: bool) -> dict[str, int]:

@@ -23,7 +23,7 @@ class PromptSource:
     """Infinite stream of prompts, a pure function of the seed, with a resumable position.
 
     Data sets alternate by weight (`order.shares`); each is shuffled anew every epoch
-    (`order.shuffled`). The stream does not depend on how many prompts are taken at a time.
+    (`order.shuffled`). `position` is the number of prompts taken.
 
     Args:
         prompts: of all data sets.
@@ -62,7 +62,7 @@ class PromptSource:
                 of_set = f" of {name}" if name else ""
                 raise ValueError(f"cannot draw {drawn[-1]} of {len(members)} prompts{of_set}")
             self._distinct.append(fits[0])
-        self._position = 0
+        self.position = 0
         self._drawn = self._draw()
 
     @cached_property
@@ -81,14 +81,9 @@ class PromptSource:
                 rows.update(encode((prompt.example, prompt.difficulty)).encode())
         return {"tokens": tokens.hexdigest(), "rows": rows.hexdigest()}
 
-    @property
-    def position(self) -> int:
-        """Number of prompts taken."""
-        return self._position
-
     def take(self, number: int) -> list[Prompt]:
         """Return the next `number` prompts."""
-        self._position += number
+        self.position += number
         return [next(self._drawn) for _ in range(number)]
 
     def by_id(self, prompt_id: int) -> Prompt:

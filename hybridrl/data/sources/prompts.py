@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +11,10 @@ from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.sections.data import DataConfig
-from hybridrl.data.sources.answers import AnswerTokens
-from hybridrl.data.sources.problem_sets import (
-    ProblemSets,
-    left_out_text,
-    load_problem_sets,
-    too_few,
-)
-from hybridrl.data.sources.rows import Message, SourceProblem, first_faults
+from hybridrl.data.sources.problem_sets import DataSet, left_out_text, load_problem_sets
+from hybridrl.data.sources.rows import Message, Problem, first_faults, with_examples
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
+from hybridrl.data.sources.turns import AnswerTokens
 from hybridrl.models.resolve import read_model_config
 
 if TYPE_CHECKING:
@@ -68,14 +62,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DataSetSummary:
-    """Origin and prompt counts of one data set of a run.
+    """Origin and prompt counts of one data set of a run; names and shares as in `DataSet`.
 
-    Attributes:
-        name: in data.mixture; empty without a mixture.
-        source: description of its origin, for the user.
-        share: of the prompts drawn in training, in (0, 1].
-        train, held_out: number of prompts used.
-        left_out, held_out_left_out: number of prompts left out, by reason.
+    `train` and `held_out` count the prompts used, the others those left out, by reason.
     """
 
     name: str
@@ -128,24 +117,17 @@ def load_prompts(
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
     sets = load_problem_sets(config, with_solutions=max_answer_tokens is not None)
-    tokenizer = load_tokenizer(model)
-    options = config.chat_template_kwargs
+    tokenizer, options = load_tokenizer(model), config.chat_template_kwargs
     renderer = Renderer(tokenizer, options)
-    answers = None if max_answer_tokens is None else AnswerTokens(model, options)
+    answers = None if max_answer_tokens is None else AnswerTokens(model, tokenizer, options)
     rendered = _rendered(config, sets, renderer, answers)
     kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
     for name, (train, held_out) in rendered.items():
         _note_unknown_tokens(kept, [*train, *held_out], renderer)
         faults += _without_embedding(model, tokenizer, [*train, *held_out])
-        if max_answer_tokens is not None:
-            faults += _too_long(train, config, max_answer_tokens, answers=True)
-            short = [prompt for prompt in train if len(prompt.answer_ids) <= max_answer_tokens]
-            reason = f"with an answer longer than {max_answer_tokens} tokens"
-            sets[name].left_out[reason] = len(train) - len(short)
-            train = short
-        for half in (train, held_out):
-            faults += _too_long(half, config, max_prompt_tokens)
-        _keep_short(sets[name], train, held_out, max_prompt_tokens, kept)
+        faults += _keep_short(
+            sets[name], train, held_out, max_prompt_tokens, max_answer_tokens, kept
+        )
     if not faults:
         faults = [
             text
@@ -178,10 +160,7 @@ def examine_prompts(
 
 
 def _rendered(
-    config: DataConfig,
-    sets: dict[str, ProblemSets],
-    renderer: Renderer,
-    answers: AnswerTokens | None,
+    config: DataConfig, sets: dict[str, DataSet], renderer: Renderer, answers: AnswerTokens | None
 ) -> dict[str, tuple[list[Prompt], list[Prompt]]]:
     """Render the training and held-out prompts of each data set by name.
 
@@ -190,99 +169,36 @@ def _rendered(
     Raises:
         ConfigError: the chat template raises, or a system prompt or an option has no effect.
     """
-    faults, next_id = [*_unused_system_prompts(config, sets), *_unused_options(renderer)], 0
+    faults, next_id = [*_unused_system_prompts(config, sets), *renderer.unused_options()], 0
     halves: list[dict[str, list[Prompt]]] = []
     for half_of in (attrgetter("train"), attrgetter("held_out")):
         halves.append({})
-        for name, each in sets.items():
-            problems = half_of(each)
-            halves[-1][name], refused = prompts_of(each, problems, renderer, next_id, answers)
+        for name, data in sets.items():
+            problems = half_of(data)
+            halves[-1][name], refused = _prompts_of(data, problems, renderer, next_id, answers)
             next_id += len(problems)
-            faults += map(each.with_own_keys, refused)
+            faults += map(data.with_own_keys, refused)
     if faults:
         raise ConfigError(*faults)
     return {name: (halves[0][name], halves[1][name]) for name in sets}
 
 
-def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> list[str]:
-    """Report system prompts that no problem uses: a data set's own, or the shared one."""
-    sharing: dict[str, list[SourceProblem]] = {}
-    for name, each in sets.items():
-        has_own = name and config.mixture[name].system_prompt is not None
-        sharing.setdefault(name if has_own else "", []).extend(each.train + each.held_out)
-    faults: list[str] = []
-    for name, problems in sharing.items():
-        used = sets[name].config if name else config
-        if used.system_prompt is None or any(isinstance(p.prompt, str) for p in problems):
-            continue
-        text = (
-            f"data.system_prompt = {used.system_prompt!r} has no effect: data.prompt_key = "
-            f"{used.prompt_key} holds lists of chat messages, which are read as they are.\n"
-            "Set data.system_prompt=null, or put it into the messages."
-        )
-        faults.append(sets[name].with_own_keys(text) if name else text)
-    return faults
-
-
-def _unused_options(renderer: Renderer) -> list[str]:
-    """Report arguments that the chat template does not read."""
-    return [
-        f"data.chat_template_kwargs.{name} has no effect: the model's chat template does not read "
-        f"it.\nRemove it, or correct its name: '~data.chat_template_kwargs.{name}'"
-        for name in renderer.unused_options()
-    ]
-
-
-def _keep_short(
-    sets: ProblemSets, train: list[Prompt], held_out: list[Prompt], limit: int, kept: PromptSets
-) -> None:
-    """Add a data set's prompts of at most `limit` tokens to `kept`, with its summary."""
-    halves = [[p for p in half if len(p.token_ids) <= limit] for half in (train, held_out)]
-    kept.train.extend(halves[0])
-    kept.held_out.extend(halves[1])
-    reason = f"longer than {limit} tokens"
-    sets.left_out[reason] = len(train) - len(halves[0])
-    longer_held_out = {reason: len(held_out) - len(halves[1])}
-    counts = len(halves[0]), len(halves[1]), sets.left_out, longer_held_out
-    kept.data_sets.append(DataSetSummary(sets.name, sets.source, sets.share, *counts))
-
-
-def _too_few(summary: DataSetSummary, sets: ProblemSets, limit: int) -> list[str]:
-    """Check that enough prompts are left after dropping too long ones."""
-    faults = too_few(sets, summary.train)
-    if not summary.held_out:
-        of_set = f" of data.mixture.{sets.name}" if sets.name else ""
-        faults.append(
-            f"data.too_long_prompts = drop leaves no held-out prompt{of_set} of at most "
-            f"rollout.max_prompt_tokens = {limit} tokens.\nRaise rollout.max_prompt_tokens."
-        )
-    return faults
-
-
-def _notes(summary: DataSetSummary, sets: ProblemSets) -> list[str]:
-    """Return remarks on a data set's split and left-out problems."""
-    halves = {"training": summary.left_out, "held-out": summary.held_out_left_out}
-    reasons = {half: left_out_text(left_out) for half, left_out in halves.items()}
-    notes = [sets.with_own_keys(note) for note in sets.notes]
-    notes += [f"{half} problems left out: {text}" for half, text in reasons.items() if text]
-    return [f"{sets.name}: {note}" if sets.name else note for note in notes]
-
-
-def prompts_of(
-    sets: ProblemSets,
-    problems: Sequence[SourceProblem],
+def _prompts_of(
+    data: DataSet,
+    problems: Sequence[Problem],
     renderer: Renderer,
     first_id: int,
-    answers: AnswerTokens | None = None,
+    answers: AnswerTokens | None,
 ) -> tuple[list[Prompt], list[str]]:
     """Render and tokenise problems of a data set; return prompts and messages for a ConfigError.
 
     Ids are consecutive from `first_id`. With `answers` prompts have their reference answers.
     """
-    asked, texts, turns, refused = [], [], [], []
+    asked: list[list[Message]] = []
+    texts, turns, refused = list[str](), list[str](), list[str]()
     for problem in problems:
+        messages = with_examples(problem.messages(data.config.system_prompt), data.examples)
         try:
-            messages = with_examples(problem.messages(sets.config.system_prompt), sets.examples)
             texts.append(renderer.render(messages))
             asked.append(messages)
             if answers is not None:
@@ -301,40 +217,117 @@ def prompts_of(
     answer_ids = [[] for _ in texts] if answers is None else answers.encode(ids, turns)
     return [
         Prompt(
-            first_id + index,
-            tokens,
-            text,
-            problem.question,
-            problem.example,
-            problem.tags,
-            sets.name,
-            problem.difficulty,
-            problem.where,
-            answer,
-            messages,
-            bool(problem.answer),
+            prompt_id=first_id + index,
+            token_ids=ids[index],
+            text=texts[index],
+            question=problem.question,
+            example=problem.example,
+            tags=problem.tags,
+            dataset=data.name,
+            difficulty=problem.difficulty,
+            where=problem.where,
+            answer_ids=answer_ids[index],
+            messages=asked[index],
+            has_answer=bool(problem.answer),
         )
-        for index, (problem, text, tokens, answer, messages) in enumerate(
-            zip(problems, texts, ids, answer_ids, asked, strict=True)
-        )
+        for index, problem in enumerate(problems)
     ], []
+
+
+def _keep_short(
+    data: DataSet,
+    train: list[Prompt],
+    held_out: list[Prompt],
+    max_prompt_tokens: int,
+    max_answer_tokens: int | None,
+    kept: PromptSets,
+) -> list[str]:
+    """Add a data set's prompts within the limits to `kept`, with its summary; return faults."""
+    faults: list[str] = []
+    if max_answer_tokens is not None:
+        faults += _too_long(train, data.config, max_answer_tokens, answers=True)
+        short = [prompt for prompt in train if len(prompt.answer_ids) <= max_answer_tokens]
+        reason = f"with an answer longer than {max_answer_tokens} tokens"
+        data.left_out[reason] = len(train) - len(short)
+        train = short
+    for half in (train, held_out):
+        faults += _too_long(half, data.config, max_prompt_tokens)
+    trained, evaluated = (
+        [prompt for prompt in half if len(prompt.token_ids) <= max_prompt_tokens]
+        for half in (train, held_out)
+    )
+    reason = f"longer than {max_prompt_tokens} tokens"
+    data.left_out[reason] = len(train) - len(trained)
+    kept.train.extend(trained)
+    kept.held_out.extend(evaluated)
+    kept.data_sets.append(
+        DataSetSummary(
+            name=data.name,
+            source=data.source,
+            share=data.share,
+            train=len(trained),
+            held_out=len(evaluated),
+            left_out=data.left_out,
+            held_out_left_out={reason: len(held_out) - len(evaluated)},
+        )
+    )
+    return faults
+
+
+def _unused_system_prompts(config: DataConfig, sets: dict[str, DataSet]) -> list[str]:
+    """Report system prompts that no problem uses: a data set's own, or the shared one."""
+    sharing: dict[str, list[Problem]] = {}
+    for name, each in sets.items():
+        has_own = name and config.mixture[name].system_prompt is not None
+        sharing.setdefault(name if has_own else "", []).extend(each.train + each.held_out)
+    faults: list[str] = []
+    for name, problems in sharing.items():
+        used = sets[name].config if name else config
+        if used.system_prompt is None or any(isinstance(p.prompt, str) for p in problems):
+            continue
+        text = (
+            f"data.system_prompt = {used.system_prompt!r} has no effect: data.prompt_key = "
+            f"{used.prompt_key} holds lists of chat messages, which are read as they are.\n"
+            "Set data.system_prompt=null, or put it into the messages."
+        )
+        faults.append(sets[name].with_own_keys(text) if name else text)
+    return faults
+
+
+def _too_few(summary: DataSetSummary, data: DataSet, limit: int) -> list[str]:
+    """Check that enough prompts are left after dropping too long ones."""
+    faults = data.too_few(summary.train)
+    if not summary.held_out:
+        of_set = f" of data.mixture.{data.name}" if data.name else ""
+        faults.append(
+            f"data.too_long_prompts = drop leaves no held-out prompt{of_set} of at most "
+            f"rollout.max_prompt_tokens = {limit} tokens.\nRaise rollout.max_prompt_tokens."
+        )
+    return faults
+
+
+def _notes(summary: DataSetSummary, data: DataSet) -> list[str]:
+    """Return remarks on a data set's split and left-out problems."""
+    notes = [data.with_own_keys(note) for note in data.notes]
+    halves = {"training": summary.left_out, "held-out": summary.held_out_left_out}
+    for half, left_out in halves.items():
+        if text := left_out_text(left_out):
+            notes.append(f"{half} problems left out: {text}")
+    return [f"{data.name}: {note}" if data.name else note for note in notes]
 
 
 def _too_long(
     prompts: Sequence[Prompt], config: DataConfig, limit: int, *, answers: bool = False
 ) -> list[str]:
     """Report prompts, or their reference answers, of more than `limit` tokens, unless dropped."""
-    found = [
-        (len(prompt.answer_ids if answers else prompt.token_ids), prompt) for prompt in prompts
-    ]
-    longer = [(length, prompt.where) for length, prompt in found if length > limit]
+    lengths = [(len(p.answer_ids if answers else p.token_ids), p.where) for p in prompts]
+    longer = [(length, where) for length, where in lengths if length > limit]
     if not longer or config.too_long_prompts is TooLongPrompts.drop:
         return []
-    key, what = "rollout.max_prompt_tokens", "prompts"
+    key, what, few_shot = "rollout.max_prompt_tokens", "prompts", ""
     if answers:
         key, what = "rollout.max_response_tokens", "reference answers"
-    few_shot = ""
-    if config.few_shot and not answers:
+    elif config.few_shot:
         few_shot = f" with the {config.few_shot} examples of data.few_shot"
     listed = first_faults([f"{where}: {length} tokens" for length, where in longer])
     return [
@@ -351,8 +344,8 @@ def _without_embedding(
     size = read_model_config(model.path).get("vocab_size")
     if type(size) is not int:
         return []
-    found = [(max(p.token_ids + p.answer_ids, default=0), p.where) for p in prompts]
-    lacking = [one for one in found if one[0] >= size]
+    largest = [(max(p.token_ids + p.answer_ids, default=0), p.where) for p in prompts]
+    lacking = [(token, where) for token, where in largest if token >= size]
     if not lacking:
         return []
     token, where = lacking[0]
@@ -376,19 +369,3 @@ def _note_unknown_tokens(kept: PromptSets, prompts: list[Prompt], renderer: Rend
         kept.details["unknown_tokens"] = lambda: (
             f"{' '.join(renderer.unknown_texts(worst.text))} in {worst.where}"
         )
-
-
-def with_examples(messages: list[Message], examples: Sequence[SourceProblem]) -> list[Message]:
-    """Insert few-shot examples as earlier turns after the system messages."""
-    system, asked = _split(messages)
-    turns: list[Message] = []
-    for example in examples:
-        solved = {"role": "assistant", "content": example.reference}
-        turns += [*_split(example.messages(None))[1], solved]
-    return [*system, *turns, *asked]
-
-
-def _split(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the system messages at the beginning, and the others."""
-    system = list(takewhile(lambda message: message["role"] == "system", messages))
-    return system, messages[len(system) :]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class SourceProblem:
+class Problem:
     """Problem of a data set, before rendering.
 
     Attributes:
@@ -56,6 +57,20 @@ class SourceProblem:
         return [*system, {"role": "user", "content": self.prompt}]
 
 
+def with_examples(messages: list[Message], examples: Sequence[Problem]) -> list[Message]:
+    """Insert few-shot examples as earlier turns after the system messages."""
+    system = list(takewhile(_is_system, messages))
+    turns: list[Message] = []
+    for example in examples:
+        solved = {"role": "assistant", "content": example.reference}
+        turns += [*dropwhile(_is_system, example.messages(None)), solved]
+    return [*system, *turns, *messages[len(system) :]]
+
+
+def _is_system(message: Message) -> bool:
+    return message["role"] == "system"
+
+
 class Columns(NamedTuple):
     """Column names by config key; a dot selects a field of a struct."""
 
@@ -74,13 +89,9 @@ class Row(NamedTuple):
 
 def problems_of(
     key: str, source: Path | str, rows: list[Row], unreadable: Sequence[str], columns: Columns
-) -> tuple[list[SourceProblem], list[str]]:
-    """Convert rows to problems; return them and messages for a ConfigError.
-
-    Messages name the source by its config key and value, and list `unreadable` rows, too.
-    """
-    missing = _missing_columns(key, source, rows, columns)
-    if missing:
+) -> tuple[list[Problem], list[str]]:
+    """Convert rows to problems; return them and messages, which list `unreadable` rows, too."""
+    if missing := _missing_columns(key, source, rows, columns):
         return [], missing
     problems, faults = [], list(unreadable)
     for row in rows:
@@ -121,17 +132,13 @@ def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Col
     ]
 
 
-def _problem(row: Row, columns: Columns) -> SourceProblem:
-    """Convert one row.
-
-    Raises:
-        ValueError: a value is missing, empty or of a wrong type.
-    """
+def _problem(row: Row, columns: Columns) -> Problem:
+    """Convert one row; raise a ValueError if a value is missing, empty or of a wrong type."""
     values, solution, difficulty = row.values, columns.solution_key, columns.curriculum
     prompt = _prompt_of(values, columns.prompt_key)
     answer = "" if columns.answer_key is None else _answer_of(values, columns.answer_key)
     tags = values["tags"] if isinstance(values.get("tags"), dict) else {}
-    return SourceProblem(
+    return Problem(
         prompt,
         answer,
         values | ({"answer": answer} if answer else {}),
@@ -180,26 +187,26 @@ def _is_message(value: Any) -> bool:
 
 
 def _value(values: dict[str, Any], column: str) -> Any:
-    found = _lookup(values, column)
-    if found is _ABSENT:
+    value = _lookup(values, column)
+    if value is _ABSENT:
         raise ValueError(f"there is no `{column}`")
-    return found
+    return value
 
 
 def _lookup(values: dict[str, Any], column: str) -> Any:
     """Return a column's value, or _ABSENT; a full match has precedence over a path with dots."""
     if column in values:
         return values[column]
-    found: Any = values
+    value: Any = values
     for part in column.split("."):
-        found = found.get(part, _ABSENT) if isinstance(found, dict) else _ABSENT
-    return found
+        value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
+    return value
 
 
 def column_text(values: dict[str, Any], column: str) -> str:
     """Return a column's text; empty if there is none."""
-    found = _lookup(values, column)
-    return found if isinstance(found, str) and found.strip() else ""
+    value = _lookup(values, column)
+    return value if isinstance(value, str) and value.strip() else ""
 
 
 def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:

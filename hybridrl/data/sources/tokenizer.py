@@ -1,19 +1,8 @@
-"""Tokenizer and chat template of a model: prompts, and the turns of conversations.
-
-Sampled tokens are never tokenised again. An environment's answer is tokenised behind the last of
-them and appended:
-
-    turn ended with a stop string           the answer's text alone
-    turn ended with the model's end token   the answer as a message, with the text that the chat
-                                            template has between two assistant turns
-
-Without a chat template such a message follows a blank line and ends with a newline.
-"""
+"""Tokenizer and chat template of a model: messages to prompt text, texts to token ids and back."""
 
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +30,7 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, Arithmet
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 # Placeholders of a turn and its answer in the rendered chat template.
-_TURN, _ANSWER = "hybridrlturn", "hybridrlanswer"
+TURN, ANSWER = "hybridrlturn", "hybridrlanswer"
 
 # Token ids of many responses -> their texts; ids are lists for one response at a time.
 Decode = Callable[[Iterable[list[int]]], list[str]]
@@ -186,8 +175,8 @@ class Renderer:
         The template then renders them the same with and without add_generation_prompt, and puts
         more before an assistant's message. (Some need no marker: after [/INST] the turn begins.)
         """
-        user = [{"role": "user", "content": _ANSWER}]
-        turns = [*user, {"role": "assistant", "content": _TURN}]
+        user = [{"role": "user", "content": ANSWER}]
+        turns = [*user, {"role": "assistant", "content": TURN}]
         if not self.has_template:
             return False
         try:
@@ -196,13 +185,18 @@ class Renderer:
             both = rendered(self._tokenizer, turns, **self._options)
         except TemplateError:
             return False
-        before = both.partition(_TURN)[0]
+        before = both.partition(TURN)[0]
         return with_marker == without and with_marker.strip() != before.strip()
 
     def unused_options(self) -> list[str]:
-        """Return the options that the chat template does not mention."""
+        """Return a message for each option that the chat template does not mention."""
         words = {*re.findall(r"\w+", str(self._tokenizer.chat_template))}
-        return [name for name in self._options if name not in words]
+        return [
+            f"data.chat_template_kwargs.{name} has no effect: the model's chat template does not "
+            f"read it.\nRemove it, or correct its name: '~data.chat_template_kwargs.{name}'"
+            for name in self._options
+            if name not in words
+        ]
 
     @property
     def description(self) -> str:
@@ -213,8 +207,8 @@ class Renderer:
         """Return the first `count` different unknown parts of a text, quoted."""
         encoded: Any = self._tokenizer(text, return_offsets_mapping=self._tokenizer.is_fast)
         spans = zip(encoded["input_ids"], encoded.get("offset_mapping", ()), strict=False)
-        found = [repr(text[a:b]) for token, (a, b) in spans if token == self.unknown_id]
-        return list(dict.fromkeys(found))[:count]
+        unknown = [repr(text[a:b]) for token, (a, b) in spans if token == self.unknown_id]
+        return list(dict.fromkeys(unknown))[:count]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts."""
@@ -237,83 +231,6 @@ def decoder(tokenizer: "PreTrainedTokenizerBase", *, special: bool = False) -> D
         return [tokenizer.decode(row, skip_special_tokens=not special) for row in rows]
 
     return decode
-
-
-class TurnTokens:
-    """Tokeniser of environment answers, and the stop tokens of turns.
-
-    Args:
-        tokenizer: of the model.
-        end_token_ids: tokens that end a response of the model.
-        stop: strings that also end a turn.
-        role: of an answer in the chat template.
-        options: further arguments of the chat template.
-
-    Raises:
-        ConfigError: a stop string is not one token.
-    """
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        end_token_ids: Sequence[int],
-        stop: Sequence[str],
-        role: str,
-        options: Mapping[str, Any] = NO_OPTIONS,
-    ) -> None:
-        self._tokenizer, self._options = tokenizer, options
-        self._end_token_ids = end_token_ids
-        self._role = role
-        self.stop_token_ids = stop_tokens(tokenizer, stop, end_token_ids)
-
-    def answers(self, texts: Sequence[str], last_tokens: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of answers to turns that ended with `last_tokens`.
-
-        Raises:
-            ConfigError: a turn ended with the model's end token, and the chat template cannot
-                render an answer.
-        """
-        stops = set(self.stop_token_ids)
-        framed = [
-            text if last in stops else self._frame[0] + text + self._frame[1]
-            for text, last in zip(texts, last_tokens, strict=True)
-        ]
-        return ids_after(self._tokenizer, last_tokens, framed)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise texts without adding special tokens."""
-        return token_ids(self._tokenizer, texts, special=False)
-
-    @cached_property
-    def _frame(self) -> tuple[str, str]:
-        """Text of the chat template before an answer (after the end token), and after it."""
-        if not self._tokenizer.chat_template:
-            return "\n\n", "\n"
-        messages = [
-            {"role": "user", "content": ""},
-            {"role": "assistant", "content": _TURN},
-            {"role": self._role, "content": _ANSWER},
-        ]
-        try:
-            options = {"add_generation_prompt": True, **self._options}
-            text = rendered(self._tokenizer, messages, **options)
-        except TemplateError as error:
-            raise self._template_error(str(error)) from error
-        behind = text.partition(_TURN)[2]
-        ends = [self._tokenizer.decode([token]) for token in self._end_token_ids]
-        end = next((text for text in ends if behind.startswith(text)), None)
-        before, found, after = behind.removeprefix(end or "").partition(_ANSWER)
-        if end is None or not found:
-            raise self._template_error(f"after a turn it renders {behind!r} without an end token")
-        return before, after
-
-    def _template_error(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"environment.role = {self._role}: the model's chat template cannot render an "
-            f"answer after a turn that ended with the model's end token ({reason}).\n"
-            "Set environment.role to a role of the template, or use an environment that ends the "
-            "conversation there."
-        )
 
 
 def stop_tokens(

@@ -13,10 +13,11 @@ from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, TurnTokens, load_tokenizer
+from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, load_tokenizer
+from hybridrl.data.sources.turns import TurnTokens
 from hybridrl.environments.base import EnvironmentPool, EnvironmentReply, StepRequest
-from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rewards.processes.messages import Failure, FailureKind
 from hybridrl.trainer.episodes.base import Episodes
 from hybridrl.trainer.episodes.responses import EpisodeState, Response
