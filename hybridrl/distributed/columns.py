@@ -18,12 +18,13 @@ from hybridrl.distributed.regions import Trace
 def choose_columns(
     fsdp: FSDPConfig, sources: Mapping[str, tuple[int, ...]], traces: Sequence[Trace], itemsize: int
 ) -> tuple[list[str], list[str]]:
-    """Choose the weights that the layout cuts by columns; a pure function.
+    """Choose the weights that the layout cuts by columns.
 
-    Returns their names, and sentences for the log about the cost of others.
+    `sources` are the shapes of all parameters, `traces` those of the tensor_parallel_size ranks of
+    one engine, in order; a moved element has `itemsize` bytes.
 
-    `sources` are the shapes of all parameters, `traces` those of the tensor_parallel_size
-    ranks of one engine, in order; a moved element has `itemsize` bytes.
+    Returns:
+        Names of the weights, and sentences for the log about the cost of others.
     """
     assert fsdp.dp_shard is not None
     tp, shards = fsdp.tensor_parallel_size, fsdp.dp_shard
@@ -36,7 +37,7 @@ def choose_columns(
         return [], [
             f"rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = {shards}, so "
             f"shards stay in rank order and cut by rows: at every weight sync a rank receives "
-            f"about {_mib(received)} of its rollout weights from others"
+            f"about {received / 2**20:.1f} MiB of its rollout weights from others"
         ]
     split = [name for name in sources if _dims_split(name, traces) == {column_dim(name)}]
     uneven = [name for name in split if sources[name][column_dim(name)] % shards]
@@ -48,7 +49,7 @@ def choose_columns(
         notes.append(
             f"fsdp.dp_shard = {shards} does not divide the columns of {len(uneven)} weights "
             f"({uneven[0]}, ...), which are cut by rows: at every weight sync a rank receives "
-            f"{_mib(cost)} more than if it did"
+            f"{cost / 2**20:.1f} MiB more than if it did"
         )
     return [name for name in split if name not in uneven], notes
 
@@ -61,7 +62,3 @@ def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
     dims = range(len(regions[0][0].shape))
     spans = [{frozenset((r.offset[d], r.shape[d]) for r in part) for part in regions} for d in dims]
     return {dim for dim in dims if len(spans[dim]) > 1}
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -11,10 +11,9 @@ same part of every projection, which is what tensor parallelism needs. In a chec
 projection of each expert is a tensor of its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -68,35 +67,8 @@ def parts_of(
     }
 
 
-class PartReader:
-    """Tensors of a checkpoint, cut out of parameters that are read whole.
-
-    The last parameter stays until another is read: all tensors of one follow each other in
-    `shapes`, which has them by name.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        mixture: Mixture | None,
-        read: Callable[[str], Tensor],
-    ) -> None:
-        self._parts = parts_of(parameters, mixture)
-        self._read = read
-        self._last: tuple[str, Tensor] | None = None
-        self.shapes = {name: torch.Size(part.shape) for name, part in self._parts.items()}
-
-    def read(self, name: str) -> Tensor:
-        """Return the named tensor, a view of its parameter."""
-        _, _, parameter, at = self._parts[name]
-        if self._last is None or self._last[0] != parameter:
-            self._last = None  # its memory is free before the next is read
-            self._last = (parameter, self._read(parameter))
-        return self._last[1][at]
-
-
 def parameter_shapes(tensors: Iterable[CheckpointTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter that holds tensors of a checkpoint, all of them given."""
+    """Return the shape of each parameter that holds tensors, given all of a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:  # the last part of a parameter has the highest index
         shapes[tensor.parameter] = (*(index + 1 for index in tensor.at), *tensor.shape)
@@ -117,8 +89,7 @@ def column_dim(parameter: str) -> int:
 class Experts(nn.Module):
     """Experts of a layer: transformers' computation with grouped matrix products.
 
-    Args:
-        fused: transformers' experts, with [E, 2 I, H] and [E, H, I], whose weights they share.
+    `fused` are transformers' experts, with [E, 2 I, H] and [E, H, I], whose weights they share.
     """
 
     def __init__(self, fused: Any) -> None:
@@ -129,12 +100,7 @@ class Experts(nn.Module):
         self.act_fn = fused.act_fn
 
     def forward(self, states: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, [N, H].
-
-        Args:
-            states: [N, H].
-            expert_ids, weights: [N, K].
-        """
+        """Return [N, H], the weighted sum of each token's experts, from [N, H] and twice [N, K]."""
         return grouped_mm_experts_forward(_Fused(self), states, expert_ids, weights)  # type: ignore[arg-type]
 
 

@@ -39,20 +39,11 @@ from hybridrl.distributed.forward.routing import (
     pick_recorded,
 )
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
-from hybridrl.distributed.lora import (
-    adapters,
-    add_adapters,
-    checkpoint_parameters,
-)
+from hybridrl.distributed.lora import adapters, add_adapters, checkpoint_parameters
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.regions import free_gathered_weights
 from hybridrl.distributed.torch_compat import local_part
-from hybridrl.distributed.weights import (
-    FirstWeights,
-    empty_model,
-    first_weights,
-    stored_weights,
-)
+from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights, stored_weights
 from hybridrl.models.resolve import model_folder, resolve_model
 
 
@@ -106,10 +97,8 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     folder = resolve_model(path)
     root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
     # A head that shares the embedding's storage is no score head.
-    mixture = mixture_of(root.backbone)
-    first = stored_weights(
-        folder, _shapes(root), mixture, tied=False, key="reward_model.model.path"
-    )
+    mixture, key = mixture_of(root.backbone), "reward_model.model.path"
+    first = stored_weights(folder, _shapes(root), mixture, tied=False, key=key)
     _fill(root, first, device_of(mesh))
     return root.eval()
 
@@ -139,10 +128,9 @@ def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
     """Set which collectives the next forward and backward postpone to the last micro-batch.
 
-    full: gradients accumulate unsharded, in reduce_dtype (4 bytes per parameter of the whole model
-    for float32), and the last backward reduces their sum. sharded: every backward reduce-scatters;
-    under hybrid sharding the last one sums over replicas. Weights that stay gathered after forward
-    also stay so between micro-batches, since they change only at the end.
+    full: gradients accumulate unsharded, in reduce_dtype, and the last backward reduces their sum.
+    sharded: every backward reduce-scatters; under hybrid sharding the last one sums over replicas.
+    Weights that stay gathered after forward also stay so between micro-batches.
     """
     assert isinstance(root, FSDPModule)
     if fsdp.accumulation is Accumulation.full:
@@ -156,9 +144,8 @@ def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
 def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
     """Gather each weight once for all forwards within this context, which have no backward.
 
-    Needs memory for all parameters in param_dtype, less than an update with accumulation=full.
-    Under sharded accumulation nothing changes. In the end all weights are sharded again; without a
-    backward, FSDP2 would keep at least the root's.
+    Only with accumulation=full, whose update needs more memory. In the end all weights are sharded
+    again; without a backward, FSDP2 would keep at least the root's.
     """
     assert isinstance(root, FSDPModule)
     changes = fsdp.accumulation is Accumulation.full and fsdp.reshard_after_forward
@@ -178,9 +165,9 @@ def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
     for name in fsdp.columns or []:
         shape = shapes.get(name)
         if shape is None or len(shape) < 2 or shape[column_dim(name)] % shards:
-            found = "no weight" if shape is None else f"a weight of {tuple(shape)}"
+            named = "no weight" if shape is None else f"a weight of {tuple(shape)}"
             raise ConfigError(
-                f"fsdp.columns = {name} names {found}, expected one whose columns fsdp.dp_shard = "
+                f"fsdp.columns = {name} names {named}, expected one whose columns fsdp.dp_shard = "
                 f"{shards} divides: FSDP2 cuts columns evenly only.\n"
                 f"Set fsdp.columns=null to have them found."
             )
@@ -219,8 +206,10 @@ def _set_forward(layer: Any, fsdp: FSDPConfig) -> None:
         compile_layer(layer)
     elif has_experts(layer):
         layer.forward = partial(layer_forward, layer)
-    if fsdp.activation_checkpointing:
-        _checkpoint_activations(layer)
+    if fsdp.activation_checkpointing:  # inside FSDP2's hooks, independent of train mode
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Shard]:
@@ -234,13 +223,6 @@ def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Sh
     }
     dims = {param: column_dim(name) for name, param in parameters_in_checkpoint(root)}
     return lambda param: Shard(dims.get(param, 1) if param in by_columns else 0)
-
-
-def _checkpoint_activations(layer: nn.Module) -> None:
-    """Recompute the layer in backward, inside FSDP2's hooks and independent of train mode."""
-    layer.forward = partial(  # type: ignore[method-assign]
-        checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-    )
 
 
 def _shapes(root: nn.Module) -> dict[str, torch.Size]:

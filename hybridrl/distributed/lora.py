@@ -3,10 +3,8 @@
     y = W x + alpha / r * B (A x)        W [out, in] frozen   A [r, in]   B [out, r], 0 at first
 
 At first the adapted model equals the model, bit for bit. Modules have peft's names, and checkpoint
-names are those of the model without adapters.
-
-The reference is the actor's model with its adapters off. peft's own layers do not fit: they disable
-an adapter through requires_grad, which FSDP2 reads only once.
+names are those of the model without adapters. The reference is the actor's model with its adapters
+off. peft's own layers disable an adapter through requires_grad, which FSDP2 reads only once.
 
 Source: Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685
 """

@@ -34,14 +34,9 @@ def init_groups(
 ) -> None:
     """Create the default group of this rank's part and, with several parts, that of all ranks.
 
-    Each part has a default group of its own, because vLLM makes its groups over all of the default
-    group.
-
-    Args:
-        store: shared by all ranks.
-        rank: number among all ranks.
-        parts: ranks that share a default group: all, or those that train and those that sample.
-        device: the rank's GPU, already set; None without one.
+    Parts are the ranks that share a default group: all, or those that train and those that sample.
+    (vLLM makes its groups over all of the default group.) `store` is shared by all ranks, `rank`
+    the number among them. `device` is the rank's GPU, already set.
     """
     backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
     own = next(part for part in parts if rank in part)
@@ -89,8 +84,7 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
     """Make a process group whose rank k is global rank ranks[k]; a collective over all ranks.
 
     FSDP2 assigns shards by the rank within the group, so a permuted DeviceMesh alone has no effect.
-    NCCL's communicator has the same order: its key is the rank in the group. Ranks outside it get
-    GroupMember.NON_GROUP_MEMBER.
+    NCCL's communicator has the same order. Ranks outside it get GroupMember.NON_GROUP_MEMBER.
     """
     wanted = list(ranks)
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:

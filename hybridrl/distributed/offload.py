@@ -31,8 +31,7 @@ class Offloadable:
     """Tensors that move to host memory and back together.
 
     The host memory is allocated at the first `offload` and kept, page-locked if the device is a
-    GPU; its size is the tensors' bytes, rounded up to a MiB. On a CPU the same copies are made in
-    ordinary memory. Calls must come from the stream that uses the tensors.
+    GPU. Calls must come from the stream that uses the tensors.
 
     Args:
         tensors: returns the current tensors, always in the same order; of DTensors the local parts

@@ -7,8 +7,7 @@
 
 A read needs no cooperation: the process may be stopped, hang in native code, or hold its
 interpreter's lock. The memory has no name in any folder and ends with the process; a reader that
-opened it keeps the last position. A write costs less than a microsecond and has no effect before
-`publish`. The thread that entered a phase writes; calls of other threads have no effect.
+opened it keeps the last position. Only the thread that entered a phase writes.
 
 On a GPU the position is that of enqueued work, and the device may be behind. Events (`mark`) show
 how far; they are queried only on request (`look_at_device`).

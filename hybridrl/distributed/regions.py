@@ -21,13 +21,13 @@ from hybridrl.distributed.torch_compat import local_tensor
 class NamedShard:
     """Checkpoint tensor, cut along one dim over the dp_shard axis.
 
-    Shard s belongs to rank s of the dp_shard group. Along dim 0 the cut is `torch.chunk`'s
-    (FSDP2's Shard(0)): shard s of n holds rows [s * ceil(rows / n), (s + 1) * ceil(rows / n)),
-    clipped to the tensor, perhaps none. Other dims are cut only where n divides them.
+    Shard s belongs to rank s of the dp_shard group. Along dim 0 the cut is `torch.chunk`'s, as
+    FSDP2's Shard(0). Shard s of n holds rows [s * ceil(rows / n), (s + 1) * ceil(rows / n)) that
+    exist, perhaps none. Other dims are cut only where n divides them.
 
     Attributes:
         name: the parameter's name. Tied parameters appear under each name.
-        shape: shape of the whole tensor.
+        shape: of the whole tensor.
         local: returns this rank's current shard: a contiguous float32 view without FSDP2's padding.
         dim: the dim that is cut.
         frozen: its content never changes.
@@ -49,9 +49,8 @@ def named_shards(root: nn.Module) -> list[NamedShard]:
 def shards_of(lm: nn.Module) -> list[NamedShard]:
     """Return this rank's shards of a causal LM by parameter, tied duplicates included.
 
-    With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
-    lora_B.weight. The getters stay valid over optimizer steps and, between forwards, while no
-    weights are gathered.
+    With adapters these are frozen; A and B of each adapted layer follow as lora_A.weight and
+    lora_B.weight. The getters stay valid between forwards, while no weights are gathered.
     """
     factors = adapter_parameters(lm)
     named = [(*item, bool(factors)) for item in checkpoint_parameters(lm, tied_twice=True)]

@@ -130,14 +130,8 @@ def joined_group(
     """Make a group over ranks that will have different default groups; call it before those exist.
 
     torch.distributed numbers the ranks of a group as in the default group. Here those of the own
-    default group come first, as there, then all others.
-
-    Args:
-        name: name of the group, for `group_named`.
-        store, backend, timeout: as in init_process_group.
-        rank: rank in the new group.
-        parts: ranks of the new group that will share a default group.
-        device: the rank's GPU; None without one.
+    default group, one of `parts`, come first, as there, then all others. `rank` is that in the new
+    group, `name` its name for `group_named`.
     """
     size = sum(map(len, parts))
     # No ranks, as for a default group: others would be looked up in one.
@@ -154,10 +148,7 @@ def joined_group(
 
 @contextmanager
 def ranks_as_given() -> Iterator[None]:
-    """Within this context, torch < 2.13 does not sort the ranks of a new group.
-
-    Ranks are the only thing that it sorts then, so its module gets a `sorted` that keeps the order.
-    """
+    """Within this context, torch < 2.13 does not sort the ranks of a new group, nor anything."""
     distributed_c10d.sorted = list  # type: ignore[attr-defined]
     try:
         yield

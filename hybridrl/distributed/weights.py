@@ -67,9 +67,8 @@ def stored_weights(
 ) -> dict[str, Any]:
     """Map the weights of a Hugging Face folder, of which each rank reads only its own parts.
 
-    The kernel reads pages on first use and evicts them when memory is short. *.bin files are read
-    without *.safetensors, with weights_only; one from before torch 1.6 cannot be mapped. If `tied`,
-    embedding and head are one tensor, which may have either name. `mixture` is the family's.
+    Without *.safetensors, *.bin files are read, with weights_only; one from before torch 1.6 cannot
+    be mapped. If `tied`, embedding and head are one tensor, which may have either name.
 
     Raises:
         ConfigError: the folder lacks weights, or they have other shapes.
@@ -82,21 +81,21 @@ def stored_weights(
         else:
             can_map = zipfile.is_zipfile(file)
             stored |= torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
-    found: dict[str, Any] = {}
+    mapped: dict[str, Any] = {}
     for parameter, shape in shapes.items():
         parts = [
             _stored(stored, part, tied=tied)
             for part in checkpoint_tensors(parameter, shape, mixture)
         ]
         if all(part is not None for part in parts):
-            found[parameter] = parts[0] if len(parts) == 1 and len(shape) < 3 else Stack(parts)
-    missing = sorted(shapes.keys() - found.keys())
+            mapped[parameter] = parts[0] if len(parts) == 1 and len(shape) < 3 else Stack(parts)
+    missing = sorted(shapes.keys() - mapped.keys())
     if missing:
         raise ConfigError(
             f"{key} = {folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}...\n"
             f"The model would have random numbers there.\nSet {key} to a complete checkpoint."
         )
-    return found
+    return mapped
 
 
 def _stored(stored: Mapping[str, Any], part: CheckpointTensor, *, tied: bool) -> Any:
@@ -117,9 +116,8 @@ def _shape(stored: Any) -> torch.Size:
 class RandomWeights:
     """Random weights, drawn tensor by tensor: normal matrices, norms that scale by 1, no biases.
 
-    A tensor is a function of seed, name, shape and device type, so it is the same on all ranks and
-    for every sharding. It is never in host memory. `std` is config.json's initializer_range,
-    `norm` the weight of all norms.
+    A tensor is a function of seed, name, shape and device type, so it is the same for every
+    sharding. `std` is config.json's initializer_range, `norm` the weight of all norms.
     """
 
     shapes: Shapes
@@ -146,11 +144,7 @@ FirstWeights = dict[str, Any] | RandomWeights
 def first_weights(
     model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
 ) -> FirstWeights:
-    """Open or draw the weights of an empty model with config.json `lm`, according to model.init.
-
-    Raises:
-        ConfigError: the checkpoint lacks weights.
-    """
+    """Open or draw the weights of an empty model with config.json `lm`, according to model.init."""
     if model.init is Init.random:
         norm = FAMILIES[lm.model_type].norm_weight
         return RandomWeights(shapes, lm.initializer_range, model.seed, device, norm)

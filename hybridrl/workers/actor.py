@@ -78,9 +78,9 @@ class ActorWorker(TrainedWorker):
         """
 
         def compute(micro: RolloutBatch) -> Tensor:
-            found = self.forward(micro, Entropy.report)
-            assert found.entropy is not None
-            return torch.complex(found.log_probs, found.entropy)
+            log_probs, entropy, _ = self.forward(micro, Entropy.report)
+            assert entropy is not None
+            return torch.complex(log_probs, entropy)
 
         return self.over_first_epoch(batch, compute)
 
@@ -120,24 +120,21 @@ class ActorWorker(TrainedWorker):
         over all ranks, not of this micro-batch. So the gradient does not depend on the distribution
         of responses over ranks and micro-batches.
         """
-        result = self.forward(
-            micro, Entropy.differentiate if self.config.entropy_coef else Entropy.report
-        )
-        assert result.entropy is not None
-        log_probs = result.log_probs
+        use = Entropy.differentiate if self.config.entropy_coef else Entropy.report
+        log_probs, entropy, routing = self.forward(micro, use)
+        assert entropy is not None
         mask = self.on_device(micro.counted)
         sequence_id = to_device(micro.responses.row_ids(), self.device)
         computed = {"log_probs": log_probs, "response_mask": mask, "sequence_id": sequence_id}
-        found = self.token_loss(
-            **{
-                name: computed[name] if name in computed else self.on_device(getattr(micro, name))
-                for name in self.loss_tensors
-            }
-        )
-        loss = as_token_loss(found, self.config.algorithm.loss.function, log_probs)
+        inputs = {
+            name: computed[name] if name in computed else self.on_device(getattr(micro, name))
+            for name in self.loss_tensors
+        }
+        function = self.config.algorithm.loss.function
+        loss = as_token_loss(self.token_loss(**inputs), function, log_probs)
         weights = micro.loss_weights
         terms = [loss.values if weights is None else loss.values * self.on_device(weights)]
-        bonus = entropy_bonus(result.entropy, mask, coef=self.config.entropy_coef)
+        bonus = entropy_bonus(entropy, mask, coef=self.config.entropy_coef)
         terms.append(bonus.values)
         sums = loss.sums | bonus.sums
         if self.kl_coef:
@@ -161,10 +158,10 @@ class ActorWorker(TrainedWorker):
             self.config.max_response_tokens,
             None if tokens is None else to_device(tokens, self.device),
         )
-        if result.routing is not None:
-            self.routing.add(result.routing)
+        if routing is not None:
+            self.routing.add(routing)
             if self.config.router_balance_coef:
-                scalar = scalar + self.balance_loss(result.routing, micro, totals)
+                scalar = scalar + self.balance_loss(routing, micro, totals)
         maxima = {}
         if micro.old_log_probs is not None:  # reference answers have none
             maxima = ratio_maxima(log_probs, self.on_device(micro.old_log_probs), mask)
@@ -191,8 +188,7 @@ class ActorWorker(TrainedWorker):
         """Write the policy to `folder` as an ordinary HF model, with tokenizer and configuration.
 
         Weights are float32, with adapters merged; the adapters are also saved in peft's format.
-        The folder gets its final name when complete. Tensors are gathered one at a time. Returns an
-        error message of the disk, or None.
+        The folder gets its final name when complete. Returns an error message of the disk, or None.
         """
         self.begin()
         model, lora = self.config.model, self.config.lora

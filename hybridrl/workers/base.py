@@ -78,12 +78,12 @@ class Worker:
     def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
         """Return modules that are slow to import, for a thread during the rendezvous.
 
-        This method may set environment variables that they read. None by default.
+        It may set environment variables that they read.
         """
         return ()
 
     def connect(self, roles: dict[str, "Worker"]) -> None:
-        """Receive all roles of the process by name, once built; stores the others."""
+        """Store the other roles of the process; called with all of them by name, once built."""
         self.others = [role for role in roles.values() if role is not self]
 
     def others_rest(self) -> None:
@@ -104,13 +104,13 @@ class Worker:
 
     @contextmanager
     def state_on_device(self) -> Iterator[None]:
-        """Make the contents of `training_state` valid in the block; by default always valid."""
+        """Make the contents of `training_state` valid in the block."""
         yield
 
     def expect_state(self, keys: Collection[str]) -> None:
         """Allocate or drop optional entries of `training_state` to match a checkpoint's keys.
 
-        Does nothing by default. Called inside `state_on_device`, before a load.
+        Called inside `state_on_device`, before a load.
         """
 
     def close(self) -> None:

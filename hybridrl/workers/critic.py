@@ -52,10 +52,7 @@ class CriticWorker(TrainedWorker):
         return {f"critic/{name}": value for name, value in report.items()}
 
     def value_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
-        """Compute the loss: a sum over a micro-batch's tokens, divided by the total tokens.
-
-        The totals are of the mini-batch over all ranks.
-        """
+        """Compute the loss: a sum over a micro-batch's tokens, divided by the mini-batch's."""
         mask = self.on_device(micro.response_mask)
         old_values, returns = self.on_device(micro.values), self.on_device(micro.returns)
         loss, sums = value_loss(

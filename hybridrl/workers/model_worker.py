@@ -18,10 +18,7 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
 from hybridrl.distributed.forward.packing import Packed, States, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
-from hybridrl.distributed.fsdp import (
-    gathered_once,
-    parameters_in_checkpoint,
-)
+from hybridrl.distributed.fsdp import gathered_once, parameters_in_checkpoint
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable, offloadable_weights
 from hybridrl.distributed.process_memory import use_expandable_segments
@@ -92,8 +89,7 @@ class ModelWorker(Worker):
     ) -> Ragged:
         """Map `compute` over the first epoch: one number per response token, on CPU.
 
-        Rows are in the order of the micro-batches. Results stay on the device until the end, to
-        avoid synchronisation between micro-batches.
+        Rows are in the order of the micro-batches. Results stay on the device until the end.
         """
         self.begin()
         numbers, total = count(1), sum(len(mini) for mini in batch.epochs[0])
@@ -177,20 +173,17 @@ def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_trained_weights(worker: ModelWorker, checkpoint: Path, role: str) -> None:
-    """Load a role's trained weights from a checkpoint of any number of ranks.
-
-    The worker's weights are on the device.
+    """Load a role's trained weights, which are on the device, from a checkpoint of any ranks.
 
     Raises:
         ConfigError: the checkpoint holds weights of another model.
     """
     stored, prefix = StoredState(checkpoint / STATE), f"{role}.{WEIGHTS}"
     state = {f"{prefix}{name}": p for name, p in trained_parameters(worker.model).items()}
-    found = differences(state, stored.tensors, prefix)
-    if found:
+    if differing := differences(state, stored.tensors, prefix):
         raise ConfigError(
             f"{checkpoint} holds other weights than model.path = {worker.config.model.path} has:\n"
-            + "\n".join(found)
+            + "\n".join(differing)
             + "\nSet model.path to the model that was trained."
         )
     stored.load(state)

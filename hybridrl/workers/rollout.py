@@ -17,8 +17,8 @@ from hybridrl.distributed.experts import parameter_shapes
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.process_memory import trim_heap
-from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
 from hybridrl.rollout.requests import Generated

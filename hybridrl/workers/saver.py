@@ -65,18 +65,12 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def note_generators(self) -> None:
-        """Record the random generators at the end of a step, for later saves.
-
-        Weights and moments do not change before the next update, but sampling uses the generators.
-        """
+        """Record the random generators at the end of a step, for later saves."""
         self.noted = rng_state(self.device)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def begin_save(self, folder: str) -> None:
-        """Copy the state to host memory and begin to write it to folder/state; a collective.
-
-        The host memory is reused by each save and has the size of this rank's state.
-        """
+        """Copy the state to host memory and begin to write it to folder/state; a collective."""
         if self.saving is not None:  # committed already, when rank 0 had all results
             wait([self.saving])
         start = time.perf_counter()
@@ -150,9 +144,9 @@ class SaverWorker(Worker):
         problems = []
         for name in self.roles:
             with self._expecting(name, stored) as state:
-                found = differences(state, stored.tensors, f"{name}.") if state else []
-            if found:
-                listed = "\n".join(found)
+                differing = differences(state, stored.tensors, f"{name}.") if state else []
+            if differing:
+                listed = "\n".join(differing)
                 problems.append(
                     f"resume = {folder} holds another state than this run's {name}:\n{listed}\n"
                     f"An exact resume needs the same model, adapters and worker.\n"

@@ -99,10 +99,10 @@ class Optimizer:
     def apply_gradients(self, loss: Tensor) -> GradientStep:
         """Clip, take one step and clear the gradients; a collective over all ranks.
 
-        If the norm or the loss (the sum of a rank's losses of the step) is not finite on any rank,
-        all ranks skip the step: weights and moments do not change. No synchronisation with the
-        device: AdamW's kernel divides gradients by grad_scale and skips if found_inf is 1, the
-        interface of torch.amp.GradScaler.
+        All ranks skip the step if the norm or the loss, a rank's sum over the step, is not finite
+        on any of them: weights and moments do not change. No synchronisation with the device:
+        AdamW's kernel divides gradients by grad_scale and skips if found_inf is 1, the interface of
+        torch.amp.GradScaler.
         """
         norm = self.gradient_norm().float()
         skipped = torch.stack([norm, loss.float()]).isfinite().all().logical_not().float()

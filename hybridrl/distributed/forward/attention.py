@@ -40,8 +40,7 @@ def register_packed_attention() -> None:
 def choose_kernel() -> None:
     """Make `varlen_attn` run FlashAttention 4 on Hopper GPUs if flash-attn-4 is installed.
 
-    It supports what `has_kernel` does there, and needs less time than FlashAttention 2 with 512 and
-    with 4,096 tokens (benchmarks/RESULTS.md). On others FlashAttention 2 stays.
+    It is faster there than FlashAttention 2 with 512 and 4,096 tokens (benchmarks/RESULTS.md).
     """
     installed = any(distributions(name="flash-attn-4"))
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -61,7 +60,7 @@ def packed_attention(
     """Compute causal attention within each packed sequence, with transformers' signature.
 
     Args:
-        module, attention_mask: unused; there must be no mask.
+        module, attention_mask: unused; a mask, as dropout, is a ValueError.
         query: [1, H, N, D].
         key, value: [1, K, N, D]; H is a multiple of K.
         scaling: factor on the scores; None: D ** -0.5.
@@ -71,9 +70,6 @@ def packed_attention(
 
     Returns:
         [1, N, H, D], and None in place of the attention weights.
-
-    Raises:
-        ValueError: a mask, dropout, or an argument that changes the scores was given.
     """
     changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None or kwargs.get("dropout") or changed:
@@ -114,10 +110,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
 def _varlen(
     qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute attention of tensors [N, heads, D] with the kernel for packed sequences.
-
-    `bounds` are cu_seq_lens and the longest length; a window is of visible tokens.
-    """
+    """Compute attention of [N, heads, D] by the kernel; `bounds`: cu_seq_lens, longest length."""
     cu_seq_lens, max_length = bounds
     return varlen_attn(
         *(x.contiguous() for x in qkv),
@@ -134,10 +127,7 @@ def _varlen(
 def _padded(
     qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute the same with padding to [B, heads, T, D].
-
-    Padding is right of each sequence, where causal attention never reads.
-    """
+    """Compute the same, right-padded to [B, heads, T, D], where causal attention never reads."""
     cu_seq_lens, max_length = bounds
     num_sequences = cu_seq_lens.shape[0] - 1
     position = torch.arange(qkv[0].shape[0], device=qkv[0].device)

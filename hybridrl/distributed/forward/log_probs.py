@@ -4,16 +4,14 @@ Shapes:  R = response tokens   C = tokens of a chunk   H = hidden size   V = voc
 Units:   nats
 
 [R, V] in float32 is by far the largest tensor of a naive update (16,384 tokens of a 152 k
-vocabulary: 10 GB, several times). Here logits exist for one chunk of tokens at a time, in the
-compute dtype. Backward recomputes them or, if memory allows, uses kept ones:
+vocabulary: 10 GB, several times). Here logits exist for one chunk at a time, in the compute dtype:
 
     forward    logits = hidden W^T        one pass: log Z, log p, entropy of each row
     backward   logits again, or kept      one pass over them: their gradient, in place
                d hidden = gradient W      d W += gradient^T hidden, in float32
 
 With x = logits / temperature, p = softmax(x) and log Z = log sum exp x. Logits may be bfloat16;
-everything else is float32. On a GPU each pass is one kernel (softmax_kernels.py); on a CPU the
-formulas are plain torch.
+everything else is float32. On a GPU each pass is one kernel (softmax_kernels.py).
 """
 
 from enum import Enum

@@ -5,10 +5,11 @@ Shapes:  N = packed tokens   B = sequences   L = layers   E = experts   K = expe
 A router leaves its probabilities and choices in `seen`. The decoder layer around it sums them by
 sequence and returns them beside its hidden states, through compilation and checkpointing.
 
-Load-balancing loss of a sequence with T tokens, mean over layers, with P_te the router's
-probabilities and n_e the choices of expert e; 1 if all experts are chosen equally often:
+Load-balancing loss of a sequence with T tokens, mean over layers; 1 if all experts are chosen
+equally often:
 
-    E * sum_e (n_e / (T K)) * (sum_t P_te / T)
+    E * sum_e (n_e / (T K)) * (sum_t P_te / T)   P_te: the router's probabilities
+                                                 n_e: choices of expert e
 
 It is of a sequence, not of a micro-batch, so gradients do not depend on packing.
 
@@ -91,8 +92,8 @@ class Routing(NamedTuple):
         load: [L, E] float32, choices of each expert.
         entropy: [] float32, mean over layers of the sum over tokens, nats.
         num_tokens: tokens of this rank.
-        differing: [3] float32, numbers of tokens whose experts vLLM recorded, of those among them
-            for which some router chose others, and of the choices that differ, over all layers.
+        differing: [3] float32, numbers of tokens whose experts vLLM recorded; of those for which
+            some router chose others; of choices that differ, over all layers.
     """
 
     balance: Tensor
@@ -205,11 +206,11 @@ class RoutingTotals:
     def report(self, *, whole_sequences: bool) -> dict[str, float]:
         """Compute metrics over all ranks; a collective. Empty if nothing was added.
 
-        load_max and load_min are the largest and the smallest share that an expert has of its
-        layer's choices, entropy that of a token's distribution over experts, nats. balance_loss is
-        the mean over sequences, left out if ranks share them. differing_tokens is the share of
-        tokens for which some router chose other experts than vLLM, differing_choices the share of
-        all routers' choices; left out if vLLM's were not recorded.
+        load_max, load_min: largest and smallest share of an expert in its layer's choices.
+        entropy: of a token's distribution over experts, nats.
+        balance_loss: mean over sequences; left out if ranks share them.
+        differing_tokens: share of tokens for which some router chose other experts than vLLM.
+        differing_choices: share of all routers' choices. Left out if vLLM's were not recorded.
         """
         if not self._sums:
             return {}
@@ -219,14 +220,14 @@ class RoutingTotals:
         known, differing_tokens, differing_choices = sums[4:7].tolist()
         load = sums[7:].view(self._shape)
         self.shares = load / load.sum(-1, keepdim=True)
-        found = {
+        metrics = {
             "load_max": float(self.shares.max()),
             "load_min": float(self.shares.min()),
             "entropy": entropy / tokens,
         }
         if whole_sequences:
-            found["balance_loss"] = balance / sequences
+            metrics["balance_loss"] = balance / sequences
         if known:
-            found["differing_tokens"] = differing_tokens / known
-            found["differing_choices"] = differing_choices / (known * len(load))
-        return found
+            metrics["differing_tokens"] = differing_tokens / known
+            metrics["differing_choices"] = differing_choices / (known * len(load))
+        return metrics

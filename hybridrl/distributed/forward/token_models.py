@@ -23,8 +23,7 @@ from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves, tree_ma
 class TokenLogProbs(nn.Module):
     """Causal language model that returns log-probs of response tokens.
 
-    Its attention must be "hybridrl_packed". Logits exist for `chunk_tokens` at one time; backward
-    computes them again or, with `keep_logits`, keeps all.
+    Its attention is "hybridrl_packed"; for `chunk_tokens` and `keep_logits` see log_probs.py.
     """
 
     def __init__(self, lm: PreTrainedModel, chunk_tokens: int, *, keep_logits: bool) -> None:
@@ -115,15 +114,13 @@ def gather_sequence(own: Tensor, packed: Packed) -> Tensor:
 def compile_layer(layer: nn.Module) -> None:
     """Compile a layer's forward (fsdp.compile): one graph for all layers and packed lengths.
 
-    Call before FSDP2 wraps the layer; its hooks stay outside. The layer maps hidden states, its
-    first argument, to hidden states; one with experts returns `LayerRouting` beside them. The
-    tokens of its tensor arguments are in dim 1, or in their only dim.
+    Call before FSDP2 wraps the layer; its hooks stay outside. The tokens of the layer's tensor
+    arguments are in dim 1, or in their only dim.
 
     torch.compile generates different code for forwards with and without gradients, and the two
     round differently. Old log-probs must equal those of the update's first forward bit for bit.
-    Therefore a compiled layer always runs the code with gradients; unneeded saved tensors are
-    dropped. Its input always counts as differentiable; the input of the first layer, from a frozen
-    embedding, is not.
+    Therefore a compiled layer always runs the code with gradients. Its input always counts as
+    differentiable, also that of the first layer, from a frozen embedding.
 
     Token counts, sequence counts and the longest length differ from call to call. They are symbols
     from the first call on, so nothing is recompiled. A graph break is an error.

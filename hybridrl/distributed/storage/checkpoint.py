@@ -94,19 +94,19 @@ def differences(
     state: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], prefix: str
 ) -> list[str]:
     """Describe differences of keys with a prefix between state and checkpoint, one text a kind."""
-    theirs = {key: found for key, found in stored.items() if key.startswith(prefix)}
+    theirs = {key: tensor for key, tensor in stored.items() if key.startswith(prefix)}
     ours = {k: StoredTensor(tuple(t.shape), t.dtype) for k, t in state.items()}
     differ = [
         f"{key} is {theirs[key]} there and {mine} here"
         for key, mine in ours.items()
         if key in theirs and theirs[key] != mine
     ]
-    found = [
+    kinds = [
         ("lacks", [key for key in ours if key not in theirs]),
         ("has besides", [key for key in theirs if key not in ours]),
         ("differs:", differ),
     ]
-    return [f"{what} {_listed(names)}" for what, names in found if names]
+    return [f"{what} {_listed(names)}" for what, names in kinds if names]
 
 
 def _listed(names: Sequence[str]) -> str:

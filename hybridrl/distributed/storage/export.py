@@ -4,7 +4,6 @@ weights: names and shapes -> files of 5 GB -> each tensor is read, cast, written
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -17,14 +16,14 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_file, sync_folder
+from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_folder, sync_tree
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.distributed.storage.policy_weights import Weights
+from hybridrl.distributed.storage.policy_weights import PolicyWeights
 from hybridrl.distributed.storage.safetensors_file import header, naming, pieces, write_parts
 from hybridrl.models.export_record import RECORD, files_in, in_between
 from hybridrl.models.resolve import PLAIN_FILES
-from hybridrl.models.weight_files import INDEX
+from hybridrl.models.weight_files import INDEX, SINGLE
 
 # Folder of adapters inside the folder of the merged model.
 ADAPTER_FOLDER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
@@ -58,7 +57,7 @@ class AdapterFiles:
 
 
 def write_model(
-    weights: Weights,
+    weights: PolicyWeights,
     source: Path,
     target: Path,
     adapter: AdapterFiles | None = None,
@@ -92,10 +91,7 @@ def write_model(
             adapter.write(partial / ADAPTER_FOLDER)
         if record is not None:
             _write_json(partial / RECORD, {**record, "files": files_in(partial)})
-        for at, _, names in os.walk(partial):
-            for name in names:
-                sync_file(Path(at, name))
-            sync_folder(Path(at))
+        sync_tree(partial)
         _put_in_place(partial, target)
 
 
@@ -119,14 +115,15 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
         _write_json(folder / GENERATION_CONFIG_NAME, generation)
 
 
-def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+def _write_weights(
+    weights: PolicyWeights, folder: Path, dtype: torch.dtype, shard_bytes: int
+) -> None:
     shapes = weights.shapes
     groups = _groups({k: s.numel() * dtype.itemsize for k, s in shapes.items()}, shard_bytes)
+    last = f"{len(groups):05d}"
+    files = {f"model-{n:05d}-of-{last}.safetensors": names for n, names in enumerate(groups, 1)}
     if len(groups) == 1:
-        files = {"model.safetensors": groups[0]}
-    else:
-        last = f"{len(groups):05d}"
-        files = {f"model-{n:05d}-of-{last}.safetensors": g for n, g in enumerate(groups, 1)}
+        files = {SINGLE: groups[0]}
     for file, names in files.items():
         parts = _parts({name: shapes[name] for name in names}, weights.read, dtype)
         write_parts(folder / file, parts)

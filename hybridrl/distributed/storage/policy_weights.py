@@ -1,18 +1,19 @@
 """Weights of a policy by their names on the hub: from a checkpoint, or gathered from all ranks."""
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.distributed import position
-from hybridrl.distributed.experts import PartReader, mixture_of
+from hybridrl.distributed.experts import mixture_of, parts_of
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.lora import (
     adapter_parameters,
@@ -25,15 +26,49 @@ from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
 from hybridrl.models.resolve import plain_folder
 
-# Prefix of the policy's weights in a checkpoint.
-PREFIX = "actor.weights."
+# Prefixes of the policy's weights in a checkpoint, and of adapters in peft's.
+PREFIX, PEFT = "actor.weights.", "base_model.model."
 
 
-class StoredPolicy:
-    """Actor weights of a checkpoint by their names in the model's own, read on demand and merged.
+class PolicyWeights(ABC):
+    """Tensors of a policy's checkpoint: `shapes` by name, tied ones once; adapters are merged.
 
-    If model.init=random and there are adapters, base weights are drawn again on device type
-    `drawn_on`.
+    A tensor may be part of a parameter, which stays until another is read: in `shapes`, all tensors
+    of one are adjacent.
+    """
+
+    def __init__(self, lm: nn.Module) -> None:
+        self._parameters = dict(checkpoint_parameters(lm))
+        self._scaling = {f"{name}.weight": layer.scaling for name, layer in adapters(lm).items()}
+        self._parts = parts_of(self._parameters, mixture_of(lm))
+        self._last: tuple[str, Tensor] | None = None
+        self.shapes = {name: torch.Size(part.shape) for name, part in self._parts.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor: float32, a view of its parameter."""
+        parameter, at = self._parts[name].parameter, self._parts[name].at
+        if self._last is None or self._last[0] != parameter:
+            self._last = None  # its memory is free before the next is read
+            self._last = (parameter, self._merged(parameter))
+        return self._last[1][at]
+
+    def _merged(self, name: str) -> Tensor:
+        base = self._whole(name)
+        if name not in self._scaling:
+            return base
+        layer = name.removesuffix(".weight")
+        a, b = (self._whole(f"{layer}.{factor}.weight") for factor in ("lora_A", "lora_B"))
+        return torch.addmm(base, b, a, alpha=self._scaling[name])
+
+    @abstractmethod
+    def _whole(self, name: str) -> Tensor:
+        """Return a whole parameter of the model without adapters, or of an adapter; float32."""
+
+
+class StoredPolicy(PolicyWeights):
+    """Actor weights of a checkpoint, read on demand, on CPU.
+
+    Random base weights under adapters are drawn again, on device type `drawn_on`.
 
     Raises:
         ConfigError: the checkpoint is of another model, or the model does not exist.
@@ -47,47 +82,29 @@ class StoredPolicy:
         self._lm = empty_model(AutoModelForCausalLM, plain_folder(model.path))
         if lora is not None:
             add_adapters(self._lm, lora)
-        parameters = dict(checkpoint_parameters(self._lm))
-        self._shapes = {name: param.shape for name, param in parameters.items()}
-        self._tensors = PartReader(parameters, mixture_of(self._lm), self._merged)
-        self.shapes = self._tensors.shapes
-        self._found = StoredState(state)
+        super().__init__(self._lm)
+        self._checkpoint = StoredState(state)
         trained = {
             f"{PREFIX}{name}": param
             for name, param in self._lm.named_parameters()
             if param.requires_grad
         }
-        found = differences(trained, self._found.tensors, PREFIX)
-        if found:
-            listed = "\n".join(found)
+        if differing := differences(trained, self._checkpoint.tensors, PREFIX):
+            listed = "\n".join(differing)
             raise ConfigError(
                 f"{state.parent} holds other weights than model.path = {model.path} "
                 f"has:\n{listed}\nGive the model that was trained: --model PATH"
             )
 
-    def read(self, name: str) -> Tensor:
-        """Read one of the weights, merged; float32 on CPU."""
-        return self._tensors.read(name)
-
-    def _merged(self, name: str) -> Tensor:
-        """Read a parameter."""
-        if self._lora is None:
-            return self._stored(name)
-        whole = (slice(None),) * len(self._shapes[name])
-        base = self._base[name][whole].to("cpu", torch.float32)
-        layers, layer = adapters(self._lm), name.removesuffix(".weight")
-        if layer not in layers:
-            return base
-        a, b = (self._stored(f"{layer}.{factor}.weight") for factor in ("lora_A", "lora_B"))
-        return torch.addmm(base, b, a, alpha=layers[layer].scaling)
-
     def adapters(self) -> dict[str, Tensor]:
         """Return the adapters' weights by peft's names, float32 on CPU."""
-        names = adapter_parameters(self._lm)
-        return {f"base_model.model.{name}": self._stored(name) for name in names}
+        return {f"{PEFT}{name}": self._whole(name) for name in adapter_parameters(self._lm)}
 
-    def _stored(self, name: str) -> Tensor:
-        return self._found.read(f"{PREFIX}{name}")
+    def _whole(self, name: str) -> Tensor:
+        if self._lora is None or ".lora_" in name:
+            return self._checkpoint.read(f"{PREFIX}{name}")
+        everything = (slice(None),) * self._parameters[name].ndim
+        return self._base[name][everything].to("cpu", torch.float32)
 
     @cached_property
     def _base(self) -> FirstWeights:
@@ -99,22 +116,21 @@ class StoredPolicy:
                 "numbers a CPU does not draw.\nExport on a machine with a GPU."
             )
         device = torch.device("cuda" if on_gpu else "cpu")
-        return first_weights(self._model, self._lm.config, self._shapes, device)
+        shapes = {name: param.shape for name, param in self._parameters.items()}
+        return first_weights(self._model, self._lm.config, shapes, device)
 
 
-class GatheredWeights:
-    """Weights of an idle policy by checkpoint name, each gathered when it is read.
+class GatheredWeights(PolicyWeights):
+    """Weights of an idle policy, each gathered on the device when it is read.
 
     Reads are collectives. All ranks read all weights in the order of `shapes`; a rank that stops
-    early calls `read_rest`. Tied tensors appear once. Adapters are merged.
+    early calls `read_rest`.
     """
 
     def __init__(self, root: TokenLogProbs) -> None:
         free_gathered_weights(root)
-        self._adapted = {f"{name}.weight": layer for name, layer in adapters(root.lm).items()}
-        self._parameters = dict(checkpoint_parameters(root.lm))
-        self._tensors = PartReader(self._parameters, mixture_of(root.lm), self._gathered)
-        self.shapes = self._tensors.shapes
+        super().__init__(root.lm)
+        self._sharded = self._parameters | adapter_parameters(root.lm)
         self._rest = list(self.shapes)
 
     @torch.no_grad()
@@ -122,16 +138,10 @@ class GatheredWeights:
         """Gather the next weight: float32 on the device, perhaps a view of a larger storage."""
         assert name == self._rest.pop(0), name
         position.at("gathered weight", len(self.shapes) - len(self._rest), len(self.shapes))
-        return self._tensors.read(name)
+        return super().read(name)
 
-    def _gathered(self, name: str) -> Tensor:
-        """Gather a parameter."""
-        base = self._parameters[name].full_tensor()
-        if name not in self._adapted:
-            return base
-        layer = self._adapted[name]
-        a, b = layer.lora_A.weight.full_tensor(), layer.lora_B.weight.full_tensor()
-        return torch.addmm(base, b, a, alpha=layer.scaling)
+    def _whole(self, name: str) -> Tensor:
+        return self._sharded[name].full_tensor()
 
     def read_rest(self) -> None:
         """Join the collectives of the weights that were not read."""
@@ -146,9 +156,5 @@ def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     for name, weight in adapter_parameters(root.lm).items():
         whole = weight.detach().full_tensor()
         if dist.get_rank() == 0:  # a copy: it may be a view of a padded, larger storage
-            kept[f"base_model.model.{name}"] = whole.to("cpu", copy=True)
+            kept[f"{PEFT}{name}"] = whole.to("cpu", copy=True)
     return kept
-
-
-# Read one at a time, in the order of `shapes`.
-Weights = StoredPolicy | GatheredWeights

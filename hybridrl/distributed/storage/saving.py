@@ -7,8 +7,7 @@ host copy of the shards  ->  choice of the rank that writes each shard: replicas
                          ->  saved.json: results of all ranks, for the driver
 
 The format is that of torch's Hugging Face storage: safetensors with the shards' offsets in the
-header. torch's own writer copies a rank's state three times before the first write. This one writes
-from the one host copy and hashes on the way.
+header. torch's own writer copies a rank's state three times; this one writes from one host copy.
 """
 
 import hashlib
@@ -136,8 +135,8 @@ class SaveResult:
 class Saver:
     """Background writer of staged state; one save at a time.
 
-    Construction is a collective over all ranks. The thread has its own process group, because its
-    collectives run concurrently with those of training. `written` counts the current save's bytes.
+    Construction is a collective over all ranks. The thread has a process group of its own, since
+    its collectives run concurrently with training. `written` counts the current save's bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -228,11 +227,7 @@ def _write_results(folder: Path, results: list[SaveResult]) -> None:
 
 
 def read_results(folder: Path) -> list[SaveResult] | None:
-    """Return the results of the save into a folder, by rank; None while it runs.
-
-    Raises:
-        OSError: they cannot be read.
-    """
+    """Return the results of the save into a folder, by rank; None while it runs."""
     try:
         ranks = json.loads((folder / RESULTS).read_text())
     except FileNotFoundError:
