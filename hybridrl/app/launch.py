@@ -100,7 +100,7 @@ def _finished(result: Examined, folder: Path) -> "RunResult | None":
     from hybridrl.trainer.record import RunResult
 
     for note in resume.notes:
-        log.info("%s: %s", resume.found.folder, note)
+        log.info("%s: %s", resume.checkpoint.folder, note)
     return RunResult(resume.last_accuracy, folder, resume.state.step, dict(*resume.rows[-1:]))
 
 

@@ -37,8 +37,8 @@ from hybridrl.controller.worker_group import Pool, Workers, build_workers, role_
 from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
+from hybridrl.models.fingerprints import Fingerprints, base_models
 from hybridrl.trainer.build import LoopParts, build_loop
-from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.own_code import own_code
 from hybridrl.trainer.checkpointing.resume import Resume, described, find_resume
@@ -219,7 +219,7 @@ class Session:
             resume.quarantine(run_dir)
         facts = {"hardware": checked.machine, "data": inputs.prompts.data_sets}
         facts |= {"models": inputs.models, "code": inputs.code}
-        checkpoint = None if resume is None else resume.found
+        checkpoint = None if resume is None else resume.checkpoint
         try:
             (run_dir / RESULT_FILE).unlink(missing_ok=True)  # of an earlier start
             write_manifest(

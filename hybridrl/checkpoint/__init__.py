@@ -1,4 +1,4 @@
-"""Checkpoints as plain files: names (files.py), manifest, verification, search, commit.
+"""Checkpoints as plain files: names (files.py), manifest, verification and search, commit.
 
     begin -> .step_00000020.partial -> the ranks write state/, the driver driver.json
     commit -> manifest.json, fsync, one rename -> step_00000020

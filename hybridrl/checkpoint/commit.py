@@ -2,8 +2,8 @@
 
 A checkpoint is written under a hidden name and published by one rename. The newest and the best
 stay; a resume quarantines damaged and later ones. Both depend on the files on disk alone, so a
-resumed run keeps the same checkpoints. Pruned ones are renamed at once; a thread removes their
-files, which may be many gigabytes.
+resumed run keeps the same checkpoints. Pruned ones are renamed at once. Their files, which may be
+many gigabytes, are removed by a thread, or by the next process that saves there.
 """
 
 import itertools
@@ -11,12 +11,10 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.files import (
     DAMAGED,
-    MANIFEST,
     PARTIAL,
     REMOVED,
     STATE,
@@ -30,12 +28,11 @@ from hybridrl.checkpoint.files import (
     remove,
     step_name,
     steps_in,
-    sync_file,
     sync_folder,
+    sync_tree,
 )
-from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
-from hybridrl.checkpoint.verification import verify
+from hybridrl.checkpoint.verification import VerifiedCheckpoint, verify
 
 
 def begin(run_dir: Path, step: int) -> Path:
@@ -70,7 +67,7 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     folder = partial.parent
     manifests.write(partial, manifest)
     verify(partial, checksums=False)
-    _sync(partial, manifest)
+    sync_tree(partial)
     final = folder / step_name(step)
     os.rename(partial, final)
     sync_folder(folder)
@@ -86,7 +83,7 @@ def abandon(partial: Path) -> None:
 def clean(folder: Path) -> None:
     """Remove leftovers of unfinished saves and deletions; no process may be saving.
 
-    A failed deletion does not matter here: `Removal` retries and reports it.
+    A failed deletion does not matter here: the next one retries and reports it.
 
     Raises:
         OSError: something of a save cannot be removed.
@@ -113,19 +110,8 @@ def finish_deletions(folder: Path) -> None:
         raise failed
 
 
-def _sync(partial: Path, manifest: Manifest) -> None:
-    """Fsync all files, then the folders that name them."""
-    paths = [partial / name for name in (MANIFEST, *manifest.files)]
-    for path in paths:
-        sync_file(path)
-    folders = {partial / STATE, *(folder for path in paths for folder in path.parents)}
-    for folder in sorted(folders, reverse=True):
-        if folder.is_relative_to(partial):
-            sync_folder(folder)
-
-
 def prune(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
-    """Rename checkpoints that need not stay; `Removal` deletes them.
+    """Rename checkpoints that need not stay; `finish_deletions` deletes them.
 
     A checkpoint that is damaged (by names and sizes) or unreadable neither counts nor goes.
 
@@ -155,37 +141,6 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
     return [folder / step_name(step) for step in gone]
 
 
-class Removal:
-    """Background deletion of pruned checkpoints.
-
-    If the process ends meanwhile, the next one to save there finishes it.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = checkpoints_folder(run_dir)
-        self._thread: Thread | None = None
-        self._failure: OSError | None = None
-
-    def begin(self) -> None:
-        """Start the deletion; the one before has been waited for."""
-        self._thread = Thread(target=self._run, name="removal", daemon=True)
-        self._thread.start()
-
-    def failure(self, *, wait: bool) -> OSError | None:
-        """Return the error of a finished deletion, once; None without one or while it runs."""
-        if self._thread is None or (self._thread.is_alive() and not wait):
-            return None
-        self._thread.join()
-        failure, self._failure = self._failure, None
-        return failure
-
-    def _run(self) -> None:
-        try:
-            finish_deletions(self._folder)
-        except OSError as failure:
-            self._failure = failure
-
-
 def _best_step(manifests: dict[int, Manifest], metric: str | None) -> int | None:
     if metric is None:
         return None
@@ -195,21 +150,21 @@ def _best_step(manifests: dict[int, Manifest], metric: str | None) -> int | None
     return max(scores)[1] if scores else None
 
 
-def quarantine(run_dir: Path, found: Found) -> list[Path]:
+def quarantine(run_dir: Path, start: VerifiedCheckpoint) -> list[Path]:
     """Quarantine checkpoints that the resumed run will not descend from.
 
-    These are the damaged ones in `found`, from which it resumes (damaged_step_...), and others of
-    its step or later (superseded_step_...). No resume finds them, and later saves reuse the steps.
+    These are the newer ones that are damaged (damaged_step_...), and others of the step of `start`,
+    or later (superseded_step_...). No resume uses them, and later saves reuse the steps.
     Returns the folders under their new names.
     """
     folder = checkpoints_folder(run_dir)
-    damaged = {error.folder.resolve() for error in found.damaged}
+    damaged = {error.folder.resolve() for error in start.damaged}
     moved = []
     for step in steps_in(folder):
         one = folder / step_name(step)
         if one.resolve() in damaged:
             moved.append(_rename(one, DAMAGED))
-        elif step >= found.manifest.step and one.resolve() != found.folder.resolve():
+        elif step >= start.manifest.step and one.resolve() != start.folder.resolve():
             moved.append(_rename(one, SUPERSEDED))
     if moved:
         sync_folder(folder)

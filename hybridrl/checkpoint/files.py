@@ -73,6 +73,16 @@ def sync_folder(path: Path) -> None:
             raise
 
 
+def sync_tree(folder: Path) -> None:
+    """Fsync all files below a folder, then the folders that name them, the innermost first."""
+    tree = list(os.walk(folder, topdown=False))
+    for inside, _, names in tree:
+        for name in names:
+            sync_file(Path(inside, name))
+    for inside, _, _ in tree:
+        sync_folder(Path(inside))
+
+
 def exists(path: Path) -> bool:
     """Return true if the name exists, also as a dangling link."""
     return os.path.lexists(path)
@@ -166,14 +176,14 @@ def hidden_name(step: int, suffix: str) -> str:
 
 def step_of(name: str) -> int | None:
     """Parse the name of a complete checkpoint; None for any other name."""
-    found = re.fullmatch(_STEP, name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(_STEP, name)
+    return int(match[1]) if match else None
 
 
 def promised_step(name: str) -> int | None:
     """Parse the name of a checkpoint, also in transition or quarantine; None for any other name."""
-    found = _ANY.fullmatch(name)
-    return int(found[1] or found[2]) if found else None
+    match = _ANY.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -183,5 +193,8 @@ def steps_in(folder: Path) -> list[int]:
 
 def hidden_in(folder: Path, suffix: str) -> list[Path]:
     """List the checkpoints in transition with this suffix."""
-    found = ((name, promised_step(name)) for name in names_in(folder))
-    return [folder / name for name, step in found if step is not None and name.endswith(suffix)]
+    return [
+        folder / name
+        for name in names_in(folder)
+        if name.endswith(suffix) and promised_step(name) is not None
+    ]

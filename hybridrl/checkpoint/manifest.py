@@ -31,8 +31,7 @@ _PATH = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
 class DamagedCheckpoint(ValueError):
     """Checkpoint that is not as it was written.
 
-    `file` is the damaged one by its path in `folder`; `reason`, the value found and the value
-    expected, follows its name in messages.
+    `file` is the damaged one by its path in `folder`; `reason` follows its name in messages.
     """
 
     def __init__(self, folder: Path, file: str, reason: str) -> None:
@@ -97,7 +96,10 @@ def encode(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "created": manifest.created,
         "world_size": manifest.world_size,
-        "metrics": {name: _finite(value) for name, value in manifest.metrics.items()},
+        "metrics": {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in manifest.metrics.items()
+        },
         "versions": manifest.versions,
         "config": manifest.config,
         "config_hash": manifest.config_hash,
@@ -144,10 +146,6 @@ def _text(body: dict[str, Any]) -> bytes:
     return (json.dumps(body, indent=2) + "\n").encode()
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _bytes(path: Path) -> bytes:
     facts = os.lstat(path)
     if not stat.S_ISREG(facts.st_mode):
@@ -162,9 +160,9 @@ def _problem(body: Any) -> str | None:
     """Return the problem with the shape of a manifest, or None."""
     if not isinstance(body, dict):
         return f"holds {_shown(body)}, expected an object"
-    found = body.get("format")
-    if found != FORMAT:
-        return f'has format {_shown(found)}, this version of hybridrl reads "{FORMAT}"'
+    if body.get("format") != FORMAT:
+        shown = _shown(body.get("format"))
+        return f'has format {shown}, this version of hybridrl reads "{FORMAT}"'
     hints = typing.get_type_hints(Manifest)
     if body.keys() != hints.keys() | _WRITTEN:
         return f"has the fields {_shown(sorted(body))}, expected {sorted(hints.keys() | _WRITTEN)}"

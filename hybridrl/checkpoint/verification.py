@@ -1,16 +1,34 @@
-"""Verification of checkpoints against their manifests: sizes first, then checksums."""
+"""Verification of checkpoints against their manifests, and search for the newest intact one.
 
+Sizes are compared first, then checksums.
+"""
+
+import errno
 import hashlib
 import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.files import MANIFEST, STATE, names_in, promised_step, retried
+from hybridrl.checkpoint.files import (
+    CHECKPOINTS,
+    MANIFEST,
+    STATE,
+    checkpoints_folder,
+    exists,
+    names_in,
+    promised_step,
+    retried,
+    step_name,
+    steps_in,
+)
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
+from hybridrl.config.errors import ConfigError
 
 # Hashing needs a core per file; few readers saturate a disk.
 _READERS = 8
@@ -18,14 +36,50 @@ _BLOCK = 2**20  # bytes
 # Seconds between two progress updates.
 _LOOK_S = 0.2
 
-# Progress callback: (checkpoint's folder, bytes read, bytes in all), several times a second. An
-# exception from it ends the verification.
+# Progress callback: (checkpoint's folder, bytes read, bytes in all). An exception ends the
+# verification.
 Watch = Callable[[Path, int, int], None]
-# Remote verification: (checkpoint's folder, its files, watch) -> names of the files that other
-# nodes found intact. The rest is read here.
+# Remote verification: (checkpoint's folder, its files, watch) -> names of the files that are intact
+# on other nodes. The rest is read here.
 Confirm = Callable[[Path, Mapping[str, FileRecord], Watch], set[str]]
 # `verify`, with its options set.
 Verify = Callable[[Path], Manifest]
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """Intact checkpoint; `damaged` are newer ones that were skipped, newest first."""
+
+    folder: Path
+    manifest: Manifest
+    damaged: tuple[DamagedCheckpoint, ...] = ()
+
+
+class NoWholeCheckpoint(ConfigError):
+    """All checkpoints of a run are damaged."""
+
+    subject = "with the run's checkpoints; none is whole. A new run needs another directory"
+
+
+class UnreadableCheckpoint(ConfigError):
+    """Checkpoints cannot be read, so it is unknown which are intact."""
+
+    subject = "with reading checkpoints; all are as they were"
+
+
+@contextmanager
+def as_unreadable() -> Iterator[None]:
+    """Convert an OSError of the block to UnreadableCheckpoint."""
+    try:
+        yield
+    except OSError as error:
+        number = errno.errorcode.get(error.errno or 0, error.errno)
+        raise UnreadableCheckpoint(
+            f"{error.filename} cannot be read: {error.strerror} ({number}). It may be intact, so "
+            f"it is not skipped as damaged.\n"
+            f"Check the disk, the mount and the permissions and run the same command again, or "
+            f"name a readable checkpoint."
+        ) from error
 
 
 def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileRecord:
@@ -49,8 +103,8 @@ def digests(folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
             return None
 
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        found = zip(names, pool.map(record, names), strict=True)
-        return {name: one for name, one in found if one is not None}
+        records = zip(names, pool.map(record, names), strict=True)
+        return {name: one for name, one in records if one is not None}
 
 
 def verify(
@@ -63,10 +117,7 @@ def verify(
     """Verify a checkpoint; return its manifest.
 
     An unlisted file in state/ is damage, because loading reads all files there. Links and devices
-    are damage anywhere.
-
-    Without `checksums` only names and sizes are compared. `watch` is called from this thread;
-    `confirm` verifies files on other nodes.
+    are damage anywhere. Without `checksums` only names and sizes are compared.
 
     Raises:
         DamagedCheckpoint: the first damaged file.
@@ -107,10 +158,8 @@ def _differences(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
             if facts is not None and stat.S_ISDIR(facts.st_mode):
                 folders.append(relative)
             elif facts is not None:
-                yield (
-                    relative if relative.isprintable() else ascii(relative),
-                    "is not in the manifest",
-                )
+                printable = relative if relative.isprintable() else ascii(relative)
+                yield printable, "is not in the manifest"
 
 
 def _missing(record: FileRecord) -> str:
@@ -155,11 +204,11 @@ def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: se
                 raise CancelledError
 
         try:
-            found = retried(attempt, folder / name, pause)
+            content = retried(attempt, folder / name, pause)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(folder, name, _missing(files[name])) from error
-        if found.sha256 != files[name].sha256:
-            reason = f"has the sha256 {found.sha256}, the manifest says {files[name].sha256}"
+        if content.sha256 != files[name].sha256:
+            reason = f"has the sha256 {content.sha256}, the manifest says {files[name].sha256}"
             raise DamagedCheckpoint(folder, name, reason)
 
     pool = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1))
@@ -172,3 +221,75 @@ def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: se
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
+
+
+@as_unreadable()
+def newest_good(run_dir: Path, verify: Verify = verify) -> VerifiedCheckpoint | None:
+    """Find the newest intact checkpoint of a run, by step; None if the run has no checkpoint.
+
+    Nothing is written, so the run may still be training.
+
+    Raises:
+        NoWholeCheckpoint: all are damaged; each is named.
+        UnreadableCheckpoint: a file cannot be read.
+    """
+    return _newest_in(checkpoints_folder(run_dir), verify)
+
+
+@as_unreadable()
+def named(path: Path, *, key: str = "resume", verify: Verify = verify) -> VerifiedCheckpoint:
+    """Find the checkpoint at a user's path.
+
+    `path` is a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
+    intact one. `key` is the setting that holds it, for messages.
+
+    Raises:
+        ConfigError: there is no checkpoint, the named one is damaged, or a file cannot be read.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        what = "is a file, not a folder" if path.is_file() else "does not exist"
+        raise _no_checkpoint(key, path, what)
+    if _is_checkpoint(path):
+        try:
+            return VerifiedCheckpoint(path, verify(path))
+        except DamagedCheckpoint as error:
+            raise ConfigError(
+                f"{key} = {path}: this checkpoint is damaged: {error.file} {error.reason}.\n"
+                f"Name another one, or the run's directory for the newest that is whole."
+            ) from error
+    newest = _newest_in(checkpoints_folder(path), verify) or _newest_in(path, verify)
+    if newest is None:
+        where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
+        raise _no_checkpoint(key, path, f"is a folder, and {where} has no {step_name(0)[:-8]}...")
+    return newest
+
+
+def _newest_in(folder: Path, verify: Verify) -> VerifiedCheckpoint | None:
+    damaged: list[DamagedCheckpoint] = []
+    for step in reversed(steps_in(folder)):
+        candidate = folder / step_name(step)
+        try:
+            manifest = verify(candidate)
+        except DamagedCheckpoint as error:
+            damaged.append(error)
+        else:
+            return VerifiedCheckpoint(candidate, manifest, tuple(damaged))
+    if damaged:
+        raise NoWholeCheckpoint(*map(str, damaged))
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return true for a checkpoint's folder; a run's directory has a manifest, too."""
+    if promised_step(path.resolve().name) is not None:
+        return True
+    return exists(path / MANIFEST) and exists(path / STATE)
+
+
+def _no_checkpoint(key: str, path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{key} = {path}: this {what} (seen from {Path.cwd()}).\n"
+        f"Expected a checkpoint, as in {key}=<run>/{CHECKPOINTS}/{step_name(20)}, or a run's "
+        f"directory for its newest one, {key}=<run>."
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.app.process import EXIT_FAILED
 from hybridrl.checkpoint.files import CHECKPOINTS, STATE, promised_step, step_of
-from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.verification import VerifiedCheckpoint
 from hybridrl.commands.running import (
     UsageError,
     argument,
@@ -82,7 +82,9 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
     )
 
 
-def _write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
+def _write_checkpoint(
+    found: VerifiedCheckpoint, folder: Path, dtype: DType, base: str | None = None
+) -> int:
     """Write the policy of a verified checkpoint to a folder; return the number of tensors."""
     # Problems of the paths are reported before these slow imports.
     from hybridrl.distributed.storage.export import AdapterFiles, write_model
@@ -129,7 +131,7 @@ def _check_target(folder: Path) -> None:
     raise _target_error(folder, found)
 
 
-def _check_origin(folder: Path, found: Found, base: str | None) -> None:
+def _check_origin(folder: Path, found: VerifiedCheckpoint, base: str | None) -> None:
     """Refuse the checkpoint's or the base model's folder as the target."""
     target, checkpoint = folder.resolve(), found.folder.resolve()
     above = {target, *target.parents}

@@ -17,7 +17,7 @@ from hybridrl.config.command.command_line import RUN_DIR, quoted
 from hybridrl.config.command.input_errors import expanded
 from hybridrl.config.command.secrets import HIDDEN
 from hybridrl.config.keys import leaves
-from hybridrl.trainer.checkpointing.base_models import MODEL, REWARD_MODEL
+from hybridrl.models.fingerprints import MODEL, REWARD_MODEL
 
 LATEST = "latest"
 EPOCHS = "trainer.epochs"

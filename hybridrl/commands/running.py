@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.app.process import EXIT_CONFIG, EXIT_FAILED, exit_codes, set_up_process
-from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, named
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.verification import verify
+from hybridrl.checkpoint.verification import (
+    NoWholeCheckpoint,
+    VerifiedCheckpoint,
+    as_unreadable,
+    named,
+    verify,
+)
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.models.file_hashes import without_weights
-from hybridrl.trainer.checkpointing.base_models import other_files, trained_model
+from hybridrl.models.fingerprints import other_files, trained_model, without_weights
 from hybridrl.trainer.checkpointing.verification import VerificationProgress
 
 EXIT_CODES = (
@@ -98,7 +102,7 @@ def run_command(command: Callable[[], None]) -> None:
             sys.exit(EXIT_FAILED)
 
 
-def checkpoint_at(path: Path) -> Found:
+def checkpoint_at(path: Path) -> VerifiedCheckpoint:
     """Find and verify a checkpoint, or a run's newest intact one; prints progress and damaged ones.
 
     Raises:
@@ -117,7 +121,7 @@ def checkpoint_at(path: Path) -> Found:
     return found
 
 
-def warn_about_changed_model(found: Found, model: ModelConfig) -> None:
+def warn_about_changed_model(found: VerifiedCheckpoint, model: ModelConfig) -> None:
     """Warn if the files of a checkpoint's base model have changed since training.
 
     Tokenizer and chat template come from there, and the weights under adapters.
@@ -147,7 +151,7 @@ def report_removal(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _look(path: Path) -> Found:
+def _look(path: Path) -> VerifiedCheckpoint:
     watch = VerificationProgress(lambda line: sys.stderr.write(f"{line}\n"))
     shown = partial(verify, watch=watch)
     if not path.expanduser().exists():

@@ -189,8 +189,8 @@ class WorkerHost:
     @_step("read_ahead")
     def read_ahead(self, model: ModelConfig) -> None:
         """Prefetch the model's checkpoint into the page cache, in the background."""
-        from hybridrl.models.read_ahead import read_ahead
         from hybridrl.models.resolve import model_folder
+        from hybridrl.models.weight_files import read_ahead
 
         if model.init is Init.pretrained:
             read_ahead(model_folder(model))

@@ -35,10 +35,15 @@ QWEN2_5: dict[str, dict[str, Any]] = {
 }
 # Mixtures of experts: Qwen3-30B-A3B (https://arxiv.org/abs/2505.09388) and OLMoE-1B-7B
 # (https://arxiv.org/abs/2409.02060), and their pages.
-QWEN3_30B_A3B: dict[str, Any] = {
+_MOE: dict[str, Any] = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = _MOE | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "hidden_act": "silu",
     "hidden_size": 2048,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
@@ -47,30 +52,23 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "intermediate_size": 6144,
     "moe_intermediate_size": 768,
     "num_experts": 128,
-    "num_experts_per_tok": 8,
     "norm_topk_prob": True,
     "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-06,
     "rope_theta": 1000000.0,
 }
-OLMOE_1B_7B: dict[str, Any] = {
+OLMOE_1B_7B = _MOE | {
     "architectures": ["OlmoeForCausalLM"],
     "model_type": "olmoe",
-    "hidden_act": "silu",
     "hidden_size": 2048,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "num_hidden_layers": 16,
     "intermediate_size": 1024,
     "num_experts": 64,
-    "num_experts_per_tok": 8,
     "norm_topk_prob": False,
     "vocab_size": 50304,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-05,
     "rope_theta": 10000.0,

@@ -57,11 +57,7 @@ def resolve_model(path: str) -> Path:
 
 
 def model_folder(model: ModelConfig) -> Path:
-    """Return the absolute folder of a model; with weights unless model.init=random.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return the absolute folder of a model; with weights unless model.init=random."""
     if model.init is Init.random:
         return plain_folder(model.path)
     folder = resolve_model(model.path)
@@ -90,11 +86,7 @@ def absolute_path(path: str) -> str:
 
 
 def read_model_config(path: str) -> dict[str, Any]:
-    """Return the model's config.json. Of a model on the hub only this file is fetched.
-
-    Raises:
-        ConfigError: the file is no JSON object.
-    """
+    """Return the model's config.json. Of a model on the hub only this file is fetched."""
     folder = _folder(path, [_CONFIG])
     try:
         return read_object(folder / _CONFIG)
@@ -109,13 +101,13 @@ def read_object(file: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is no JSON object.
     """
     try:
-        found = parse_json(file.read_bytes())
+        content = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else f"is {error}"
         raise ConfigError(f"{file} {reason}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{file} is not a JSON object")
-    return found
+    return content
 
 
 def is_on_hub(path: str) -> bool:
@@ -145,13 +137,13 @@ def _local_folder(path: str) -> Path:
         folder = expanded(path).resolve()
         if not (folder / _CONFIG).is_file() and (folder / FINAL / _CONFIG).is_file():
             folder /= FINAL
-        there, is_folder = folder.exists(), folder.is_dir()
+        exists, is_folder = folder.exists(), folder.is_dir()
         has_config = (folder / _CONFIG).is_file()
     except (OSError, ValueError) as error:
         raise _no_model(shown(path), f"it cannot be read: {reason_of(error)}") from error
     if not is_folder:
-        found = "is a file, not a folder" if there else "does not exist"
-        raise _no_model(path, f"{folder} {found}")
+        what = "is a file, not a folder" if exists else "does not exist"
+        raise _no_model(path, f"{folder} {what}")
     if not has_config:
         raise _no_model(
             path,

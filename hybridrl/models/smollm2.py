@@ -23,11 +23,7 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def converted_folder() -> Path:
-    """Return the folder of the converted model; the first call makes it (about 15 s, 270 MB).
-
-    Raises:
-        ConfigError: a required package is not installed, or the cache cannot be written.
-    """
+    """Return the folder of the converted model; the first call makes it (about 15 s, 270 MB)."""
     gguf = _gguf_file()
     folder = cache_folder() / f"{NAME}-{importlib.metadata.version(_PACKAGE)}"
     if folder.is_dir():

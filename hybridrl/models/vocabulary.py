@@ -1,6 +1,7 @@
-"""Check that policy and reward model assign the same token ids."""
+"""Tokens of models by id: those that end responses; equal ones of policy and reward model."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.checks.reward_model import (
@@ -11,9 +12,45 @@ from hybridrl.config.checks.reward_model import (
 )
 from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError
-from hybridrl.models.resolve import plain_folder
+from hybridrl.models.resolve import plain_folder, read_object
 
 FILE = "tokenizer.json"
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """Return the ids that end a response, from a Hugging Face folder, in rising order.
+
+    Sources are `eos_token_id` in generation_config.json and config.json, and the tokenizer's
+    `eos_token`. The end-of-turn token of chat models is often in only one of them.
+
+    Raises:
+        ConfigError: one of these files is damaged.
+    """
+    named: list[Any] = []
+    for file in ("generation_config.json", "config.json"):
+        ids = _read(folder / file).get("eos_token_id")
+        named += ids if isinstance(ids, list) else [ids]
+    config = _read(folder / "tokenizer_config.json")
+    token = config.get("eos_token") or _read(folder / "special_tokens_map.json").get("eos_token")
+    text = token["content"] if isinstance(token, dict) else token
+    if text is not None:
+        tokens = _tokens(folder, config)
+        named += [number for number, token in tokens.items() if token == text]
+    return sorted({number for number in named if type(number) is int and number >= 0})
+
+
+def _tokens(folder: Path, config: dict[str, Any]) -> dict[int, str]:
+    """Return a tokenizer's tokens by id; `config` is tokenizer_config.json."""
+    tokenizer = _read(folder / "tokenizer.json")
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or _read(folder / "vocab.json")
+    decoder = config.get("added_tokens_decoder") or {}
+    added = {int(number): token["content"] for number, token in decoder.items()}
+    return added | tokens_by_id(vocabulary, tokenizer)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the file's JSON object; {} for an absent file."""
+    return read_object(file) if file.is_file() else {}
 
 
 def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
@@ -40,11 +77,7 @@ def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
 
 
 def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
-    """Return every token of a model's tokenizer.json by its id; `key` is that of the path.
-
-    Raises:
-        ConfigError: the model or the file does not exist or cannot be read.
-    """
+    """Return every token of a model's tokenizer.json by its id; `key` is that of the path."""
     try:
         file = plain_folder(path) / FILE
     except ConfigError as error:

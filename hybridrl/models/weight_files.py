@@ -1,18 +1,23 @@
-"""Check of a folder's weights against its config.json, from file headers alone.
+"""Weight files of a folder: read ahead, and checked against its config.json by headers alone.
 
-A safetensors file begins with the length of a header in 8 bytes, then the header, JSON: each
-tensor's dtype, shape and place in the rest of the file. An index names the file of each tensor.
+A safetensors file begins with the length of a header in 8 bytes. The header is JSON: each tensor's
+dtype, shape and place in the rest of the file. An index names the file of each tensor.
 """
 
+import logging
 import math
 import stat
+import threading
+import time
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import parse_json, reason_of
 from hybridrl.config.planner.families import IN_ATTENTION
 from hybridrl.config.planner.model_shape import ModelShape
+
+logger = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Pickled weights have no header.
@@ -22,6 +27,8 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 EMBEDDING = "model.embed_tokens.weight"
 MAX_NAMED = 3
+# Of a read ahead of need.
+BLOCK_BYTES = 16 << 20
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
@@ -44,13 +51,10 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 
 def weight_files(folder: Path, single: str = SINGLE, indexed: str = INDEX) -> list[Path]:
-    """Return the weight files of a model in one format, by default safetensors; [] if it has none.
-
-    They are the file `single`, or those that the index `indexed` names.
+    """Return the file `single` of a model, or those that the index `indexed` names; [] without.
 
     Raises:
-        OSError: the index cannot be read.
-        ValueError: the index is malformed.
+        OSError, ValueError: the index cannot be read, or is malformed.
     """
     if (folder / single).exists():
         return [folder / single]
@@ -67,8 +71,7 @@ def read_header(file: Path) -> dict[str, list[int]]:
     """Return the shapes of a file's tensors by name.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no safetensors file, or truncated.
+        OSError, ValueError: the file cannot be read, is no safetensors file, or is truncated.
     """
     known = file.stat()
     if not stat.S_ISREG(known.st_mode):  # a pipe would block its reader
@@ -103,7 +106,7 @@ def _differences(
         return
     # So many that some are missing, if config.json describes more than there are.
     expected = dict(islice(_expected(shape), len(tensors) + MAX_NAMED + 1))
-    found = [
+    differing = [
         f"{name} is {tensors[name]}, expected {list(sides)}"
         if name in tensors
         else f"{name} is missing"
@@ -111,12 +114,12 @@ def _differences(
         if name not in tensors or math.prod(tensors[name]) != math.prod(sides)
     ]
     surplus = f"model.layers.{shape.layers}."
-    found += [f"{name} is of no layer" for name in tensors if name.startswith(surplus)]
-    if found:
-        more = " and more" if len(found) > MAX_NAMED else ""
+    differing += [f"{name} is of no layer" for name in tensors if name.startswith(surplus)]
+    if differing:
+        more = " and more" if len(differing) > MAX_NAMED else ""
         yield (
             f"{folder}: the weights are not those that its config.json describes: "
-            f"{'; '.join(found[:MAX_NAMED])}{more}"
+            f"{'; '.join(differing[:MAX_NAMED])}{more}"
         )
 
 
@@ -127,17 +130,13 @@ def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, sides in shape.linear_layers.items():
             block = "self_attn" if name in IN_ATTENTION else "mlp"
             yield f"model.layers.{layer}.{block}.{name}.weight", sides
-        for number in range(shape.experts.number if shape.experts else 0):
-            yield from _expert(shape, layer, number)
-
-
-def _expert(shape: ModelShape, layer: int, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the matrices of an expert."""
-    mixture, experts, hidden = shape.family.experts, shape.experts, shape.hidden
-    assert mixture is not None and experts is not None
-    for part in mixture.parts:
-        sides = (hidden, experts.inner) if part == mixture.parts[-1] else (experts.inner, hidden)
-        yield f"model.layers.{layer}.{mixture.block}.experts.{number}.{part}.weight", sides
+        if (experts := shape.experts) is None or (mixture := shape.family.experts) is None:
+            continue
+        for number, part in product(range(experts.number), mixture.parts):
+            sides = (experts.inner, shape.hidden)
+            is_down = part == mixture.parts[-1]
+            name = f"model.layers.{layer}.{mixture.block}.experts.{number}.{part}.weight"
+            yield name, sides[::-1] if is_down else sides
 
 
 def _reason(error: Exception) -> str:
@@ -145,3 +144,21 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"there is no such file, which {INDEX} names"
     return str(error.strerror) if isinstance(error, OSError) else reason_of(error)
+
+
+def read_ahead(folder: Path) -> threading.Thread:
+    """Read a folder's weights in a thread, so that the kernel caches them; return the thread."""
+    files = sorted(folder.glob("*.safetensors"))
+    thread = threading.Thread(target=_read_all, args=(files,), name="read ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_all(files: list[Path]) -> None:
+    start, num_bytes, block = time.perf_counter(), 0, bytearray(BLOCK_BYTES)
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(block):
+                num_bytes += count
+    seconds = time.perf_counter() - start
+    logger.info("read %.0f MB of weights ahead in %.1f s", num_bytes / 1e6, seconds)

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, TaskType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.verification import VerifiedCheckpoint
 from hybridrl.commands.export import export
 from hybridrl.commands.running import checkpoint_at
 from hybridrl.config.choices import DType, Init
@@ -201,7 +201,7 @@ def test_checkpoint_that_goes_while_it_is_exported_is_told_so(cases, tmp_path, m
     run_dir = tmp_path / "run"
     shutil.copytree(cases["tied"].run_dir, run_dir)
 
-    def pruned_then_found(path: Path) -> Found:
+    def pruned_then_found(path: Path) -> VerifiedCheckpoint:
         found = checkpoint_at(path)
         shutil.rmtree(found.folder)
         return found

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType
-from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rollout import vllm_compat
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
 from tests.support.held_requests import in_parts, joined

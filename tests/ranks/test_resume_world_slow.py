@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.files import STATE, checkpoints_folder, step_name
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from hybridrl.trainer.tracking.tracker import read_metrics
 from tests.support.kill_and_resume import (
     assert_same_bits,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.choices import DType, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
 from tests.support.code_in_checkpoints import bring_code

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from hybridrl.checkpoint.files import checkpoints_folder
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from tests.support.host_cases import need_mounts
 from tests.support.kill_and_resume import steps_logged, wait_until
 from tests.support.on_own_disk import opened, resize

@@ -13,7 +13,7 @@ from signal import SIGKILL, SIGSTOP
 import pytest
 
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from tests.support.faults import (
     RANKS,
     STALL_S,

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor import ray as ray_services
 from hybridrl.doctor.findings import Verdict

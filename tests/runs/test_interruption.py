@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from tests.support.faults import Fault, Phase, Victim, faulty
 from tests.support.kill_and_resume import assert_same_end
 from tests.support.runs import SMALL, started

@@ -20,8 +20,7 @@ from hybridrl.app.runs import RESULT_FILE
 from hybridrl.app.session import RunInputs, read_inputs
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, step_of
-from hybridrl.checkpoint.find import NoWholeCheckpoint
-from hybridrl.checkpoint.verification import Verify
+from hybridrl.checkpoint.verification import NoWholeCheckpoint, Verify
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import PromptSets, examine_prompts

@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from hybridrl.trainer.state import read_state
 from hybridrl.trainer.tracking.summary import phase_shares
 from tests.support.metric_names import unexplained

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridrl.checkpoint.files import STATE
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from tests.support.kill_and_resume import assert_same_bits, untimed
 from tests.support.runs import SMALL, started
 from tests.support.whole_weights import read_whole

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.checkpoint.files import checkpoints_folder
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from hybridrl.config.schema import RoleConfig
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.checkpointing.checkpointer import LOOK_S, Checkpointer

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from tests.support.checkpoint_cases import pruned, save
 
 # Python tells its audit hooks of these before it calls the system.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.files import PARTIAL, hidden_name
-from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
+from hybridrl.checkpoint.verification import newest_good
 from tests.support.checkpoint_cases import pruned, save
 
 PAGE = 4096

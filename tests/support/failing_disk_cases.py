@@ -14,9 +14,14 @@ from pathlib import Path
 from hybridrl.checkpoint import files
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.commit import quarantine
-from hybridrl.checkpoint.find import UnreadableCheckpoint, named, newest_good
 from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.verification import digest, verify
+from hybridrl.checkpoint.verification import (
+    UnreadableCheckpoint,
+    digest,
+    named,
+    newest_good,
+    verify,
+)
 from tests.support.checkpoint_cases import pruned, save
 
 EMPTY = "notes.txt"  # a file that each checkpoint of these has and lists

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, steps_in
-from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.verification import newest_good
 from tests.support.runs import SMALL, Run, started
 from tests.support.whole_weights import read_whole
 

@@ -21,8 +21,8 @@ import pytest
 
 from hybridrl import cli
 from hybridrl.app.process import exit_codes, set_up_process
-from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
+from hybridrl.checkpoint.verification import UnreadableCheckpoint, VerifiedCheckpoint
 from hybridrl.commands import check, init, resume, runs
 from hybridrl.commands.evaluation import session
 from hybridrl.commands.evaluation.session import Totals
@@ -40,9 +40,9 @@ from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.doctor.ray import ray_facts
 from hybridrl.main import _how_to_resume
+from hybridrl.models.fingerprints import trained_model
 from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer.checkpointing import verification
-from hybridrl.trainer.checkpointing.base_models import trained_model
 from tests.support.checkpoint_cases import save
 from tests.support.role_configs import model_config
 from tests.support.run_configs import run_config
@@ -173,7 +173,7 @@ def test_a_model_with_other_files_than_the_run_had_is_told(tmp_path, capsys):
     whole = replace(whole, manifest=replace(manifest, config={"lora": None}))
     adapters = replace(whole, manifest=replace(manifest, config={"lora": {"rank": 4}}))
 
-    def told(found: Found) -> str:
+    def told(found: VerifiedCheckpoint) -> str:
         warn_about_changed_model(found, model)
         return capsys.readouterr().err
 

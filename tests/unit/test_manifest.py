@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.verification import VerifiedCheckpoint
 from hybridrl.config.planner.machine import GPU, Machine, Node
 from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.provenance import git_state, plain, versions, write_manifest
@@ -94,14 +94,14 @@ def test_package_installed_inside_another_repository_has_no_commit(tmp_path):
 
 
 def test_a_run_that_begins_from_anothers_checkpoint_has_no_earlier_starts(tmp_path, caplog):
-    found = Found(tmp_path / "other" / "checkpoints" / "step_00000002", None)
+    found = VerifiedCheckpoint(tmp_path / "other" / "checkpoints" / "step_00000002", None)
     write_manifest(tmp_path, run_config(), {"hardware": {}}, started=STARTED, found=found)
     assert json.loads((tmp_path / "manifest.json").read_text())["earlier_starts"] == []
     assert caplog.text == ""
 
 
 def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_path, monkeypatch):
-    found = Found(tmp_path / "checkpoints" / "step_00000002", None)
+    found = VerifiedCheckpoint(tmp_path / "checkpoints" / "step_00000002", None)
     for checkpoint, hour in ((None, 3), (found, 4), (found, 5)):
         # As `hybridrl resume` does, after its imports.
         monkeypatch.setattr(sys, "argv", ["hybridrl", f"seed={hour}"])

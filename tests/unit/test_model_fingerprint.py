@@ -9,9 +9,8 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelPathConfig, RewardModelConfig
-from hybridrl.models.file_hashes import BLOCK, BLOCKS, fingerprint
+from hybridrl.models.fingerprints import BLOCK, BLOCKS, base_models, fingerprint, other_files
 from hybridrl.models.resolve import EMBEDDED_FOLDER
-from hybridrl.trainer.checkpointing.base_models import base_models, other_files
 from tests.support.run_configs import run_config
 
 WEIGHTS = "model.safetensors"

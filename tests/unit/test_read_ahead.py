@@ -2,7 +2,7 @@
 
 import logging
 
-from hybridrl.models.read_ahead import BLOCK_BYTES, read_ahead
+from hybridrl.models.weight_files import BLOCK_BYTES, read_ahead
 
 
 def test_all_weights_are_read(tmp_path, caplog):

@@ -9,7 +9,7 @@ import torch
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.models.end_tokens import stop_token_ids
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rollout.sampling import sample_seeds
 
 

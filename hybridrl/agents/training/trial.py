@@ -23,8 +23,8 @@ from hybridrl.data.live import LiveRequest, Progress
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.environments.programs import KEY, Job
-from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import plain_folder
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.processes.process import RewardProcessError
 from hybridrl.rollout.tool_calls import Parsed

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridrl.app.compose import composed, find_machine, stored_weight_problems
 from hybridrl.checkpoint.files import CHECKPOINTS, MANIFEST, step_of
-from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.verification import VerifiedCheckpoint
 from hybridrl.commands.running import UsageError, checkpoint_at, warn_about_changed_model
 from hybridrl.commands.runs import FOLDERS
 from hybridrl.config.checks.installation import check_installation
@@ -68,7 +68,7 @@ class Subject:
 
     name: str
     model: str | None = None
-    checkpoint: Found | None = None
+    checkpoint: VerifiedCheckpoint | None = None
 
     @property
     def step(self) -> int:
@@ -179,7 +179,7 @@ def evaluation_config(
     return result
 
 
-def _own(checkpoint: Found) -> dict[str, Any]:
+def _own(checkpoint: VerifiedCheckpoint) -> dict[str, Any]:
     """Return the parts of the run's config that an evaluation uses."""
     run = checkpoint.manifest.config
     sections = {name: run[name] for name in OF_RUN if name in run}

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HFValidationError
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.doctor.findings import Finding, Rule, Verdict, fails_if, first
-from hybridrl.models.file_hashes import fingerprint
+from hybridrl.models.fingerprints import fingerprint
 from hybridrl.models.resolve import is_on_hub, plain_folder
 from hybridrl.models.weight_files import INDEX, read_header, weight_files
 

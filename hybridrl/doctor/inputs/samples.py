@@ -42,8 +42,8 @@ def check_tokenizer(node: str, model: ModelConfig, shape: ModelShape) -> list[Fi
     from jinja2 import TemplateError
 
     from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
-    from hybridrl.models.end_tokens import stop_token_ids
     from hybridrl.models.resolve import plain_folder
+    from hybridrl.models.vocabulary import stop_token_ids
 
     copy = "Copy tokenizer.json and tokenizer_config.json of the model into its folder"
     try:

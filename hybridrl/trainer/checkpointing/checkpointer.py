@@ -20,16 +20,14 @@ from pathlib import Path
 from threading import Event, Lock
 
 from hybridrl.checkpoint import commit
-from hybridrl.checkpoint.commit import clean
 from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, is_of_run, step_of, write_file
-from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
-from hybridrl.checkpoint.verification import digest
+from hybridrl.checkpoint.verification import VerifiedCheckpoint, digest
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.distributed.background import run_in_background
 from hybridrl.distributed.storage.saving import SaveResult, read_results, remove_results
-from hybridrl.trainer.checkpointing.base_models import Fingerprints
+from hybridrl.models.fingerprints import Fingerprints
 from hybridrl.trainer.record import Observer, StepRecord, is_due
 from hybridrl.trainer.state import LoopState
 from hybridrl.trainer.tracking.provenance import plain, versions
@@ -39,6 +37,7 @@ log = logging.getLogger(__name__)
 Row = Mapping[str, float | None]
 # Seconds between two looks of the committing thread.
 LOOK_S = 0.2
+UNREMOVED = "old checkpoints could not be removed: {}"
 
 
 @dataclass
@@ -86,17 +85,18 @@ class Checkpointer(Observer):
         self._saver = saver
         self._sync = sync
         self._warn = warn
-        self._removal = commit.Removal(run_dir)
+        self._removal: Future[None] | None = None
         self._writing: PendingSave | None = None
         # Held during a commit.
         self._lock = Lock()
         self._watching: Future[None] | None = None
+        # Last reported step, and its metrics.
         self._last: tuple[int, Row] = (-1, {})
         self._lacked_best = False
         folder = checkpoints_folder(run_dir)
         if folder.is_dir():  # leftovers of a killed run may be large
             try:
-                clean(folder)
+                commit.clean(folder)
             except OSError as error:
                 warn(f"leftovers of an earlier run in {folder} could not be removed: {error}")
 
@@ -125,10 +125,10 @@ class Checkpointer(Observer):
             return False
         return step_of(newest.name) == step
 
-    def load(self, found: Found) -> list[str]:
+    def load(self, checkpoint: VerifiedCheckpoint) -> list[str]:
         """Load a checkpoint into the workers; return notes on differences."""
-        notes: list[str] = self._saver.call("load", str(found.folder))[0]
-        self.newest = found.folder
+        notes: list[str] = self._saver.call("load", str(checkpoint.folder))[0]
+        self.newest = checkpoint.folder
         return notes
 
     def load_generators(self) -> None:
@@ -148,8 +148,8 @@ class Checkpointer(Observer):
             self._failed(step, str(error), partial)
             return
         self._saver.call("begin_save", str(partial))
-        known, row = self._last
-        writing = PendingSave(partial, step, driver, row if known == step else None)
+        last_step, row = self._last
+        writing = PendingSave(partial, step, driver, row if last_step == step else None)
         self._writing = writing
         self._watching = run_in_background(self._watch, writing, name="commit checkpoint")
 
@@ -170,7 +170,7 @@ class Checkpointer(Observer):
                 self._writing = None
                 writing.ended.set()
                 self._end(writing, results)
-            self._check_removal(self._removal.failure(wait=False))
+            self._report_removal(wait=False)
 
     def finish(self) -> None:
         """Wait for the pending save and commit it; wait for removals, too."""
@@ -178,7 +178,7 @@ class Checkpointer(Observer):
             self._end(writing, self._saver.call("finish_save"))
         if self._watching is not None:
             self._watching.result()
-        self._check_removal(self._removal.failure(wait=True))
+        self._report_removal(wait=True)
 
     def close(self) -> None:
         """Give up the pending save unless it is whole."""
@@ -207,7 +207,7 @@ class Checkpointer(Observer):
         self.finish()
         folder.mkdir(parents=True)
         self._saver.call("begin_save", str(folder))
-        error = next((result.error for result in self._saver.call("finish_save")), None)
+        error = self._saver.call("finish_save")[0].error
         if error is not None:
             raise OSError(error)
         remove_results(folder)
@@ -218,16 +218,20 @@ class Checkpointer(Observer):
             self._failed(writing.step, error, writing.partial)
             return
         self._look_for_best(writing)
+        keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
         try:
-            keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
             commit.prune(self._run_dir, keep_last, best)
         except OSError as failure:
-            self._check_removal(failure)
-        self._removal.begin()
+            self._warn(UNREMOVED.format(failure))
+        folder = checkpoints_folder(self._run_dir)
+        self._removal = run_in_background(commit.finish_deletions, folder, name="removal")
 
-    def _check_removal(self, failure: OSError | None) -> None:
-        if failure is not None:
-            self._warn(f"old checkpoints could not be removed: {failure}")
+    def _report_removal(self, *, wait: bool) -> None:
+        """Warn of a failed removal, once; `wait` for one that still runs."""
+        if self._removal is not None and (wait or self._removal.done()):
+            removal, self._removal = self._removal, None
+            if (failure := removal.exception()) is not None:
+                self._warn(UNREMOVED.format(failure))
 
     def _look_for_best(self, writing: PendingSave) -> None:
         """Warn once if a due checkpoint lacks the metric of checkpoint.keep_best."""

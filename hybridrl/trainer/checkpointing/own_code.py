@@ -1,7 +1,6 @@
 """Own code of a run: hashes of the files of rewards, environments, losses, workers and so on."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from hybridrl.checkpoint.verification import digest
@@ -22,13 +21,13 @@ CODE_BYTES = 16 * 2**20
 def own_code(config: RunConfig) -> dict[str, dict[str, str]]:
     """Return the SHA-256 of each file of own code, by config key and file name.
 
-    Modules that such a file imports from its folder count, too; of an agent's command, the program
-    and the arguments that are files of the user's, up to CODE_BYTES.
+    Modules that such a file imports from its folder count, too. Of an agent's command it is the
+    program and the arguments that are files of the user's, up to CODE_BYTES.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    found: dict[str, dict[str, str]] = {}
+    hashes: dict[str, dict[str, str]] = {}
     for key, value in own_leaves(plain(config)).items():
         paths = [str(path) for path in (value if isinstance(value, list) else [value])]
         files = dict[str, Path]()
@@ -37,8 +36,13 @@ def own_code(config: RunConfig) -> dict[str, dict[str, str]]:
         elif names_code(key):
             files = {name: file for path in paths for name, file in source_files(path).items()}
         if files:
-            found[key] = _hashes(key, files)
-    return found
+            try:
+                hashes[key] = {name: digest(file).sha256 for name, file in files.items()}
+            except OSError as error:
+                raise ConfigError(
+                    f"{key}: {error.filename} cannot be read: {error.strerror}."
+                ) from error
+    return hashes
 
 
 def _is_own(path: Path) -> bool:
@@ -46,10 +50,3 @@ def _is_own(path: Path) -> bool:
     if not path.is_absolute() or any(path.is_relative_to(place) for place in INSTALLED_IN):
         return False
     return path.is_file() and path.stat().st_size <= CODE_BYTES
-
-
-def _hashes(key: str, files: Mapping[str, Path]) -> dict[str, str]:
-    try:
-        return {name: digest(file).sha256 for name, file in files.items()}
-    except OSError as error:
-        raise ConfigError(f"{key}: {error.filename} cannot be read: {error.strerror}.") from error

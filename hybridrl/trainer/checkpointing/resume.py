@@ -2,22 +2,27 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.commit import quarantine
 from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, is_of_run, retried, steps_in
-from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.verification import Verify
+from hybridrl.checkpoint.verification import (
+    VerifiedCheckpoint,
+    Verify,
+    as_unreadable,
+    named,
+    newest_good,
+)
 from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.choices import Schedule
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
+from hybridrl.models.fingerprints import Fingerprints, other_files
 from hybridrl.trainer.record import Row
 from hybridrl.trainer.state import LoopState, read_state
 from hybridrl.trainer.tracking.provenance import plain, versions
@@ -26,7 +31,9 @@ from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 log = logging.getLogger(__name__)
 
 MAX_CHANGES_SHOWN = 6
-NOT_TOLD = ("resume", "run.dry", "checkpoint.allow_config_changes", "hardware.reason")
+# Keys whose changes are not reported.
+UNREPORTED = ("resume", "run.dry", "checkpoint.allow_config_changes", "hardware.reason")
+# Their changes decide how engines divide the prompts.
 OF_ENGINES = ("rollout.", "cluster.", "placement.")
 # Unfinished responses cannot go on if one of these changes.
 OF_RESPONSES = ("rollout.responses_per_prompt", "rollout.max_response_tokens")
@@ -36,7 +43,7 @@ OF_RESPONSES = ("rollout.responses_per_prompt", "rollout.max_response_tokens")
 class Resume:
     """Verified checkpoint that a run resumes from, metrics up to it, and notes for the user."""
 
-    found: Found
+    checkpoint: VerifiedCheckpoint
     state: LoopState
     rows: list[Row]
     notes: list[str]
@@ -53,18 +60,22 @@ class Resume:
         Raises:
             OSError: a rename failed.
         """
-        for moved in quarantine(run_dir, self.found):
+        for moved in quarantine(run_dir, self.checkpoint):
             log.warning("%s is kept; only resume=<path> uses it", moved)
 
     def lines(self) -> list[tuple[str, str]]:
         """Describe the checkpoint for the run's header."""
-        manifest = self.found.manifest
-        what = f"{self.found.folder}: step {self.state.step}, of {manifest.created}"
+        manifest = self.checkpoint.manifest
         size = sum(record.size for record in manifest.files.values()) / 2**20
-        state = f"weights, optimizers, data order and counters, {size:,.1f} MiB"
-        told = f"metrics continue after step {self.state.step}"
-        notes = [("", note) for note in self.notes]
-        return [("resume", what), ("", f"{state}; {told}"), *notes]
+        return [
+            ("resume", f"{self.checkpoint.folder}: step {self.state.step}, of {manifest.created}"),
+            (
+                "",
+                f"weights, optimizers, data order and counters, {size:,.1f} MiB; metrics continue "
+                f"after step {self.state.step}",
+            ),
+            *(("", note) for note in self.notes),
+        ]
 
 
 def described(resume: Resume | None, config: RunConfig, run_dir: Path) -> list[tuple[str, str]]:
@@ -84,7 +95,7 @@ def find_resume(
 ) -> Resume | None:
     """Find and verify the checkpoint of `resume`; None for a new run. Nothing is written.
 
-    All checksums are compared. Newer damaged checkpoints are skipped; `Found.damaged` names them.
+    All checksums are compared. Newer checkpoints that are damaged are skipped.
 
     Args:
         config: the run.
@@ -98,35 +109,32 @@ def find_resume(
             config, model or prompts that matter, or a new run in a directory with checkpoints.
     """
     with as_unreadable():
-        found = _find(config, run_dir, verify)
-        if found is None:
+        checkpoint = _find(config, run_dir, verify)
+        if checkpoint is None:
             return None
-        state = _state(found)
-        rows = _rows(run_dir, found, state)
-    before = found.manifest
+        state = _state(checkpoint)
+        rows = _rows(run_dir, checkpoint, state)
+    before = checkpoint.manifest
     changed = changes(before.config, plain(config), other_files(before.models, models))
-    mattering = [str(change) for change in changed if change.matters]
     other_data = _other_prompts(state.prompts, prompts)
-    mattering += other_data
+    mattering = [str(change) for change in changed if change.matters] + other_data
     if mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {text}" for text in mattering)
         raise ConfigError(
-            f"resume = {found.folder} was made with another config, model, data or code:\n"
+            f"resume = {checkpoint.folder} was made with another config, model, data or code:\n"
             f"{listed}\nThe results would differ from those of the steps so far.\n"
             f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
-    free = [c for c in changed if not c.matters and c.key not in NOT_TOLD]
-    # Engines and their limits decide which responses a step trains.
     in_parts = config.rollout.schedule is not Schedule.sync
-    of_engines = [str(c) for c in free if in_parts and c.key.startswith(OF_ENGINES)]
+    free = [c for c in changed if not c.matters and c.key not in UNREPORTED]
+    # Engines and their limits decide which responses a step trains.
+    of_engines = [c for c in free if in_parts and c.key.startswith(OF_ENGINES)]
+    without_effect = [c for c in free if c not in of_engines]
     notes = [
-        *_notes(config, found, state, rows),
+        *_notes(config, checkpoint, state, rows),
         *_listed("changed, as allowed", mattering),
-        *_listed("changed, with other responses cut", of_engines),
-        *_listed(
-            "changed, without effect on the results",
-            [text for text in map(str, free) if text not in of_engines],
-        ),
+        *_listed("changed, with other responses cut", map(str, of_engines)),
+        *_listed("changed, without effect on the results", map(str, without_effect)),
         *_listed("other versions", _other_versions(before.versions, versions())),
     ]
     # A later run with partial would train them, however old, or under prompts of other data.
@@ -134,41 +142,41 @@ def find_resume(
     why += [f"{change.key} changed" for change in changed if change.key in OF_RESPONSES]
     why += [] if in_parts else ["sync drops them"]
     if state.in_flight and why:
-        told = f"{len(state.in_flight)} prompts in flight are not trained"
-        notes.append(f"{told}: {' and '.join(why)}")
+        dropped = f"{len(state.in_flight)} prompts in flight are not trained"
+        notes.append(f"{dropped}: {' and '.join(why)}")
         state = replace(state, in_flight=[])
-    return Resume(found, state, rows, notes)
+    return Resume(checkpoint, state, rows, notes)
 
 
-def _find(config: RunConfig, run_dir: Path, verify: Verify) -> Found | None:
-    if config.resume == NONE:
-        _refuse_used(run_dir)
-        return None
+def _find(config: RunConfig, run_dir: Path, verify: Verify) -> VerifiedCheckpoint | None:
     if config.resume == AUTO:
-        there = run_dir.is_dir()
-        return newest_good(run_dir, verify) if there else None
-    found = named(Path(config.resume), verify=verify)
-    if not is_of_run(found.folder, run_dir):
+        return newest_good(run_dir, verify) if run_dir.is_dir() else None
+    checkpoint = None
+    if config.resume != NONE:
+        checkpoint = named(Path(config.resume), verify=verify)
+    if checkpoint is None or not is_of_run(checkpoint.folder, run_dir):
         _refuse_used(run_dir)
-    return found
+    return checkpoint
 
 
-def _state(found: Found) -> LoopState:
+def _state(checkpoint: VerifiedCheckpoint) -> LoopState:
     try:
-        return retried(lambda path: read_state(path.parent), found.folder / DRIVER)
+        return retried(lambda path: read_state(path.parent), checkpoint.folder / DRIVER)
     except DamagedCheckpoint as error:
         raise ConfigError(f"resume = {error}.\nName another checkpoint.") from error
 
 
-def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
+def _rows(run_dir: Path, checkpoint: VerifiedCheckpoint, state: LoopState) -> list[Row]:
     """Read the metrics up to the checkpoint, of the run that wrote it."""
-    source = found.folder.parent.parent  # checkpoints/ may be a link to another disk
+    source = checkpoint.folder.parent.parent  # checkpoints/ may be a link to another disk
     known = read_metrics(source / METRICS_FILE) or read_metrics(run_dir / METRICS_FILE)
     return [row for row in known if (row["step"] or 0) <= state.step]
 
 
-def _notes(config: RunConfig, found: Found, state: LoopState, rows: list[Row]) -> list[str]:
-    notes = [f"{damaged}; it was quarantined" for damaged in found.damaged]
+def _notes(
+    config: RunConfig, checkpoint: VerifiedCheckpoint, state: LoopState, rows: list[Row]
+) -> list[str]:
+    notes = [f"{damaged}; it was quarantined" for damaged in checkpoint.damaged]
     first = 0 if config.eval.before_training else 1
     missing = sorted({*range(first, state.step + 1)} - {int(row["step"] or 0) for row in rows})
     if missing:
@@ -207,8 +215,9 @@ def _other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
     ]
 
 
-def _listed(what: str, texts: list[str]) -> list[str]:
+def _listed(what: str, changed: Iterable[str]) -> list[str]:
     """Describe changes in one line, if there are any."""
+    texts = list(changed)
     more = len(texts) - MAX_CHANGES_SHOWN
     end = f" and {more} more" if more > 0 else ""
     return [f"{what}: {'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}"] if texts else []

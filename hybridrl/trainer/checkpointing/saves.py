@@ -52,7 +52,7 @@ class Saves:
         """Restore the checkpoint to resume from; return false if there is none."""
         if self.resumes_from is None:
             return False
-        for note in self.checkpoints.load(self.resumes_from.found):
+        for note in self.checkpoints.load(self.resumes_from.checkpoint):
             self.warn(note)
         with self.phases.section("reshard"):
             self.state.restore(self.resumes_from.state)

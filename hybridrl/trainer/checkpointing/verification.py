@@ -33,9 +33,9 @@ class VerificationProgress:
     """
 
     def __init__(
-        self, tell: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+        self, show: Callable[[str], object], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._tell = tell
+        self._show = show
         self._clock = clock
         self._is_left = threading.Event()
         self._folder: Path | None = None
@@ -63,7 +63,7 @@ class VerificationProgress:
         self._next = now + EVERY_S
         done = read / max(size, 1)
         left = timedelta(seconds=round((now - self._start) * (1 / done - 1))) if read else "?"
-        self._tell(f"Verifying {folder}: {done:.0%} of {size / 2**30:,.1f} GiB, ETA {left}")
+        self._show(f"Verifying {folder}: {done:.0%} of {size / 2**30:,.1f} GiB, ETA {left}")
 
 
 class ClusterVerification:
@@ -76,7 +76,7 @@ class ClusterVerification:
         self._agents = agents
 
     def __call__(self, folder: Path, files: Mapping[str, FileRecord], watch: Watch) -> set[str]:
-        """Return the names of files that a node found intact."""
+        """Return the names of files that are intact on a node."""
         size, read = sum(record.size for record in files.values()), 0
         while not self._agents.done():
             watch(folder, read, size)
@@ -88,8 +88,8 @@ class ClusterVerification:
             shares = {node: (folder, _share(left, files)) for node in agents.nodes}
             asked = {node: share for node, share in shares.items() if share[1]}
             for node, answer in agents.call_each(digests, asked, SHARE_S).items():
-                found = answer.value or {}
-                confirmed |= {name for name in found if found[name] == files[name]}
+                records = answer.value or {}
+                confirmed |= {name for name in records if records[name] == files[name]}
                 read += sum(files[name].size for name in asked[node][1])
         done = f"{len(confirmed)} of {len(files)} files read by {len(agents.nodes)} nodes"
         log.info("%s: %s", folder, done)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.blocks import in_chunks
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.ragged import Ragged, in_chunks
 from hybridrl.data.sources.tokenizer import Decode
-from hybridrl.models.end_tokens import stop_token_ids
 from hybridrl.models.resolve import model_folder
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.trainer.record import Row
 
 if TYPE_CHECKING:

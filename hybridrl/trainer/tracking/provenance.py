@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import hybridrl
-from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.verification import VerifiedCheckpoint
 from hybridrl.config.command.secrets import (
     HIDDEN,
     argument_without_secret,
@@ -53,7 +53,7 @@ def write_manifest(
     *,
     started: datetime,
     command: Mapping[str, Any] = MappingProxyType({}),
-    found: Found | None = None,
+    found: VerifiedCheckpoint | None = None,
     argv: Sequence[str] | None = None,
 ) -> Path:
     """Write <run>/manifest.json; return its path.

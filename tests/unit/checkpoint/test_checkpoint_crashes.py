@@ -9,8 +9,7 @@ import pytest
 
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.files import steps_in
-from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.verification import verify
+from hybridrl.checkpoint.verification import newest_good, verify
 from tests.support.checkpoint_cases import hidden, pruned, save
 from tests.support.namespaces import ROOT
 

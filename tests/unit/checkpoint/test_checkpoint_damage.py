@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.find import NoWholeCheckpoint, newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.verification import digest, verify
+from hybridrl.checkpoint.verification import NoWholeCheckpoint, digest, newest_good, verify
 from tests.support.checkpoint_cases import FILES, SHARDS, SIZE, flip_one_bit, save
 
 pytestmark = pytest.mark.full

@@ -9,8 +9,7 @@ import pytest
 
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.commit import quarantine
-from hybridrl.checkpoint.find import Found, named, newest_good
-from hybridrl.checkpoint.verification import verify
+from hybridrl.checkpoint.verification import VerifiedCheckpoint, named, newest_good, verify
 from hybridrl.config.errors import ConfigError
 from tests.support.checkpoint_cases import SHARDS, save
 
@@ -59,7 +58,9 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
 
 
 def test_the_newest_is_found(run_dir, folder):
-    assert newest_good(run_dir) == Found(folder / "step_00000030", verify(folder / "step_00000030"))
+    assert newest_good(run_dir) == VerifiedCheckpoint(
+        folder / "step_00000030", verify(folder / "step_00000030")
+    )
 
 
 def test_steps_beyond_the_padding_are_newer(run_dir, folder):
@@ -145,7 +146,7 @@ def test_damaged_ones_are_set_aside_so_that_later_saves_take_their_names(run_dir
     damage(folder, 30)
     found = newest_good(run_dir)
     assert quarantine(run_dir, found) == [folder / "damaged_step_00000030"]
-    assert newest_good(run_dir) == Found(found.folder, found.manifest)
+    assert newest_good(run_dir) == VerifiedCheckpoint(found.folder, found.manifest)
     save(run_dir, 30)
     damage(folder, 30)
     again = quarantine(run_dir, newest_good(run_dir))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from hybridrl.checkpoint import verification
-from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.verification import Verify, verify
+from hybridrl.checkpoint.verification import Verify, newest_good, verify
 from hybridrl.controller.ray.node_probes import LocalProbes, ProbeResult
 from hybridrl.trainer.checkpointing import verification as on_cluster
 from hybridrl.trainer.checkpointing.verification import ClusterVerification

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.commit import Removal, finish_deletions, prune
+from hybridrl.checkpoint.commit import finish_deletions, prune
 from tests.support.checkpoint_cases import manifest, pruned, save
 
 pytestmark = pytest.mark.full
@@ -108,11 +109,8 @@ def test_several_may_remove_the_same(tmp_path):
     for n, folder in itertools.product(range(500), folders):
         (folder / str(n)).touch()
     prune(run_dir, keep_last=1)
-    removals = [Removal(run_dir) for _ in range(3)]
-    for removal in removals:
-        removal.begin()
-    finish_deletions(run_dir / "checkpoints")
-    assert [removal.failure(wait=True) for removal in removals] == [None] * 3
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(finish_deletions, [run_dir / "checkpoints"] * 4)] == [None] * 4
     assert left(run_dir) == [4]
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import Manifest
+from hybridrl.checkpoint.verification import VerifiedCheckpoint
 from hybridrl.commands.evaluation.subject import Subject, evaluation_config
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.command.command_line import parse_argv
@@ -23,7 +23,7 @@ def checkpoint_of(*overrides: str) -> Subject:
     result = examined(["hardware=cpu", *overrides])
     assert result.report.problems == []
     manifest = Manifest(20, "", plain(result.config), {}, 1, {}, {}, {})
-    return Subject("run_step_20", checkpoint=Found(Path("step_00000020"), manifest))
+    return Subject("run_step_20", checkpoint=VerifiedCheckpoint(Path("step_00000020"), manifest))
 
 
 def config_of(
