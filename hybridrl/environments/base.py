@@ -197,8 +197,8 @@ class EnvironmentPool(TaskPool):
     def _replies(self, items: Sequence[Any]) -> list[EnvironmentReply]:
         ended = StepResult("", 0.0, True)
         return [
-            EnvironmentReply("", ended, found.kind, found.reason)
-            if isinstance(found, Failure)
-            else found
-            for found in self.run(items)
+            EnvironmentReply("", ended, reply.kind, reply.reason)
+            if isinstance(reply, Failure)
+            else reply
+            for reply in self.run(items)
         ]

@@ -62,16 +62,16 @@ class ProgramFailed(RuntimeError):
 
 def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the arguments of `command`."""
-    found, reward = args["command"], args["reward"]
-    is_list = isinstance(found, list) and all(isinstance(part, str) for part in found)
-    if not found or not is_list:
+    argv, reward = args["command"], args["reward"]
+    is_list = isinstance(argv, list) and all(isinstance(part, str) for part in argv)
+    if not argv or not is_list:
         yield (
-            f"{key}.args.command = {found}, expected the texts of a program and its arguments.\n"
+            f"{key}.args.command = {argv}, expected the texts of a program and its arguments.\n"
             f"Set '{key}.args.command=[python,/path/agent.py]'."
         )
-    elif not _is_program(found[0]):
+    elif not _is_program(argv[0]):
         yield (
-            f"{key}.args.command = {found}, but {found[0]} is neither a program on PATH nor the "
+            f"{key}.args.command = {argv}, but {argv[0]} is neither a program on PATH nor the "
             "absolute path of an executable file. Commands run in a folder of their own.\n"
             f"Set '{key}.args.command=[python,/path/agent.py]'."
         )
@@ -128,10 +128,10 @@ async def command(
         ended = await run(command)
         if function is None or ended.code:
             return _reward(ended, command[0])
-        told = {"task": asdict(task), "transcript": await _transcript(client)}
-        told |= {"output": ended.both}
+        facts = {"task": asdict(task), "transcript": await _transcript(client)}
+        facts |= {"output": ended.both}
         with tempfile.TemporaryFile("w+") as stdin:
-            json.dump(told, stdin)
+            json.dump(facts, stdin)
             stdin.seek(0)
             paths = json.dumps([os.path.abspath(path) for path in sys.path])
             # -P: no module is imported from the command's folder.
@@ -161,10 +161,10 @@ def _process_folder() -> str:
 
 def judge(path: str) -> None:
     """Call the function at `path` with what stdin has; write its reward. A process of its own."""
-    told = json.load(sys.stdin)
+    facts = json.load(sys.stdin)
     function = locate("agent.args.reward.function", path)
-    found = function(Task(**told["task"]), told["transcript"], Path.cwd(), told["output"])
-    reward = as_reward(found, path)
+    result = function(Task(**facts["task"]), facts["transcript"], Path.cwd(), facts["output"])
+    reward = as_reward(result, path)
     own = reward.total - sum(reward.turns.values())
     sys.stdout.write("\n" + json.dumps({"reward": own, "turns": reward.turns}))
 
@@ -174,8 +174,8 @@ async def _transcript(client: Any) -> list[list[dict[str, Any]]]:
     import httpx
 
     answer = await client.get("/transcript", cast_to=httpx.Response)
-    found: list[list[dict[str, Any]]] = answer.json()
-    return found
+    conversations: list[list[dict[str, Any]]] = answer.json()
+    return conversations
 
 
 class _Ended(NamedTuple):

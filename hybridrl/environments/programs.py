@@ -90,24 +90,24 @@ def bypass_proxies(url: str) -> None:
         os.environ.update(dict.fromkeys(names, f"{known},{host}".lstrip(",")))
 
 
-def as_reward(found: Any, function: str) -> Reward:
+def as_reward(value: Any, function: str) -> Reward:
     """Convert what a program returned: a number, or {"reward": number, "turns": {id: number}}.
 
     Raises:
         WrongScore: it is neither.
     """
-    if isinstance(found, Reward):
-        return found
-    if not isinstance(found, dict):
-        return Reward(finite_number(found, function), {})
-    turns = found.get("turns", {})
-    if "reward" not in found or not isinstance(turns, dict):
+    if isinstance(value, Reward):
+        return value
+    if not isinstance(value, dict):
+        return Reward(finite_number(value, function), {})
+    turns = value.get("turns", {})
+    if "reward" not in value or not isinstance(turns, dict):
         raise WrongScore(
-            f'{function} returned {found}, expected a number or {{"reward": number, '
+            f'{function} returned {value}, expected a number or {{"reward": number, '
             '"turns": {id of an answer: number}}'
         )
-    rewards = {str(name): finite_number(value, function) for name, value in turns.items()}
-    return Reward(finite_number(found["reward"], function) + sum(rewards.values()), rewards)
+    rewards = {str(name): finite_number(one, function) for name, one in turns.items()}
+    return Reward(finite_number(value["reward"], function) + sum(rewards.values()), rewards)
 
 
 def read_reward(value: Any) -> Reward:

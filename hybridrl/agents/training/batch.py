@@ -139,12 +139,12 @@ def placed(sequences: Sequence[TokenSequence], named: Mapping[str, float]) -> li
         later += of_turns.get(turn.name, 0.0)
         to_go[turn.number] = later
     trained = [turn.number for row, turn in turns if row.trained[turn.start]]
-    found = {k: to_go[k] - to_go[after] for k, after in pairwise(trained)}
-    found |= {k: to_go[k] for k in trained[-1:]}
+    rewards = {k: to_go[k] - to_go[after] for k, after in pairwise(trained)}
+    rewards |= {k: to_go[k] for k in trained[-1:]}
     # Earned before the first trained turn, if anything: on a turn that no estimator reads.
-    others = [turn.number for _, turn in turns if turn.number not in found]
-    found |= {k: later - sum(found.values()) for k in others[:1]}
-    return [[found.get(turn.number, 0.0) for turn in row.turns] for row in sequences]
+    others = [turn.number for _, turn in turns if turn.number not in rewards]
+    rewards |= {k: later - sum(rewards.values()) for k in others[:1]}
+    return [[rewards.get(turn.number, 0.0) for turn in row.turns] for row in sequences]
 
 
 def on_tokens(sequence: TokenSequence, rewards: Iterable[float]) -> list[float]:

@@ -84,10 +84,10 @@ def trial_problems(config: RunConfig, prompt: Prompt) -> list[str]:
 def _reason(ended: "Future[object]") -> str:
     """Return why a program failed, with its line; "" if it did not."""
     try:
-        found = ended.result()
+        outcome = ended.result()
     except RewardProcessError as error:
         return str(error)
-    if not isinstance(found, Failure):
+    if not isinstance(outcome, Failure):
         return ""
-    frame = last_frame(found.traceback)
-    return f"{found.reason} ({frame})" if frame else found.reason
+    frame = last_frame(outcome.traceback)
+    return f"{outcome.reason} ({frame})" if frame else outcome.reason
