@@ -9,6 +9,7 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.controller.calls import SetupTimes
 
 if TYPE_CHECKING:
+    from hybridrl.app.observers import OpenedObserver, Start
     from hybridrl.data.sources.prompts import PromptSets
     from hybridrl.trainer.callbacks import Callback
 
@@ -37,6 +38,7 @@ class Prepared:
         preflight: checks the machines; raises ConfigError if the run would fail there.
         owns_checkpoints: true if all checkpoints in its directory belong to this run.
         callbacks: the user's, those of trainer.callbacks included.
+        observers: open those from outside of the core, such as the health checks.
     """
 
     checked: Checked
@@ -44,3 +46,4 @@ class Prepared:
     preflight: Callable[[], None]
     owns_checkpoints: bool = False
     callbacks: "Sequence[Callback]" = ()
+    observers: "Sequence[Callable[[Start], OpenedObserver]]" = ()

@@ -3,11 +3,19 @@
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.schema import RunConfig
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.trainer.callbacks import Callback
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.record import Evaluation, Observer, Responses, Row, RunHandle, StepRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class FirstMetrics(Observer):
@@ -57,3 +65,38 @@ class Callbacks(Observer):
                 shown = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
                 trace = "".join(traceback.format_exception(shown)).rstrip()
                 raise RunStopped(f"step {step}: the callback {where} failed:\n{trace}") from error
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known of a run before its workers start, for observers from outside of the core.
+
+    `rows` are the metrics of its steps so far, and grow.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    rows: Sequence[Row]
+    prompts: PromptSets
+    tokenizer: "PreTrainedTokenizerBase"
+    warn: Callable[[str], None]
+
+
+class OpenedObserver(Observer):
+    """Base class of observers from outside of the core (`Prepared.observers`).
+
+    Attributes:
+        first: metrics for the first step of a run.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self.start, self.first = start, Row()
+
+    def begin(
+        self, token_stats: Callable[[RolloutBatch], Ragged], place: Callable[[int], str]
+    ) -> None:
+        """Called when the workers have started.
+
+        `token_stats` returns log-probs after the update, in the real part; `place` describes the
+        ranks of a rollout engine.
+        """

@@ -19,7 +19,7 @@ import torch
 
 from hybridrl.app.checked import Prepared
 from hybridrl.app.folders import link_latest
-from hybridrl.app.observers import Callbacks, FirstMetrics
+from hybridrl.app.observers import Callbacks, FirstMetrics, Start
 from hybridrl.app.reference_answers import show_reference_rewards
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.checkpoint import verification
@@ -44,11 +44,8 @@ from hybridrl.trainer.checkpointing.own_code import own_code
 from hybridrl.trainer.checkpointing.resume import Resume, described, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
-from hybridrl.trainer.health.health import Health
-from hybridrl.trainer.health.measures import marked_tokens
-from hybridrl.trainer.health.observer import HealthChecks
 from hybridrl.trainer.nonfinite import NonFiniteGuard
-from hybridrl.trainer.record import Observer, RunHandle
+from hybridrl.trainer.record import Observer, Row, RunHandle
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
 from hybridrl.trainer.step import TrainingLoop
 from hybridrl.trainer.timing.engines import engine_place
@@ -125,20 +122,15 @@ class Session:
         _route_logging(self.console, stack)
         self._describe()
         tokenizer = load_tokenizer(config.model)
-        self.marked = marked_tokens(config.model, tokenizer)
         self.decode, self.decode_all = decoder(tokenizer), decoder(tokenizer, special=True)
         self.environment = open_environment(config, stack)
         self.rewards = open_rewards(config, self.environment, self.decode, stack)
         _show_references(config, inputs.prompts, self.rewards, self.console)
         self.evaluator = _evaluator(config, inputs.prompts, self.rewards, stack)
         self.tracker = _tracker(config, run_dir, inputs.resume, stack)
-        # Metrics of the data, to which the checks add theirs.
-        self.health, self.measures = (
-            Health(config, self.tracker.rows),
-            dict(inputs.prompts.measures),
-        )
-        for warning in self.health.examine(self.measures, inputs.prompts.details):
-            self.console.warn(warning)
+        rows, warn = self.tracker.rows, self.console.warn
+        start = Start(config, run_dir, rows, inputs.prompts, tokenizer, warn)
+        self.further = [opens(start) for opens in prepared.observers]
         prepared.setup.mark("driver")
 
     def open(self, pool: Pool) -> TrainingLoop:
@@ -188,14 +180,19 @@ class Session:
         """Return the observers; later ones see what earlier ones add."""
         config, console, tracker = self.config, self.console, self.tracker
         setup, decode_all = self.prepared.setup, self.decode_all
-        measures = self.measures if self.inputs.resume is None else {}
+        measures: Row = {}
+        if self.inputs.resume is None:
+            measures |= self.inputs.prompts.measures
+            for observer in self.further:
+                measures |= observer.first
         records = Records(config, self.run_dir, run.records, updates, decode_all, console, tracker)
-        place = partial(engine_place, updates.workers.rollout)
+        for observer in self.further:
+            observer.begin(updates.token_stats, partial(engine_place, updates.workers.rollout))
         return [
             FirstMetrics(lambda: {**setup.metrics(), **measures}),
             self._throughput(),
             records,
-            HealthChecks(self.health, self.marked, decode_all, updates.token_stats, place),
+            *self.further,
             Progress(config, console, tracker, records.failures, lambda: checkpoints.failures),
             checkpoints,
             GraceCheck(config.checkpoint.on_sigterm, console.warn, lambda: checkpoints.write_s),

@@ -82,7 +82,7 @@ def _prompt_lines(
     prompts: "PromptSets", tokenizer: "PreTrainedTokenizerBase", config: RunConfig
 ) -> Iterator[str]:
     """Yield some prompts as the model reads them, and what is wrong with all of them."""
-    from hybridrl.trainer.health.health import Health
+    from hybridrl.health.findings import Health
 
     for prompt in prompts.train[:SHOWN]:
         ids = prompt.token_ids
@@ -90,7 +90,8 @@ def _prompt_lines(
         yield f"{prompt.where}: {len(ids)} tokens, {' '.join(map(str, shown))}"
         yield f"  {tokenizer.decode(ids)!r}"
     yield f"{prompts.measures['data/unknown_fraction']:.1%} unknown tokens in all prompts"
-    yield from Health(config, []).examine(dict(prompts.measures), prompts.details)
+    findings = Health(config, []).examine(dict(prompts.measures), prompts.details)
+    yield from (finding.text for finding in findings)
 
 
 def _length_lines(

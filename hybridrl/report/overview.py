@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,23 +19,18 @@ from hybridrl.config.keys import leaves
 from hybridrl.config.planner.machine import GPU, Machine, Node
 from hybridrl.data.sources.problem_sets import left_out_text
 from hybridrl.data.sources.prompts import DataSetSummary
+from hybridrl.health.findings import HEALTH_FILE
 from hybridrl.trainer.tracking.provenance import MANIFEST_FILE
 from hybridrl.trainer.tracking.summary import accuracy_changes, duration_text, first_evaluated
+from hybridrl.trainer.tracking.tracker import read_metrics
 
 LOG_FILE = "main.log"
-# Messages of main.log, first and last ones of more.
-MAX_MESSAGES = 60
+# Lines of its end that are shown, and bytes that are read for them.
+LOG_LINES, LOG_BYTES = 60, 20_000
 # Programs that train.
 TRAIN = ("main.py", "cli.py", "hybridrl")
 # Chosen by the program for the machine.
 NOT_TYPED = ("hardware", "hardware.reason")
-# A warning of a health check: step, check, evidence, remedy.
-FINDING = re.compile(r"(?:step (\d+), )?health\.(\w+)[^:]*: (.*)\n(.*)", re.DOTALL)
-# A line of main.log that begins a message, as the command and as the Python interface write it.
-MESSAGE = re.compile(
-    r"\[?(?P<time>\d{4}-\d\d-\d\d [\d:]{8})[,\d]*\]?(?:\[[\w.]+\]\[| )"
-    r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)(?:\] - | [\w.]+: )(?P<text>.*)"
-)
 # A path in quotes that Hydra does not need.
 _PATH = re.compile(r"'([\w.:@%+-]*/[\w./:@%+-]*)'")
 
@@ -46,11 +42,9 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name, state, folder: of the run. facts: [(label, text)]. accuracies: [(name, before, after,
         change)]; first: title of before. settings: [(key, value, source)], those that are not
         defaults. config: [(key, value)], all. findings: [(check, when, evidence, remedy)], of
-        health checks. messages: [(time, level, text)], others. result: numbers for the table of
-        runs.
+        health checks. log: the last lines of main.log. result: numbers for the table of runs.
     """
     manifest, result = _json(folder / MANIFEST_FILE), _json(folder / RESULT_FILE)
-    said = read_messages(folder / LOG_FILE)
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     steps = max((int(row.get("step") or 0) for row in rows), default=0)
     last = {name: value for row in rows for name, value in row.items() if value is not None}
@@ -85,8 +79,8 @@ def overview(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ],
         "settings": settings(manifest or result),
         "config": [(key, shown(value)) for key, value in sorted(leaves(config).items())],
-        "findings": findings(said, rows),
-        "messages": messages(said),
+        "findings": findings(folder, rows),
+        "log": end_of_log(folder / LOG_FILE),
         "result": {
             "accuracy": last.get("eval/accuracy"),
             "+-": last.get("eval/ci95"),
@@ -178,45 +172,38 @@ def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def read_messages(path: Path) -> list[tuple[str, str, str]]:
-    """Read warnings and errors from main.log."""
-    if not path.is_file():
-        return []
-    found: list[list[str]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if match := MESSAGE.fullmatch(line):
-            found.append([match["time"], match["level"], match["text"]])
-        elif found:
-            found[-1][2] += f"\n{line}"
-    return [(time, level, text) for time, level, text in found if level not in ("DEBUG", "INFO")]
-
-
 def findings(
-    said: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, str, str, str]]:
-    """List the health checks that found the run ill: check, when, first evidence, remedy."""
-    found: dict[str, tuple[str, str, str, str]] = {}
-    for _, _, text in said:
-        # Only the first of a check: one that warns at each step would read all rows as often.
-        if (match := FINDING.fullmatch(text)) and match[2] not in found:
-            step, check, evidence, remedy = match.groups()
-            ill = sum(f"health/{check}" in row for row in rows)
-            when = (
-                "before the first step"
-                if step is None
-                else f"step {step}, found in {ill} of {len(rows)} steps"
-            )
-            found[check] = (check, when, evidence, remedy)
-    return [*found.values()]
+    folder: Path, rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str, str]] | None:
+    """List the health checks that found the run ill: check, when, first evidence, remedy.
+
+    None without their file, as of runs of earlier versions.
+    """
+    if not (folder / HEALTH_FILE).is_file():
+        return None
+    first: dict[str, Mapping[str, Any]] = {}
+    for entry in read_metrics(folder / HEALTH_FILE):
+        first.setdefault(str(entry["check"]), entry)
+    ill = Counter(name for row in rows for name in row if name.startswith("health/"))
+    return [
+        (
+            check,
+            "before the first step"
+            if entry["step"] is None
+            else f"step {entry['step']}, found in {ill[f'health/{check}']} of {len(rows)} steps",
+            str(entry["evidence"]),
+            str(entry["remedy"]),
+        )
+        for check, entry in first.items()
+    ]
 
 
-def messages(said: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """List the messages that are no findings, the first and the last of many."""
-    said = [entry for entry in said if not FINDING.fullmatch(entry[2])]
-    more, half = len(said) - MAX_MESSAGES, MAX_MESSAGES // 2
-    if more <= 0:
-        return [*said]
-    return [*said[:half], ("", "", f"... {more} more in {LOG_FILE}"), *said[-half:]]
+def end_of_log(path: Path) -> list[str]:
+    """Return the last lines of main.log."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_BYTES))
+        return file.read().decode("utf-8", errors="replace").splitlines()[-LOG_LINES:]
+    return []
 
 
 def _json(path: Path) -> dict[str, Any]:

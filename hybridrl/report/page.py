@@ -14,6 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hybridrl.app.runs import RESULT_FILE
 from hybridrl.config.errors import ConfigError
 from hybridrl.trainer.tracking.best_effort_files import replace_text
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 8_000_000
 # Characters of JSON that are read, and the smallest share of them that is tried.
 MAX_CHARACTERS, MIN_SHARE = 15_000_000, 1e-3
+TEMPLATES = files("hybridrl.report") / "templates"
 RUN_FILES = (METRICS_FILE, RESULT_FILE, ".hydra")
 
 
@@ -51,7 +54,6 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
     """
     # Imported when a report is written, not at the start of every run.
     from hybridrl.report.overview import overview
-    from hybridrl.report.panels import GROUPS
     from hybridrl.report.read import read_run, thinned
 
     try:
@@ -60,7 +62,7 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
         raise ConfigError("plotly is not installed: pip install plotly") from error
     read = [read_run(folder, MAX_CHARACTERS // len(folders)) for folder in folders]
     about = [overview(folder, run["rows"]) for folder, run in zip(folders, read, strict=True)]
-    share = 1.0
+    groups, share = yaml.safe_load((TEMPLATES / "panels.yaml").read_text()), 1.0
     while True:
         runs = [
             {name: facts[name] for name in ("name", "folder", "state", "result")}
@@ -68,7 +70,7 @@ def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES
             | thinned(run, share)
             for facts, run in zip(about, read, strict=True)
         ]
-        data = _pack(json.dumps({"runs": runs, "groups": GROUPS}, allow_nan=False).encode())
+        data = _pack(json.dumps({"runs": runs, "groups": groups}, allow_nan=False).encode())
         notes = [run["notes"] for run in runs]
         page = _render(list(zip(about, notes, strict=True)), data, plotly)
         excess = len(page.encode()) - max_bytes
@@ -98,9 +100,8 @@ def _render(runs: list[tuple[dict[str, Any], list[str]]], data: str, plotly: str
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("hybridrl.report"), autoescape=True)
-    folder = files("hybridrl.report") / "templates"
     names = ("report.css", "records.js", "report.js")
-    style, *scripts = ((folder / name).read_text(encoding="utf-8") for name in names)
+    style, *scripts = ((TEMPLATES / name).read_text(encoding="utf-8") for name in names)
     now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     page = environment.get_template("report.html.j2")
     packed = {"data": data, "plotly": plotly}

@@ -13,6 +13,7 @@ before the first step, and the bytes of the batch as it was trained on.
 import argparse
 import json
 import mmap
+import os
 import pickle
 import re
 import time
@@ -26,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hybridrl.app.observers import Start
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
@@ -35,12 +37,11 @@ from hybridrl.controller.worker_group import WorkerGroup, Workers
 from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.prompts import Prompt, PromptSets
+from hybridrl.health.measures import MarkedTokens
+from hybridrl.health.observer import HealthChecks
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.build import LoopParts, build_loop
-from hybridrl.trainer.health.health import Health
-from hybridrl.trainer.health.measures import MarkedTokens
-from hybridrl.trainer.health.observer import HealthChecks
 from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Evaluation, Observer, Row, RunHandle, StepRecord
 from hybridrl.trainer.rewarding import Rewarded
@@ -218,6 +219,14 @@ class Ranks:
         )
 
 
+class Tokenizer:
+    """Decodes to one word."""
+
+    def decode(self, row: list[int], skip_special_tokens: bool) -> str:
+        """The word."""
+        return "token"
+
+
 class Driver(Observer):
     """What the loop needs beside ranks: prompts, rewards, an observer, and no checkpoints."""
 
@@ -225,7 +234,7 @@ class Driver(Observer):
         self._ranks = ranks
         self.keeps_batch, self.batch = keeps_batch, None
         self.rows: list[Row] = []
-        self.health = Health(config, self.rows)
+        self.config = config
         self.steps: list[dict[str, float]] = []
         self._cpu = time.process_time()
         self.batch_bytes = 0
@@ -248,9 +257,10 @@ class Driver(Observer):
     def observers(self, updates: Updates, guard: NonFiniteGuard) -> list[Observer]:
         """Health checks, this driver, and what notes the batch."""
         tokens = MarkedTokens(torch.tensor([1, 2]), torch.tensor([3, 4, 5]))
-        health = HealthChecks(
-            self.health, tokens, lambda rows: ["token" for _ in rows], updates.token_stats, str
-        )
+        prompts = PromptSets([], [], [])
+        start = Start(self.config, Path(os.devnull), self.rows, prompts, Tokenizer(), print)
+        health = HealthChecks(start, tokens)
+        health.begin(updates.token_stats, str)
         return [health, self, guard]
 
     def after(self, record: StepRecord) -> StepRecord:

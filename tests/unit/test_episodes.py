@@ -11,8 +11,8 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.partition import partition_by_total
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import UpdateSizes, schedule
+from hybridrl.health.measures import MarkedTokens, response_measures
 from hybridrl.trainer.advantage import AdvantageEstimator
-from hybridrl.trainer.health.measures import MarkedTokens, response_measures
 from hybridrl.trainer.rewarding import outcome_on_last_token
 from hybridrl.trainer.timing.engines import rollout_metrics
 from tests.support.batches import batch_of

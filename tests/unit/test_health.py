@@ -18,9 +18,9 @@ from hybridrl.config.sections.tracking import HealthConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
-from hybridrl.trainer.health.checks import CHECKS
-from hybridrl.trainer.health.health import Health
-from hybridrl.trainer.health.measures import MarkedTokens, carriers, repeated, response_measures
+from hybridrl.health.checks import CHECKS
+from hybridrl.health.findings import Health
+from hybridrl.health.measures import MarkedTokens, carriers, repeated, response_measures
 from hybridrl.trainer.rewarding import FunctionRewards, mixed_fraction
 from tests.runs import test_health_slow
 from tests.support.batches import batch_of
@@ -78,7 +78,7 @@ def examined(*rows, overrides=(), details=None):
     warnings = []
     for step, row in enumerate(rows, start=1):
         row = row | {"step": float(step)}
-        warnings.append(health.examine(row, details or {}, step))
+        warnings.append([one.text for one in health.examine(row, details or {}, step)])
         logged.append(row)
     return warnings, logged
 

@@ -12,14 +12,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hybridrl.app.observers import Start
 from hybridrl.commands.report import report
 from hybridrl.commands.running import UsageError
-from hybridrl.report.overview import _command, findings, messages, overview, read_messages
+from hybridrl.data.sources.prompts import PromptSets
+from hybridrl.health.checks import CHECKS
+from hybridrl.health.measures import MarkedTokens
+from hybridrl.health.observer import HealthChecks
+from hybridrl.report.overview import LOG_LINES, _command, findings, overview
 from hybridrl.report.page import find_folders, write_at_end, write_report
 from hybridrl.report.read import MAX_POINTS, read_run, series, thinned
-from hybridrl.trainer.health.checks import CHECKS
-from hybridrl.trainer.health.health import Health
+from hybridrl.trainer.record import StepRecord
+from hybridrl.trainer.tracking.tracker import read_metrics
 from tests.support.run_configs import run_config
 from tests.support.run_folders import write_lines, write_run
 
@@ -91,54 +97,67 @@ def test_the_overview_names_settings_results_and_warnings(run):
     assert facts["command"] == "hybridrl train +recipe=gsm8k_grpo"
     recipe = ("recipe", "gsm8k_grpo", "command line")
     assert found["settings"] == [recipe, ("algorithm", "grpo", "recipe")]
-    text = "The run starts anew\nfrom step 3: restart 1"
-    assert found["messages"] == [("2026-01-01 10:01:02", "WARNING", text)]
+    assert found["log"][-2:] == [
+        "[2026-01-01 10:01:02,345][hybridrl.app.launch][WARNING] - The run starts anew",
+        "from step 3: restart 1",
+    ]
+    assert found["findings"] is None  # a run of an earlier version
     assert found["accuracies"][0] == ("greedy", "0.200 +- 0.040", "0.227 +- 0.040", "+0.027")
     # Killed before the second evaluation: there is nothing to compare.
     killed = overview(run, rows[:9])
     assert killed["accuracies"] == [] and dict(killed["facts"])["accuracy"].endswith("step 0")
 
 
-def test_messages_of_runs_from_python_are_read_and_many_are_cut(tmp_path):
-    line = "2026-01-01 10:00:00,123 ERROR hybridrl.x: no"
-    (tmp_path / "main.log").write_text(f"damaged\n{line}\n" * 100)
-    found = messages(read_messages(tmp_path / "main.log"))
-    assert len(found) == 61 and found[30][2].startswith("... 40 more")
-    assert found[0] == ("2026-01-01 10:00:00", "ERROR", "no\ndamaged")
+def test_the_end_of_a_long_log_is_shown(tmp_path):
+    (tmp_path / "main.log").write_bytes(b"damaged \xff\n" + b"line\n" * 9999 + b"the last")
+    log = overview(tmp_path, [])["log"]
+    assert len(log) == LOG_LINES and log[-2:] == ["line", "the last"]
+
+
+def ill_run(folder: Path, steps: range, rows: list[dict[str, float]]) -> list[str]:
+    """Train steps of cut responses on data with an overlap; return the warnings."""
+    warnings: list[str] = []
+    prompts = PromptSets([], [], [], measures={"data/overlap_fraction": 0.05})
+    start = Start(run_config(), folder, rows, prompts, None, warnings.append)
+    checks = HealthChecks(start, MarkedTokens(*torch.empty(2, 0)))
+    checks.begin(lambda batch: None, str)
+    if not rows:
+        rows.append({"step": 0.0} | checks.first)
+    for step in steps:
+        record = StepRecord(step, {"response/truncated_fraction": 0.92}, None, None)
+        record = checks.after(record)
+        rows.append(record.metrics | {"step": float(step)})
+        warnings += record.warnings
+    return warnings
 
 
 def test_findings_are_read_with_their_first_step_and_their_count(tmp_path):
-    """From the warnings that the checks give: before the first step, and at two of ten ill ones."""
-    health, rows = Health(run_config(), []), []
-    warnings = health.examine({"data/overlap_fraction": 0.05}, {})
-    for step in range(2, 12):
-        row = {"step": step, "response/truncated_fraction": 0.92}
-        warnings += health.examine(row, {}, step)
-        rows.append(row)
-    lines = [f"[2026-01-01 10:00:00,1][hybridrl.x][WARNING] - {text}" for text in warnings]
-    (tmp_path / "main.log").write_text("\n".join([*lines, lines[0].replace("health.", "other ")]))
-    found = overview(tmp_path, rows)
+    """As the checks write them: before the first step, and at two of ten ill ones."""
+    rows: list[dict[str, float]] = []
+    assert findings(tmp_path, rows) is None
+    warnings = ill_run(tmp_path, range(2, 12), rows)
     assert len(warnings) == 3
-    [overlap, truncated] = found["findings"]
+    [overlap, truncated] = overview(tmp_path, rows)["findings"]
     assert overlap[:2] == ("overlap", "before the first step")
     assert overlap[2] == "5.0% of the held-out prompts are training prompts, too."
-    assert truncated[:2] == ("truncated", "step 2, found in 10 of 10 steps")
+    assert truncated[:2] == ("truncated", "step 2, found in 10 of 11 steps")
     assert truncated[2].startswith("92% of the responses were cut off")
     assert truncated[3] == CHECKS["truncated"].remedy
-    assert [text[:14] for _, _, text in found["messages"]] == ["other overlap:"]
 
 
-def test_a_finding_of_each_step_does_not_read_all_rows_for_each():
-    class Row(dict):
-        reads = 0
-
-        def __contains__(self, name):
-            Row.reads += 1
-            return super().__contains__(name)
-
-    said = [("", "", f"step {s}, health.failed_rewards: 1 failed.\nCorrect it.") for s in range(9)]
-    [found] = findings(said, [Row({"health/failed_rewards": 1.0})] * 9)
-    assert found[1] == "step 0, found in 9 of 9 steps" and Row.reads == 9
+def test_a_resumed_run_goes_on_with_the_findings_of_its_steps(tmp_path):
+    rows: list[dict[str, float]] = []
+    ill_run(tmp_path, range(1, 12), rows)
+    lines = read_metrics(tmp_path / "health.jsonl")
+    assert [(line["step"], line["check"]) for line in lines] == [
+        *((None, "overlap"), (1, "truncated"), (10, "truncated"))
+    ]
+    assert lines[2]["times"] == 10 and lines[2]["kind"] == "warning"
+    assert lines[2]["values"]["response/truncated_fraction"] == 0.92 > lines[2]["values"]["limit"]
+    assert ill_run(tmp_path, range(0), rows[:5]) == []
+    assert read_metrics(tmp_path / "health.jsonl") == lines[:2]
+    assert len(ill_run(tmp_path, range(0), [])) == 1  # a new run in the folder
+    assert read_metrics(tmp_path / "health.jsonl") == lines[:1]
 
 
 def test_every_file_may_be_missing_cut_off_or_of_an_older_version(run, tmp_path):

@@ -201,7 +201,7 @@ def test_texts_that_try_to_be_html_are_shown_as_texts(opened, tmp_path):
     )
     (run / "main.log").write_text(f"[2026-01-01 10:00:00,000][x][ERROR] - {HOSTILE}\n")
     page = opened(write_report([run], run / "report.html"))
-    assert HOSTILE in page.locator(".message.error pre").text_content()
+    assert HOSTILE in page.locator("pre.log").text_content()
     page.click("[data-tab=responses]")
     page.select_option("[name=kind]", "training")
     for row in (1, 2):

@@ -18,12 +18,12 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from hybridrl.app.observers import Start
 from hybridrl.controller.calls import Span
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.prompts import Prompt, PromptSets
+from hybridrl.health.measures import MarkedTokens
+from hybridrl.health.observer import HealthChecks
 from hybridrl.rewards.processes.messages import Failure, FailureKind
-from hybridrl.trainer.health.health import Health
-from hybridrl.trainer.health.measures import MarkedTokens
-from hybridrl.trainer.health.observer import HealthChecks
 from hybridrl.trainer.record import Responses, RolloutRecord, RunResult, StepRecord, Trained
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.phases import Phases
@@ -286,11 +286,13 @@ def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypa
     assert kept["response"] == "r hunter22"  # what the model has sampled stays what it is
 
 
-def test_each_problem_whose_rewards_fail_is_named_once_with_its_row():
+def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
     """Problem p stands in line p; its two responses fail where p is in `failing`."""
     nothing = torch.empty(0, dtype=torch.int32)
     tokens = MarkedTokens(nothing, nothing)
-    health = HealthChecks(Health(run_config(), []), tokens, str, lambda batch: None, str)
+    start = Start(run_config(), tmp_path, [], PromptSets([], [], []), None, print)
+    health = HealthChecks(start, tokens)
+    health.begin(lambda batch: None, str)
     named = []
     for step, failing in enumerate([{1, 2}, {2, 3}, {4, 5, 6, 7}, {7}, {7}]):
         prompts = [

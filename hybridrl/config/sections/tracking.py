@@ -1,4 +1,4 @@
-"""Trackers, and thresholds of the health checks (trainer/health/checks.py)."""
+"""Trackers, and thresholds of the health checks (health/checks.yaml)."""
 
 from dataclasses import dataclass
 from typing import Annotated

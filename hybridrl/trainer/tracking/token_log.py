@@ -14,7 +14,6 @@ from hybridrl.config.sections.algorithm import FunctionConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged, in_chunks
 from hybridrl.data.sources.tokenizer import Decode
-from hybridrl.trainer.health.measures import distances
 from hybridrl.trainer.tracking.best_effort_files import replace_file
 
 if TYPE_CHECKING:
@@ -130,3 +129,8 @@ def write_tokens(run_dir: Path, step: int, table: "pyarrow.Table") -> Path:
     path = run_dir / "tokens" / f"step_{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     return replace_file(path, lambda new: parquet.write_table(table, new, compression="zstd"))
+
+
+def distances(one: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    """Return [N] absolute differences, 0 where the mask is false."""
+    return (one - other).abs().where(mask, 0.0)

@@ -16,6 +16,7 @@ from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.models.resolve import model_folder
 from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.trainer.record import Row
+from hybridrl.trainer.tracking.token_log import distances
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,11 +118,6 @@ def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) ->
         f"{index - int(starts[row])}: {float(distance[index]):.3g} nats)"
         for index, row in tokens
     )
-
-
-def distances(one: Tensor, other: Tensor, mask: Tensor) -> Tensor:
-    """Return [N] absolute differences, 0 where the mask is false."""
-    return (one - other).abs().where(mask, 0.0)
 
 
 def token_details(

@@ -1,19 +1,51 @@
-"""Health of a run: which checks warn at a step, and how often."""
+"""Findings of health checks: what is found at a step, and its line in health.jsonl."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.health.checks import CHECKS
-from hybridrl.trainer.health.judges import Seen
+from hybridrl.health.checks import CHECKS
+from hybridrl.health.judges import Seen
 from hybridrl.trainer.record import Row
 
+HEALTH_FILE = "health.jsonl"
 # Steps in a row after which a warning is repeated.
 REPEATS = (10, 100, 1000)
 # Metric of a check, 1 in steps in which the run is ill.
 METRIC = "health/{}"
 
-# What a check's evidence may say besides, by its id; called if it warns.
+# Additions to the evidence of checks, by id; called if one warns.
 Details = Mapping[str, Callable[[], str]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check that found the run ill, as a line of health.jsonl.
+
+    Attributes:
+        step: None before the first one.
+        check: its id; its threshold is health.<check>.
+        kind: "failure" for what warns at each ill step, else "warning".
+        times: ill steps in a row, this one included.
+        values: the metrics that decided, and the threshold as `limit`.
+        evidence: a sentence.
+        remedy: what to try.
+    """
+
+    step: int | None
+    check: str
+    kind: str
+    times: int
+    values: dict[str, float]
+    evidence: str
+    remedy: str
+
+    @property
+    def text(self) -> str:
+        """The warning."""
+        when = "" if self.step is None else f"step {self.step}, "
+        since = f" for {self.times} steps now" if self.times in REPEATS else ""
+        return f"{when}health.{self.check}{since}: {self.evidence}\n{self.remedy}"
 
 
 class Health:
@@ -29,7 +61,6 @@ class Health:
 
     def __init__(self, config: RunConfig, rows: Sequence[Row]) -> None:
         self._config, self._rows = config, rows
-        self._limits: dict[str, float | None] = vars(config.health)
         scorer = "environment" if config.environment else "reward function"
         self._scorer = "program" if config.agent else scorer
         self._in_a_row: dict[str, int] = {
@@ -42,7 +73,7 @@ class Health:
         details: Details,
         step: int | None = None,
         place: Callable[[int], str] = "engine {}".format,
-    ) -> list[str]:
+    ) -> list[Finding]:
         """Add health/<check> to the row of each check that finds the run ill.
 
         Args:
@@ -51,14 +82,15 @@ class Health:
             place: describes the ranks of a rollout engine.
 
         Returns:
-            The warnings that are due.
+            The findings of which to warn.
         """
-        warnings = []
+        findings = []
         for check, (judge, remedy, always) in CHECKS.items():
-            limit = self._limits[check]
+            limit: float | None = vars(self._config.health)[check]
             if limit is None:
                 continue
-            evidence = judge(Seen(row, self._rows, limit, self._config, place))
+            seen = Seen(row, self._rows, limit, self._config, place)
+            evidence = judge(seen)
             is_first = check not in self._in_a_row
             if evidence is None:
                 if not is_first:
@@ -66,11 +98,10 @@ class Health:
                 continue
             row[METRIC.format(check)] = 1.0
             times = self._in_a_row[check] = self._in_a_row.get(check, 0) + 1
-            if not (is_first or always or times in REPEATS):
-                continue
-            when = "" if step is None else f"step {step}, "
-            since = f" for {times} steps now" if times in REPEATS else ""
-            more = f": {details[check]()}" if check in details else ""
-            remedy = remedy.replace("{scorer}", self._scorer)
-            warnings.append(f"{when}health.{check}{since}: {evidence}{more}.\n{remedy}")
-        return warnings
+            if is_first or always or times in REPEATS:
+                more = f": {details[check]()}" if check in details else ""
+                kind, values = "failure" if always else "warning", seen.values | {"limit": limit}
+                remedy = remedy.replace("{scorer}", self._scorer)
+                text = f"{evidence}{more}."
+                findings.append(Finding(step, check, kind, times, values, text, remedy))
+        return findings

@@ -1,9 +1,8 @@
 """Judges: from a step's metrics to a sentence of evidence, or None while all is well."""
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
@@ -32,18 +31,23 @@ class Seen:
         limit: threshold of the check.
         config: of the run.
         place: describes the ranks of a rollout engine.
+        values: metrics that the judge has read; it grows.
     """
 
     row: Row
     before: Sequence[Row]
     limit: float
     config: RunConfig
-    place: Callable[[int], str] = "engine {}".format
+    place: Callable[[int], str]
+    values: dict[str, float] = field(default_factory=dict)
 
     def get(self, metric: str) -> float | None:
         """Return a metric of the step; None if it has none, or NaN."""
         value = self.row.get(metric)
-        return None if value is None or math.isnan(value) else value
+        if value is None or math.isnan(value):
+            return None
+        self.values[metric] = value
+        return value
 
     def first(self, metric: str) -> float | None:
         """Return the run's first value of a metric, the step's if there was none before."""
@@ -56,28 +60,6 @@ class Seen:
 
 
 Judge = Callable[[Seen], str | None]
-
-
-def above(text: str, *metrics: str) -> Judge:
-    """Judge that metrics are at most the threshold; `text` has {value} and {role}, their prefix."""
-    return _comparing(operator.gt, text, metrics)
-
-
-def below(text: str, *metrics: str) -> Judge:
-    """Judge that metrics are at least the threshold; `text` is as in `above`."""
-    return _comparing(operator.lt, text, metrics)
-
-
-def _comparing(is_ill: Callable[[float, float], bool], text: str, metrics: Sequence[str]) -> Judge:
-    def judge(seen: Seen) -> str | None:
-        found = [
-            text.format(value=value, role=metric.partition("/")[0])
-            for metric in metrics
-            if (value := seen.get(metric)) is not None and is_ill(value, seen.limit)
-        ]
-        return "; ".join(found) or None
-
-    return judge
 
 
 def constant_reward(seen: Seen) -> str | None:
@@ -294,3 +276,23 @@ def slow_reward(seen: Seen) -> str | None:
     if waited is None or not step or waited <= seen.limit * step:
         return None
     return f"{waited / step:.0%} of the step ({waited:.1f} s) was spent waiting for rewards"
+
+
+_FUNCTIONS = (
+    constant_reward,
+    unmixed_groups,
+    wrong_form,
+    fallen_accuracy,
+    collapsed_entropy,
+    exploded_entropy,
+    clipped_ratio,
+    still_policy,
+    clipped_gradient,
+    blind_critic,
+    frozen_actor,
+    mismatch,
+    stale_policy,
+    slow_engine,
+    slow_reward,
+)
+JUDGES: dict[str, Judge] = {function.__name__: function for function in _FUNCTIONS}
