@@ -5,7 +5,7 @@ nothing heavy: planner, trainer and rollout read the same records.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -107,15 +107,24 @@ class Family:
     refused: tuple[tuple[str, str], ...] = ()
 
 
-_ATTENTION_BIAS = ("attention_bias", ATTENTION)
-_MLP_BIAS = ("mlp_bias", MLP)
+_ATTENTION_BIAS = (("attention_bias", ATTENTION),)
+_BIAS_KEYS = (*_ATTENTION_BIAS, ("mlp_bias", MLP))
+_QKV = ("q_proj", "k_proj", "v_proj")
 # vLLM's models with experts ignore these.
 _NO_WINDOW = "vLLM's model attends to all tokens"
 _DENSE_LAYERS = ("mlp_only_layers", "every layer needs experts")
 _BIASES = ("attention_bias", "vLLM's model leaves biases out")
+_OLMO2 = Family(
+    "olmo2",
+    untested=UNKNOWN_MEMORY,
+    bias_keys=_ATTENTION_BIAS,
+    float32_norms=True,
+    head_norm=HeadNorm.whole,
+)
+_MIXTURE = Family("", untested=MOE_UNKNOWN_MEMORY, linear_layers=ATTENTION)
 _FAMILIES = (
-    Family("llama", untested=(), bias_keys=(_ATTENTION_BIAS, _MLP_BIAS)),
-    Family("qwen2", untested=(), biased=("q_proj", "k_proj", "v_proj")),
+    Family("llama", untested=(), bias_keys=_BIAS_KEYS),
+    Family("qwen2", untested=(), biased=_QKV),
     Family(
         "qwen3",
         untested=(),
@@ -125,65 +134,44 @@ _FAMILIES = (
     ),
     Family("mistral", untested=UNKNOWN_MEMORY, window=Window(default=4096)),
     Family("phi3", untested=UNKNOWN_MEMORY, linear_layers=FUSED, window=Window()),
-    Family(
-        "olmo2",
-        untested=UNKNOWN_MEMORY,
-        bias_keys=(_ATTENTION_BIAS,),
-        float32_norms=True,
-        head_norm=HeadNorm.whole,
-    ),
-    Family(
-        "olmo3",
-        untested=UNKNOWN_MEMORY,
-        bias_keys=(_ATTENTION_BIAS,),
-        float32_norms=True,
-        head_norm=HeadNorm.whole,
-        window=Window(default=4096, full_every=4),
-    ),
+    _OLMO2,
+    replace(_OLMO2, kind="olmo3", window=Window(default=4096, full_every=4)),
     Family(
         "granite",
         untested=UNKNOWN_MEMORY,
-        bias_keys=(_ATTENTION_BIAS, _MLP_BIAS),
+        bias_keys=_BIAS_KEYS,
         logits_divisor="logits_scaling",
     ),
-    Family(
-        "smollm3",
-        untested=UNKNOWN_MEMORY,
-        tied=True,
-        bias_keys=(_ATTENTION_BIAS, _MLP_BIAS),
-    ),
+    Family("smollm3", untested=UNKNOWN_MEMORY, tied=True, bias_keys=_BIAS_KEYS),
     Family(
         "gemma3_text",
         untested=UNKNOWN_MEMORY,
         head_dim=256,
         tied=True,
-        bias_keys=(_ATTENTION_BIAS,),
+        bias_keys=_ATTENTION_BIAS,
         norms=4,
         norm_weight=0.0,
         float32_norms=True,
         head_norm=HeadNorm.each,
         window=Window(default=4096, full_every=6),
     ),
-    Family(
-        "qwen3_moe",
-        untested=MOE_UNKNOWN_MEMORY,
-        linear_layers=ATTENTION,
+    replace(
+        _MIXTURE,
+        kind="qwen3_moe",
         head_norm=HeadNorm.each,
         experts=Mixture(),
         refused=(_DENSE_LAYERS, _BIASES, ("use_sliding_window", _NO_WINDOW)),
     ),
-    Family(
-        "qwen2_moe",
-        untested=MOE_UNKNOWN_MEMORY,
-        linear_layers=ATTENTION,
-        biased=("q_proj", "k_proj", "v_proj"),
+    replace(
+        _MIXTURE,
+        kind="qwen2_moe",
+        biased=_QKV,
         experts=Mixture(shared_key="shared_expert_intermediate_size"),
         refused=(_DENSE_LAYERS, ("use_sliding_window", _NO_WINDOW)),
     ),
-    Family(
-        "olmoe",
-        untested=MOE_UNKNOWN_MEMORY,
-        linear_layers=ATTENTION,
+    replace(
+        _MIXTURE,
+        kind="olmoe",
         head_norm=HeadNorm.whole,
         experts=Mixture(size_key="intermediate_size"),
         refused=(
@@ -192,16 +180,10 @@ _FAMILIES = (
             ("clip_qkv", "vLLM's model does not clip queries, keys and values"),
         ),
     ),
-    Family(
-        "mixtral",
-        untested=MOE_UNKNOWN_MEMORY,
-        linear_layers=ATTENTION,
-        experts=Mixture(
-            size_key="intermediate_size",
-            norm_key=None,
-            block="block_sparse_moe",
-            parts=("w1", "w3", "w2"),
-        ),
+    replace(
+        _MIXTURE,
+        kind="mixtral",
+        experts=Mixture("intermediate_size", None, None, "block_sparse_moe", ("w1", "w3", "w2")),
         refused=(
             ("sliding_window", _NO_WINDOW),
             ("router_jitter_noise", "equal tokens must have equal log-probs"),
