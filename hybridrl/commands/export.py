@@ -52,7 +52,7 @@ def main() -> None:
     run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
 
 
-def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> None:
+def export(path: Path, folder: Path, dtype: DType, base: str | None) -> None:
     """Export a checkpoint, or a run's newest one, to a folder, and print a summary.
 
     An earlier export in the folder is replaced. `base` is the base model's path, if it has moved.
@@ -63,12 +63,13 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
     start = time.perf_counter()
     folder = folder.expanduser().absolute()
     _check_target(folder)
-    found = checkpoint_at(checkpoint)
-    _check_origin(folder, found, base)
-    warn_about_changed_model(found, _model(found.manifest.config, base))
+    checkpoint = checkpoint_at(path)
+    model = _model(checkpoint.manifest.config, base)
+    _check_origin(folder, checkpoint.folder, plain_folder(model.path))
+    warn_about_changed_model(checkpoint, model)
     try:
-        with report_removal(found.folder):
-            tensors = _write_checkpoint(found, folder, dtype, base)
+        with report_removal(checkpoint.folder):
+            tensors = _write_checkpoint(checkpoint, folder, dtype, model)
     except OSError as error:
         problem = f"{folder} could not be written, and was removed"
         if not _is_write_error(error, folder):
@@ -77,13 +78,13 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
         sys.exit(EXIT_FAILED)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     sys.stdout.write(
-        f"{folder}: step {found.manifest.step}, {tensors} tensors as {dtype.value}, "
+        f"{folder}: step {checkpoint.manifest.step}, {tensors} tensors as {dtype.value}, "
         f"{size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s\n"
     )
 
 
 def _write_checkpoint(
-    found: VerifiedCheckpoint, folder: Path, dtype: DType, base: str | None = None
+    checkpoint: VerifiedCheckpoint, folder: Path, dtype: DType, model: ModelConfig
 ) -> int:
     """Write the policy of a verified checkpoint to a folder; return the number of tensors."""
     # Problems of the paths are reported before these slow imports.
@@ -91,26 +92,24 @@ def _write_checkpoint(
     from hybridrl.distributed.storage.policy_weights import StoredPolicy
     from hybridrl.trainer.tracking.provenance import versions
 
-    config = found.manifest.config
-    model = _model(config, base)
+    config = checkpoint.manifest.config
     lora = None if config["lora"] is None else LoRAConfig(**config["lora"])
     drawn_on = Accelerator(config["hardware"]["accelerator"])
     try:
-        policy = StoredPolicy(found.folder / STATE, model, lora, drawn_on)
+        policy = StoredPolicy(checkpoint.folder / STATE, model, lora, drawn_on)
     except OSError as error:  # errors of transformers contain no path
         raise ConfigError(f"model.path = {model.path} could not be read: {error}") from error
     files = None
     if lora is not None:  # else the model's weights need not be there
         files = AdapterFiles(policy.adapters(), lora, name_or_folder(model))
     record = {
-        "checkpoint": str(found.folder.resolve()),
-        "step": found.manifest.step,
-        "config_hash": found.manifest.config_hash,
+        "checkpoint": str(checkpoint.folder.resolve()),
+        "step": checkpoint.manifest.step,
+        "config_hash": checkpoint.manifest.config_hash,
         "dtype": dtype.value,
         "versions": versions(),
     }
-    source = plain_folder(model.path)
-    write_model(policy, source, folder, files, dtype=dtype, record=record)
+    write_model(policy, plain_folder(model.path), folder, files, dtype=dtype, record=record)
     return len(policy.shapes)
 
 
@@ -131,16 +130,15 @@ def _check_target(folder: Path) -> None:
     raise _target_error(folder, found)
 
 
-def _check_origin(folder: Path, found: VerifiedCheckpoint, base: str | None) -> None:
+def _check_origin(folder: Path, checkpoint: Path, base: Path) -> None:
     """Refuse the checkpoint's or the base model's folder as the target."""
-    target, checkpoint = folder.resolve(), found.folder.resolve()
+    target, checkpoint, base = folder.resolve(), checkpoint.resolve(), base.resolve()
     above = {target, *target.parents}
     among = checkpoint.parent in above and checkpoint.parent.name == CHECKPOINTS
     in_some = any(step_of(p.name) is not None or promised_step(p.name) is not None for p in above)
     if among or in_some or checkpoint in above:
         raise _target_error(folder, "lies among a run's checkpoints")
-    source = plain_folder(_model(found.manifest.config, base).path).resolve()
-    if target in (source, *source.parents):
+    if target in (base, *base.parents):
         raise _target_error(folder, "contains the base model")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from hybridrl.app.compose import composed, conf_dir, find_machine
+from hybridrl.app.compose import composed, find_machine
 from hybridrl.commands.running import UsageError, argument, parsed, run_command
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.command_line import parse_argv, quoted
@@ -34,12 +34,11 @@ Needs neither GPU nor network nor the model's weights.
   hybridrl plan model=qwen2_5_7b gpus=2x8x80GB            two nodes of eight
   hybridrl plan +recipe=gsm8k_grpo                        the GPUs of this machine
   hybridrl plan model.path=FOLDER gpus=1x24GB             a folder with a config.json
-  hybridrl plan +recipe=qwen2_5_7b_grpo_8gpu gpus=8x80GB sbatch=job.sbatch
-                                                          also writes the job for Slurm
 
 Everything else is as in hybridrl train: +recipe=, groups, key=value.
 """
 EPILOG = "Exit codes: 0 it fits, 1 it does not, 2 a wrong argument or config."
+GPUS_KEY = "gpus="
 # Memory in GiB by name.
 NAMED = {"A100": 80, "H100": 80, "H200": 140, "B200": 179, "L40S": 45}
 GPUS = re.compile(
@@ -47,12 +46,10 @@ GPUS = re.compile(
 )
 EXAMPLES = f"8x80GB, 2x8x80GB (nodes x GPUs), 8xH100 (or {', '.join(NAMED)})"
 EXIT_DOES_NOT_FIT = 1
-# Words that are no settings of a run, and keys that gpus= sets.
-OWN = ("gpus=", "sbatch=")
+# Keys that gpus= sets.
 SIZES = ("cluster.nodes=", "cluster.gpus_per_node=", "placement.slots_on_nodes=")
 # Keys of a plan that a run does not need.
 ONLY_PLANNED = ("run.dry", "cluster.gpu_memory_gb")
-MADE_BY = "# Made by hybridrl plan"
 # Smaller ways to train, largest first.
 ALTERNATIVES = (
     ("algorithm=grpo",),
@@ -73,23 +70,20 @@ class Plan(NamedTuple):
 
 def main() -> None:
     """Run the command; exits by SystemExit."""
-    words = argument("words", nargs="*", metavar="key=value", help="gpus=, sbatch= or of a run")
+    words = argument("words", nargs="*", metavar="key=value", help="gpus=, and of a run")
     args = parsed("plan", DESCRIPTION, words, epilog=EPILOG)
     run_command(lambda: plan(args.words))
 
 
 def plan(arguments: list[str]) -> None:
-    """Print the plan of a run, and write its job; exits with 1 if it does not fit.
+    """Print the plan of a run; exits with 1 if it does not fit.
 
     Raises:
         ConfigError: an argument or the config is wrong.
     """
-    own = dict(word.split("=", 1) for word in arguments if word.startswith(OWN))
-    overrides = [word for word in arguments if not word.startswith(OWN)]
-    job = Path(own["sbatch"]) if "sbatch" in own else None
-    if job is not None:
-        _check_job_file(job)
-    nodes, machine = _machine(own.get("gpus"))
+    gpus = [word.removeprefix(GPUS_KEY) for word in arguments if word.startswith(GPUS_KEY)]
+    overrides = [word for word in arguments if not word.startswith(GPUS_KEY)]
+    nodes, machine = _machine(gpus[-1] if gpus else None)
     others = [a for a in overrides if a.lstrip("+").startswith(SIZES) and a not in nodes]
     if nodes and others:
         raise UsageError(
@@ -110,7 +104,8 @@ def plan(arguments: list[str]) -> None:
         planned = case.changed(changes).config
         command = _command(overrides, planned, changes)
         console.print(f"\nCommand:\n  {shlex.join(command)}", soft_wrap=True)
-        console.print(_written_job(job, planned, command), soft_wrap=True)
+        job = shlex.join(slurm_command(planned, command))
+        console.print(f"With Slurm, in hybridrl's repository:\n  {job}", soft_wrap=True)
     sys.exit(0 if fits else EXIT_DOES_NOT_FIT)
 
 
@@ -195,58 +190,16 @@ def _command(overrides: list[str], planned: RunConfig, changes: list[Change]) ->
     return ["hybridrl", "train", *kept]
 
 
-def _written_job(path: Path | None, planned: RunConfig, command: list[str]) -> str:
-    """Write the job for Slurm; return how to submit it, or how to get it."""
-    if path is None:
-        return "With sbatch=FILE this is written as a job for Slurm."
-    try:
-        path.write_text(job_text(planned, command))
-    except OSError as error:
-        raise UsageError(f"sbatch={path} cannot be written: {error.strerror}.") from error
-    return f"Job: sbatch {shlex.quote(str(path))}"
-
-
-def job_text(config: RunConfig, command: list[str]) -> str:
-    """Return a job for Slurm: the settings of deploy/slurm/train.sbatch, which runs the command.
-
-    A job that is requeued goes on from its newest checkpoint.
-    """
-    script = _deploy() / "slurm" / "train.sbatch"
+def slurm_command(config: RunConfig, command: list[str]) -> list[str]:
+    """Return the command that submits a run; if requeued, it goes on from its newest checkpoint."""
     name, cluster = config.run.name, config.cluster
     sizes = {"job-name": name, "nodes": cluster.nodes, "gpus-per-node": cluster.gpus_per_node}
-    lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    lines = [line for line in lines if not re.search(rf"--({'|'.join(sizes)})=", line)]
-    lines += [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in sizes.items()]
-    for key, value in (("resume", "auto"), ("hydra.run.dir", quoted(f"outputs/{name}"))):
-        if not any(argument.startswith(f"{key}=") for argument in command):
-            command = [*command, f"{key}={value}"]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            f"{MADE_BY}; submit it from a folder on storage that the nodes share.",
-            *lines,
-            "",
-            "# Modules or an environment that the nodes need: load them here.",
-            "",
-            f"export HYBRIDRL_DEPLOY={shlex.quote(str(_deploy()))}",
-            f'exec bash "$HYBRIDRL_DEPLOY/slurm/train.sbatch" \\\n  {shlex.join(command)}',
-            "",
-        ]
-    )
-
-
-def _deploy() -> Path:
-    return conf_dir().parent / "deploy"
-
-
-def _check_job_file(path: Path) -> None:
-    """Refuse a job's file that cannot be written, or that is not ours."""
-    if not (_deploy() / "slurm" / "train.sbatch").is_file():
-        raise UsageError(
-            f"sbatch={path} needs the folder deploy/ of hybridrl's repository, which an installed "
-            f"package lacks.\nRun hybridrl from a clone of it."
-        )
-    if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"sbatch={path}, expected a file in a folder that exists.")
-    if path.is_file() and MADE_BY not in path.read_text(errors="replace"):
-        raise UsageError(f"sbatch={path} exists, and is no job of hybridrl plan.\nName another.")
+    requeue = {"resume": "auto", "hydra.run.dir": quoted(f"outputs/{name}")}
+    is_set = {word.partition("=")[0] for word in command}
+    return [
+        "sbatch",
+        *(f"--{key}={value}" for key, value in sizes.items()),
+        "deploy/slurm/train.sbatch",
+        *command,
+        *(f"{key}={value}" for key, value in requeue.items() if key not in is_set),
+    ]

@@ -136,18 +136,17 @@ def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     tp, lora = config.rollout.tensor_parallel_size, config.lora
     share = f"1/{config.fsdp.dp_shard} of the float32 weights"
     trained = "their" if lora is None else f"adapters of rank {lora.rank}, their"
+    worker, holds = "-", f"nothing: algorithm.advantage = {config.algorithm.advantage} needs none"
+    if uses_critic(config):
+        worker, holds = config.critic.worker, f"{share}, their gradients and AdamW's moments"
+    ref, weights = "-", "nothing: algorithm.kl.coef = 0 disables it"
+    if config.algorithm.kl.coef > 0:
+        adapted = "nothing more: the actor's weights without adapters"
+        ref, weights = config.ref.worker, adapted if lora else share
     yield "rollout", config.rollout.worker, f"1/{tp} of the {config.rollout.dtype} weights"
     yield "actor", config.actor.worker, f"{share}, {trained} gradients and AdamW's moments"
-    if uses_critic(config):
-        yield "critic", config.critic.worker, f"{share}, their gradients and AdamW's moments"
-    else:
-        advantage = config.algorithm.advantage
-        yield "critic", "-", f"nothing: algorithm.advantage = {advantage} needs none"
-    if config.algorithm.kl.coef > 0:
-        holds = share if lora is None else "nothing more: the actor's weights without adapters"
-        yield "ref", config.ref.worker, holds
-    else:
-        yield "ref", "-", "nothing: algorithm.kl.coef = 0 disables it"
+    yield "critic", worker, holds
+    yield "ref", ref, weights
     if config.reward_model is not None:
         yield "reward_model", config.reward_model.worker, f"{share}, of its own model"
 
