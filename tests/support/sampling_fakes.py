@@ -1,6 +1,7 @@
 """Prompts and an engine whose responses are a function of prompt and sample."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,3 +61,16 @@ def source_parts(
     generation = Generation(generate, engine or FirstWeights(), ResponseLengths())
     section = lambda name: nullcontext()  # noqa: E731
     return SourceParts(config, take, generation, rewards, rollout, trains_policy, section)
+
+
+def in_flight_config(
+    prompts_per_step: int, longest: int, *, rounds: int = 1, **rollout: Any
+) -> SimpleNamespace:
+    """What sources of groups in flight read of a config, with two responses to a prompt."""
+    usual = {"responses_per_prompt": 2, "temperature": 1.0, "top_p": 1.0, "seed": 1}
+    algorithm = {"overlong": SimpleNamespace(train_on_truncated=True), "advantage": "grpo"}
+    return SimpleNamespace(
+        algorithm=SimpleNamespace(**algorithm, max_sampling_rounds=rounds),
+        data=SimpleNamespace(prompts_per_step=prompts_per_step),
+        rollout=SimpleNamespace(max_response_tokens=longest, **usual, **rollout),
+    )

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, field
 from itertools import cycle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.partial import GroupsInFlight, due
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
-from tests.support.sampling_fakes import prompt, source_parts
+from tests.support.sampling_fakes import in_flight_config, prompt, source_parts
 
 EACH = 2
 
@@ -124,24 +123,8 @@ def run(
     With steps of warm-up, in which the weights do not change, sampling goes on beside training.
     """
     engines = Engines(num_engines, longest)
-    config = SimpleNamespace(
-        algorithm=SimpleNamespace(
-            overlong=SimpleNamespace(train_on_truncated=True),
-            advantage="grpo",
-            max_sampling_rounds=1,
-        ),
-        data=SimpleNamespace(prompts_per_step=per_step),
-        rollout=SimpleNamespace(
-            max_in_flight=in_flight,
-            max_versions=max_versions,
-            keep_kv=True,
-            max_response_tokens=longest,
-            responses_per_prompt=EACH,
-            temperature=1.0,
-            top_p=1.0,
-            seed=1,
-        ),
-    )
+    bounds = {"max_in_flight": in_flight, "max_versions": max_versions, "keep_kv": True}
+    config = in_flight_config(per_step, longest, **bounds)
     numbers = cycle(range(prompts))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
     trains = lambda step: step > (warmup or 0)  # noqa: E731

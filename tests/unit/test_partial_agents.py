@@ -4,7 +4,6 @@ import json
 import random
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import torch
 
@@ -21,7 +20,7 @@ from hybridrl.trainer.episodes.conversations import FailureReasons
 from hybridrl.trainer.episodes.responses import decode, encode
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
-from tests.support.sampling_fakes import prompt, source_parts
+from tests.support.sampling_fakes import in_flight_config, prompt, source_parts
 
 EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS = 2, 4, 12, 3
 
@@ -119,15 +118,8 @@ def assert_first_turns_are_rewarded(batch: RolloutBatch) -> None:
 
 def source_of(agents: Agents, first: int) -> StepSource:
     """Source with prompts from a number on."""
-    rollout = {"max_in_flight": IN_FLIGHT, "max_versions": MAX_VERSIONS, "temperature": 1.0}
-    rollout |= {"responses_per_prompt": EACH, "max_response_tokens": 40, "top_p": 1.0, "seed": 1}
-    rollout["keep_kv"] = False
-    overlong = SimpleNamespace(train_on_truncated=True)
-    config = SimpleNamespace(
-        algorithm=SimpleNamespace(overlong=overlong, advantage="grpo", max_sampling_rounds=1),
-        data=SimpleNamespace(prompts_per_step=PER_STEP),
-        rollout=SimpleNamespace(**rollout),
-    )
+    bounds = {"max_in_flight": IN_FLIGHT, "max_versions": MAX_VERSIONS, "keep_kv": False}
+    config = in_flight_config(PER_STEP, 40, **bounds)
     numbers = iter(range(first, 10**6))
     take = lambda count: [prompt(next(numbers)) for _ in range(count)]  # noqa: E731
     episodes = ProgramEpisodes(agents, 1, agents, agents.failures, -1.0)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
-from tests.support.sampling_fakes import source_parts
+from tests.support.sampling_fakes import in_flight_config, source_parts
 from tests.support.talking import AB, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
 EACH, PER_STEP, IN_FLIGHT, MAX_VERSIONS, LONGEST = 2, 4, 12, 3, 60
@@ -139,21 +138,8 @@ def run(
     With restarts, each step begins with what a checkpoint of the step before holds.
     """
     engines = Engines()
-    overlong = SimpleNamespace(train_on_truncated=True)
-    config = SimpleNamespace(
-        algorithm=SimpleNamespace(overlong=overlong, advantage="grpo", max_sampling_rounds=rounds),
-        data=SimpleNamespace(prompts_per_step=PER_STEP),
-        rollout=SimpleNamespace(
-            max_in_flight=most,
-            max_versions=max_versions,
-            keep_kv=False,
-            max_response_tokens=LONGEST,
-            responses_per_prompt=EACH,
-            temperature=1.0,
-            top_p=1.0,
-            seed=1,
-        ),
-    )
+    bounds = {"max_in_flight": most, "max_versions": max_versions, "keep_kv": False}
+    config = in_flight_config(PER_STEP, LONGEST, rounds=rounds, **bounds)
     taken = 0
 
     def take(count):
