@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hybridrl.config.choices import DType
-from tests.ranks.test_sequence_parallel import computed
 from tests.support.launch import run_on_ranks
+from tests.support.sequence_cases import computed
 from tests.support.tiny_hf import tiny_folder
 from tests.support.whole_weights import relative_difference
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.runs.test_recipes import check_row
+from tests.support.metric_names import check_row
 from tests.support.runs import ROOT, SMALL, launched, started
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -7,10 +7,10 @@ learn is shown by test_recipe_learns_slow.py.
 """
 
 import json
-import math
 
 import pytest
 
+from tests.support.metric_names import check_row
 from tests.support.runs import ROOT, SMALL, started
 
 ELSEWHERE = (
@@ -65,12 +65,6 @@ def check_steps(rows):
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         check_row(row)
-
-
-def check_row(row):
-    assert row["actor/first_log_ratio_max"] == 0.0
-    assert row["actor/log_ratio_max"] > 0.0
-    assert all(value is None or math.isfinite(value) for value in row.values())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,5 +1,6 @@
-"""The names that docs/metrics.md explains, as patterns."""
+"""Rows of metrics: the names that docs/metrics.md explains, and numbers of a step on policy."""
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -20,3 +21,10 @@ def unexplained(names: Iterable[str]) -> list[str]:
     """Those of `names` that no name in the tables matches."""
     patterns = [re.sub(r"<\w+>", r"\\w+", name) for name in explained()]
     return [name for name in names if not any(re.fullmatch(p, name) for p in patterns)]
+
+
+def check_row(row: dict[str, float | None]) -> None:
+    """The step was on policy, and its numbers are finite."""
+    assert row["actor/first_log_ratio_max"] == 0.0
+    assert row["actor/log_ratio_max"] > 0.0
+    assert all(value is None or math.isfinite(value) for value in row.values())

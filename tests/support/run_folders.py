@@ -1,6 +1,7 @@
-"""Folders as runs leave them, made without a run: for tests of the report.
+"""Folders as runs leave them, made without a run.
 
 `write_run` makes one of so many steps; its values follow simple rules that tests can compute.
+`make_run` makes one of two steps, with what lists of runs read.
 """
 
 import json
@@ -17,6 +18,12 @@ QUESTIONS = [
     f"Mia has {n} pens and buys {n + 3} more. How many pens are there?" for n in range(400)
 ]
 PER_PROMPT = 8
+HERE = f"process 1 on {socket.gethostname()}\n"
+METRICS = (
+    {"step": 0, "eval/accuracy": 0.25, "eval/ci95": 0.125, "reward/mean": None},
+    {"step": 1, "eval/accuracy": 0.5, "eval/ci95": 0.125, "reward/mean": 0.5, "actor/kl": 0.001},
+    {"step": 2, "eval/accuracy": None, "eval/ci95": None, "reward/mean": 0.75, "actor/kl": 0.002},
+)
 
 
 def metrics_row(step: int, rng: Random, others: int) -> dict[str, Any]:
@@ -182,3 +189,24 @@ def write_run(
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_run(
+    folder: Path,
+    started: str = "10:00",
+    status: str | None = None,
+    lock: str = HERE,
+    **manifest: object,
+) -> Path:
+    """Leave what a run leaves after two of five steps."""
+    (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (folder / "checkpoints" / "step_00000002" / "manifest.json").write_text('{"step": 2}')
+    (folder / ".lock").write_text(lock)
+    facts = {"run": "mine", "config": {"trainer": {"total_steps": 5}}, "directory": str(folder)}
+    facts |= {"started": f"2026-01-01T{started}:00+00:00", "overrides": [], "config_dirs": []}
+    (folder / "manifest.json").write_text(json.dumps(facts | manifest))
+    lines = [json.dumps(row) + "\n" for row in METRICS]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    if status is not None:
+        (folder / "result.json").write_text(json.dumps({"status": status}))
+    return folder

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from importlib import import_module, util
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -10,28 +10,9 @@ import pytest
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
 from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
+from tests.support.installed_names import missing
 
 pytestmark = pytest.mark.full
-
-
-def missing(names):
-    """Return the (module, attribute) pairs that the installed packages lack, each with a reason.
-
-    A field of a dataclass without a default is not an attribute of the class, but annotated.
-    """
-    found = []
-    for module, path in names:
-        try:
-            owner = import_module(module)
-        except ImportError as error:
-            found.append(f"{module}: {error}")
-            continue
-        for part in path.split("."):
-            if not hasattr(owner, part) and part not in getattr(owner, "__annotations__", {}):
-                found.append(f"{module}.{path}")
-                break
-            owner = getattr(owner, part, None)
-    return found
 
 
 def test_a_missing_name_is_listed():
@@ -50,14 +31,6 @@ def test_all_names_of_ray_exist():
     assert missing(ray_compat.PRIVATE_NAMES) == []
 
 
-def cache_keys():
-    """Return vLLM's keys of compiled code for two lists of sizes of CUDA graphs."""
-    from vllm.config import CompilationConfig
-
-    sizes = [1, 2], [1, 2, 4]
-    return [CompilationConfig(cudagraph_capture_sizes=one).compute_hash() for one in sizes]
-
-
 def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
@@ -66,7 +39,7 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
-        "from tests.unit.test_compat import cache_keys, missing\n"
+        "from tests.support.installed_names import cache_keys, missing\n"
         f"print('missing:', missing({names!r}))\n"
         "from hybridrl.config.checks.installation import cpu_head_sizes\n"
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"

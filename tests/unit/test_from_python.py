@@ -24,7 +24,7 @@ from hybridrl.config.policy_losses import BUILT_IN_LOSSES
 from hybridrl.controller.signals import Preemption, shielded, signal_guard
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.record import RunHandle, StepRecord
-from tests.unit.test_runs import make_run
+from tests.support.run_folders import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY = ["+recipe=gsm8k_grpo", "hardware=cpu", "run.dry=true"]

@@ -69,7 +69,7 @@ def test_names_exist_in_the_wheel(pip, tmp_path, release, names):
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
         "import vllm\n"
-        "from tests.unit.test_compat import missing\n"
+        "from tests.support.installed_names import missing\n"
         f"print(vllm.__file__, missing({names!r}))"
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,34 +14,7 @@ from hybridrl.app.runs import find_runs, run_at, state_of
 from hybridrl.commands.resume import arguments, find_run
 from hybridrl.commands.running import UsageError
 from hybridrl.commands.runs import list_runs
-
-HERE = f"process 1 on {socket.gethostname()}\n"
-METRICS = (
-    {"step": 0, "eval/accuracy": 0.25, "eval/ci95": 0.125, "reward/mean": None},
-    {"step": 1, "eval/accuracy": 0.5, "eval/ci95": 0.125, "reward/mean": 0.5, "actor/kl": 0.001},
-    {"step": 2, "eval/accuracy": None, "eval/ci95": None, "reward/mean": 0.75, "actor/kl": 0.002},
-)
-
-
-def make_run(
-    folder: Path,
-    started: str = "10:00",
-    status: str | None = None,
-    lock: str = HERE,
-    **manifest: object,
-) -> Path:
-    """Leave what a run leaves after two of five steps."""
-    (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
-    (folder / "checkpoints" / "step_00000002" / "manifest.json").write_text('{"step": 2}')
-    (folder / ".lock").write_text(lock)
-    facts = {"run": "mine", "config": {"trainer": {"total_steps": 5}}, "directory": str(folder)}
-    facts |= {"started": f"2026-01-01T{started}:00+00:00", "overrides": [], "config_dirs": []}
-    (folder / "manifest.json").write_text(json.dumps(facts | manifest))
-    lines = [json.dumps(row) + "\n" for row in METRICS]
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    if status is not None:
-        (folder / "result.json").write_text(json.dumps({"status": status}))
-    return folder
+from tests.support.run_folders import make_run
 
 
 def test_runs_are_listed_newest_first_with_what_is_known(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ import yaml
 
 from hybridrl.app.runs import run_at, state_of
 from tests.support.deploy_stubs import IN_CI
-from tests.unit.test_runs import make_run
+from tests.support.run_folders import make_run
 
 EXTRA = "pip install 'hybridrl[sweeps]'"
 DRY = ["+recipe=gsm8k_grpo", "hardware=cpu", "run.dry=true", "-m"]
@@ -36,7 +36,7 @@ def ended(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProce
     script.write_text(
         "import os\nfrom pathlib import Path\nimport hybridrl.main as main\n"
         "from hybridrl.config.errors import ConfigError\n"
-        f"from tests.unit.test_runs import make_run\n{code}main.main()\n"
+        f"from tests.support.run_folders import make_run\n{code}main.main()\n"
     )
     call = [sys.executable, str(script), "+recipe=gsm8k_grpo", "hardware=cpu", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
