@@ -31,11 +31,11 @@ from hybridrl.controller.calls import RoleCall, Stopwatch, TimedResult
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.output import guard_logging, redirect_output, rotate_log
 from hybridrl.controller.placement import Slot, visible_index
-from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous
 from hybridrl.controller.watch import flight_recorder
 from hybridrl.distributed import position
 from hybridrl.distributed.background import import_all, import_in_background
+from hybridrl.processes.cleanup import shared_memory_of
 
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore

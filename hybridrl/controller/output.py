@@ -4,13 +4,16 @@ import faulthandler
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.command.secrets import known_secrets, without
-from hybridrl.controller.processes import STACK_SIGNAL
+
+# Makes a process write the stacks of its threads.
+STACK_SIGNAL = signal.SIGUSR1
 
 
 class LossyFile(io.FileIO):

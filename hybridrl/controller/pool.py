@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.world import part_mesh
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
-from hybridrl.controller import processes
 from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.host import WorkerHost, early_log, rank_log
@@ -45,6 +44,7 @@ from hybridrl.controller.watch.ray_monitor import (
 from hybridrl.controller.watch.waiting import StallDetector, wait_for_all
 from hybridrl.distributed.background import call_with_timeout
 from hybridrl.distributed.position import PositionReader, open_position
+from hybridrl.processes import cleanup
 
 logger = logging.getLogger(__name__)
 
@@ -231,12 +231,12 @@ class Pool(AbstractContextManager["Pool"]):
                     self._close_idle()
             # Shared memory is also recorded at the start: ranks may have died since.
             pids = {node: ([h.pid for h in there],) for node, there in by_node(self.hosts).items()}
-            found = self._nodes.run_each(processes.footprint, pids)
-            left = {node: found.get(node, processes.Footprint([], [])) for node in pids}
+            found = self._nodes.run_each(cleanup.footprint, pids)
+            left = {node: found.get(node, cleanup.Footprint([], [])) for node in pids}
             grace_s = END_GRACE_S if self._release_within_timeout() else 0.0
             early = self._shared_memory
             arguments = {node: (left[node], early.get(node, []), grace_s) for node in left}
-            self._nodes.run_each(processes.end, arguments)
+            self._nodes.run_each(cleanup.end, arguments)
             for reader in self._readers.values():
                 reader.close()
             if not self._joins:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.processes import SHARED_MEMORY
+from hybridrl.processes.cleanup import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore

@@ -11,9 +11,9 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.importing import try_out
+from hybridrl.processes.messages import Failure, FailureKind, Setup, visible
+from hybridrl.processes.pool import TaskPool
 from hybridrl.rewards.base import finite_number
-from hybridrl.rewards.processes.messages import Failure, FailureKind, Setup, visible
-from hybridrl.rewards.processes.pool import TaskPool
 
 KEY = "environment.function"
 

@@ -22,10 +22,11 @@ from hybridrl.config.errors import raised_problems
 from hybridrl.config.user_code.classes import function_at, locate
 from hybridrl.config.user_code.importing import check_import
 from hybridrl.config.user_code.signatures import check_arguments
-from hybridrl.config.user_code.supervisor import remove
-from hybridrl.environments.programs import Reward, Task, as_reward, limit_memory
+from hybridrl.environments.programs import Reward, Task, as_reward
+from hybridrl.processes.messages import END_S
+from hybridrl.processes.process import FOLDER
+from hybridrl.processes.supervisor import remove, supervised
 from hybridrl.rewards.base import Rule, checked_by, section_problems
-from hybridrl.rewards.processes.messages import END_S, FOLDER
 
 # Variables of a command's environment: the task as JSON and a file with it, the endpoint.
 TASK, TASK_FILE, URLS, KEYS = (
@@ -41,19 +42,10 @@ LINE_CHARS, MAX_OUTPUT_BYTES = 300, 2**20
 _JUDGED_BY: dict[str, Rule] = {
     "function": ("null or the path of a function", lambda value: isinstance(value, str | None))
 }
-_SUPERVISED = (
-    "import os, signal, sys; sys.path.append(sys.argv[1]); "
-    "from hybridrl.config.user_code.supervisor import supervise; "
-    "supervise(int(sys.argv[2]), os.open(os.devnull, os.O_RDONLY)); "
-    "signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "\ntry: os.execvp(sys.argv[3], sys.argv[3:])"
-    "\nexcept OSError as error: sys.exit(f'{sys.argv[3]}: {error.strerror}')"
-)
 _JUDGE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from hybridrl.environments.commands import judge; judge(sys.argv[2])"
 )
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class ProgramFailed(RuntimeError):
@@ -212,13 +204,12 @@ async def _run(
 ) -> _Ended:
     """Run a command to its end."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", "-c", _SUPERVISED, _ROOT, str(os.getpid()), *command),
+        *supervised(command, memory_mb),
         stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         cwd=folder,
         env=environment,
-        preexec_fn=functools.partial(limit_memory, memory_mb),
         process_group=0,
     )
     stdout, both = bytearray(), bytearray()

@@ -8,7 +8,6 @@ commands.py runs other programs.
 
 import io
 import os
-import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 from urllib.parse import urlsplit
 
 from hybridrl.config.user_code.classes import locate
+from hybridrl.processes.messages import OUTPUT
+from hybridrl.processes.supervisor import limit_memory
 from hybridrl.rewards.base import WrongScore, finite_number
-from hybridrl.rewards.processes.messages import OUTPUT
 
 KEY = "agent.function"
 
@@ -114,15 +114,6 @@ def read_reward(value: Any) -> Reward:
     """Convert a Reward as decoded from JSON."""
     total, turns = value
     return Reward(float(total), {str(name): float(reward) for name, reward in turns.items()})
-
-
-def limit_memory(memory_mb: int) -> None:
-    """Limit the data of this process and those that it starts; they may raise it.
-
-    Not the address space, of which Node reserves 10 GiB for each WebAssembly module.
-    """
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, hard))
 
 
 # End of an episode's output that is shown if it fails.

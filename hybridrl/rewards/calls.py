@@ -19,9 +19,9 @@ from hybridrl.config.schema import RewardConfig
 from hybridrl.config.user_code.classes import function_at
 from hybridrl.config.user_code.importing import try_out
 from hybridrl.config.user_code.signatures import CALLS, check_signature, inputs_of, is_async
+from hybridrl.processes.child import ItemTimeout, limited
+from hybridrl.processes.process import environment_for
 from hybridrl.rewards.base import RewardItem, Score, WrongScore, as_score
-from hybridrl.rewards.processes.child import ItemTimeout, limited
-from hybridrl.rewards.processes.process import environment_for
 
 TRY_REWARD = "hybridrl.rewards.calls.try_reward"
 # Errors of a program rather than of its surroundings.

@@ -9,10 +9,10 @@ from typing import Any
 from hybridrl.config.choices import RewardSignature
 from hybridrl.config.schema import FunctionConfig, RewardConfig
 from hybridrl.config.user_code.signatures import CallsOthers
+from hybridrl.processes.messages import Failure, FailureKind, Setup
+from hybridrl.processes.pool import TaskPool
 from hybridrl.rewards.base import RewardItem, Score, read_score
 from hybridrl.rewards.calls import reward_call
-from hybridrl.rewards.processes.messages import Failure, FailureKind, Setup
-from hybridrl.rewards.processes.pool import TaskPool
 
 TASK = "hybridrl.rewards.calls.reward_task"
 
@@ -72,7 +72,7 @@ class RewardScorer(TaskPool):
         """Compute the reward of each (prompt, response, example); failures are never raised.
 
         Raises:
-            RewardProcessError: processes do not start up.
+            ProcessesError: processes do not start up.
         """
         result = ScoreResult([], [])
         if self._is_batched:

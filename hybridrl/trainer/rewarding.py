@@ -14,8 +14,8 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
+from hybridrl.processes.messages import Failure
 from hybridrl.rewards.base import RewardItem
-from hybridrl.rewards.processes.messages import Failure
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.trainer.errors import RunStopped
 

@@ -21,18 +21,18 @@ from ray.cluster_utils import Cluster
 
 from hybridrl.config.choices import Accelerator, NVLinkMulticast
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.machine import STORE_BYTES
 from hybridrl.config.planner.multicast import SWITCHES
-from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.output import rotate_log
 from hybridrl.controller.pool import Pool
-from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.controller.ray.ray_probes import cluster_machine, machine_of, ray_nodes
 from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, shielded, signal_guard
 from hybridrl.controller.watch.ray_monitor import RayMonitor
 from hybridrl.controller.worker_group import build_roles
+from hybridrl.processes.cleanup import marked_processes
 from tests.support.controller_roles import AdderConfig, Numbers
 from tests.support.controller_run import pool_config
 
@@ -84,7 +84,7 @@ def test_sigterm_while_ray_starts(tmp_path):
         output, errors = process.communicate(timeout=60)
         assert (process.returncode, output) == (143, ""), errors
         assert not list(Path(folder).iterdir())
-        assert not processes.with_environment(MARK, str(ray_folders[0]))
+        assert not marked_processes(MARK, ray_folders[0])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_nothing_stays_behind(tmp_path, mode, whom, exit_code):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == exit_code, errors
     assert time.monotonic() - start < 15.0
-    assert not processes.with_environment(MARK, str(ray_folder))
+    assert not marked_processes(MARK, ray_folder)
     assert not ray_folder.exists()
     assert not list(Path("/dev/shm").glob(f"hybridrl_test_{tmp_path.name}*"))
     assert ("the first domino" in errors) == (mode == "raise")
@@ -134,7 +134,7 @@ def test_two_runs_in_a_row_in_one_process(tmp_path):
                 assert group.call("total", Numbers([1, 2]))["total"] == 3
                 left_open = [host.pid for host in pool.hosts]
         assert not any(psutil.pid_exists(pid) for pid in left_open)
-        assert not processes.with_environment(MARK, str(folders[-1]))
+        assert not marked_processes(MARK, folders[-1])
     assert folders[0] != folders[1]
     assert not any(folder.exists() for folder in folders)
     assert {"RAY_AUTH_TOKEN", MARK}.isdisjoint(os.environ)

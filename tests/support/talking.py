@@ -12,7 +12,7 @@ from hybridrl.environments.base import (
     StepResult,
     environment_task,
 )
-from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.processes.messages import FailureKind
 
 # Sampled pieces merge when they are read again: "a", "b" becomes "ab".
 VOCABULARY = {token: i for i, token in enumerate(["<end>", "=", "a", "b", "ab", "aba", "1", "11"])}

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.processes.messages import FailureKind
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from tests.support.scorers import reward_scorer
 

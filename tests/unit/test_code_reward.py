@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
+from hybridrl.processes.messages import FailureKind
 from hybridrl.rewards.code import cases_of, last_python_block, score
-from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.sandbox.programs import Case
 from tests.support.sandbox_settings import BOTH, in_bubblewrap
 from tests.support.scorers import reward_scorer

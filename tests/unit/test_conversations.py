@@ -20,7 +20,7 @@ from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.turns import TurnTokens
 from hybridrl.environments.base import EnvironmentReply, StepRequest, StepResult
-from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.processes.messages import FailureKind
 from hybridrl.trainer.episodes.base import whole_episodes
 from hybridrl.trainer.episodes.conversations import (
     MAX_REASONS,

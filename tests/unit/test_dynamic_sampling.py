@@ -8,7 +8,7 @@ import torch
 
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.processes.messages import Failure, FailureKind
 from hybridrl.rewards.scorer import ScoreResult
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.factory import open_source

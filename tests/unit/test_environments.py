@@ -11,8 +11,8 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.environments.base import EnvironmentPool, StepRequest, StepResult
 from hybridrl.environments.calculator import Calculator
-from hybridrl.rewards.processes.messages import FailureKind
-from hybridrl.rewards.processes.process import RewardProcessError
+from hybridrl.processes.messages import FailureKind
+from hybridrl.processes.pool import ProcessesError
 
 pytestmark = pytest.mark.full
 
@@ -130,7 +130,7 @@ def test_an_environment_that_processes_cannot_import_is_called_one(
     module.write_text(source)
     with (
         EnvironmentPool(f"{module.stem}.Counts", {}, timeout_s=1.0, num_processes=1) as broken,
-        pytest.raises(RewardProcessError, match=says),
+        pytest.raises(ProcessesError, match=says),
     ):
         broken.open([{}])
 

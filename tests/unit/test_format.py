@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
+from hybridrl.processes.messages import FailureKind
 from hybridrl.rewards.format import gsm8k_answer, matches
-from hybridrl.rewards.processes.messages import FailureKind
 from tests.support.scorers import reward_scorer
 
 MATCHES = "hybridrl.rewards.format.matches"

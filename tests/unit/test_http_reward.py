@@ -10,9 +10,9 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
+from hybridrl.processes.messages import FailureKind
 from hybridrl.rewards.base import Score
 from hybridrl.rewards.http import score
-from hybridrl.rewards.processes.messages import FailureKind
 from hybridrl.rewards.remote import FIRST_WAIT_S, RemoteScorerError, wait_s
 from hybridrl.rewards.scorer import ScoreResult
 from tests.support.scorers import reward_scorer

@@ -9,8 +9,8 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import check_reward_function
+from hybridrl.processes.messages import FailureKind
 from hybridrl.rewards.math_answer import last_boxed, reference_answer, score
-from hybridrl.rewards.processes.messages import FailureKind
 from tests.support.scorers import reward_scorer
 
 SCORE = "hybridrl.rewards.math_answer.score"

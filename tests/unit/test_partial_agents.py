@@ -14,7 +14,7 @@ from hybridrl.config.choices import OtherSampling
 from hybridrl.data.batch import EngineStats, RolloutBatch
 from hybridrl.data.live import Served
 from hybridrl.environments.programs import Reward
-from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.processes.messages import Failure, FailureKind
 from hybridrl.trainer.episodes.base import Generator
 from hybridrl.trainer.episodes.conversations import FailureReasons
 from hybridrl.trainer.episodes.responses import decode, encode

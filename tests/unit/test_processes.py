@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from hybridrl.controller.processes import wait_or_kill
+from hybridrl.processes.cleanup import wait_or_kill
 
 # Starts a process that ends at once, prints its id and never reads its exit status.
 PARENT = (

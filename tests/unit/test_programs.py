@@ -20,8 +20,8 @@ from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import AgentConfig
 from hybridrl.environments.commands import command_problems
 from hybridrl.environments.programs import Job, Reward, Task
-from hybridrl.rewards.processes.messages import Failure
-from hybridrl.rewards.processes.process import RewardProcessError
+from hybridrl.processes.messages import Failure
+from hybridrl.processes.pool import ProcessesError
 from tests.support.scorers import wait_for
 
 PROGRAM = """
@@ -184,7 +184,7 @@ def test_the_end_of_a_run_does_not_wait_for_its_programs(tmp_path):
         time.sleep(4)
     assert running[0].result(1) == Reward(0.5, {})
     for one in running[1:]:
-        with pytest.raises(RewardProcessError):
+        with pytest.raises(ProcessesError):
             one.result(1)
     assert time.monotonic() - start < 30
 

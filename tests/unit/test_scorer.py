@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.processes.messages import FailureKind
-from hybridrl.rewards.processes.pool import MAX_LOGGED_CAUSES
-from hybridrl.rewards.processes.process import KILL_AFTER_S, RewardProcess, RewardProcessError
+from hybridrl.processes.messages import FailureKind
+from hybridrl.processes.pool import MAX_LOGGED_CAUSES, ProcessesError
+from hybridrl.processes.process import KILL_AFTER_S, PoolProcess
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from tests.support.reward_cases import LOG_LINE
 from tests.support.scorers import is_gone, reward_scorer, wait_for
@@ -253,10 +253,10 @@ def test_a_signal_while_processes_start_leaves_neither_them_nor_their_thread(mon
     def start(setup):
         if started:
             raise KeyboardInterrupt
-        started.append(RewardProcess(setup))
+        started.append(PoolProcess(setup))
         return started[0]
 
-    monkeypatch.setattr("hybridrl.rewards.processes.pool.RewardProcess", start)
+    monkeypatch.setattr("hybridrl.processes.pool.PoolProcess", start)
     with pytest.raises(KeyboardInterrupt):
         scorer("length")
     new = set(threading.enumerate()) - before
@@ -355,14 +355,14 @@ def score_with_a_module_that(source: str, folder: Path, monkeypatch: pytest.Monk
 
 def test_a_reward_that_processes_cannot_import_raises(tmp_path, monkeypatch):
     says = r"^reward processes cannot start:(.|\n)*No module named 'no_such_dependency'"
-    with pytest.raises(RewardProcessError, match=says):
+    with pytest.raises(ProcessesError, match=says):
         score_with_a_module_that("import no_such_dependency", tmp_path, monkeypatch)
 
 
 def test_processes_that_die_while_they_start_raise_instead_of_starting_for_ever(
     tmp_path, monkeypatch
 ):
-    with pytest.raises(RewardProcessError, match=r"fleeting\.score, the last exit code 5"):
+    with pytest.raises(ProcessesError, match=r"fleeting\.score, the last exit code 5"):
         score_with_a_module_that("import os; os._exit(5)", tmp_path, monkeypatch)
 
 

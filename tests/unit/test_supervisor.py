@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.user_code.supervisor import SIGNAL_CODES
+from hybridrl.processes.supervisor import SIGNAL_CODES
 from tests.support.scorers import is_gone, wait_for
 
 # Its worker starts processes that leave its group, and writes their ids.
 MANY = """
 import os, sys, time
-from hybridrl.config.user_code.supervisor import supervise
-supervise(os.getppid(), os.open(os.devnull, os.O_RDONLY))
+from hybridrl.processes.supervisor import supervise
+supervise(os.getppid())
 for _ in range(int(sys.argv[1])):
     if os.fork() == 0:
         os.setsid()
@@ -41,14 +41,14 @@ def test_many_processes_end_in_linear_time():
 # Its worker fills a folder that its supervisor removes.
 FOLDER = """
 import os, sys, time
-from hybridrl.config.user_code.supervisor import supervise
+from hybridrl.processes.supervisor import supervise
 parent, folder, end = os.getppid(), *sys.argv[1:]
 if end == "parent dies":
     parent = os.getpid()
     if os.fork():
         os.read(0, 1)
         os._exit(0)
-supervise(parent, os.open(os.devnull, os.O_RDONLY), folder)
+supervise(parent, folder=folder)
 os.chdir(folder)
 open("file", "w").close()
 os.mkdir("closed")

@@ -23,7 +23,7 @@ from hybridrl.controller.calls import Span
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.health.measures import MarkedTokens
 from hybridrl.health.observer import HealthChecks
-from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.processes.messages import Failure, FailureKind
 from hybridrl.trainer.record import Responses, RolloutRecord, RunResult, StepRecord, Trained
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.phases import Phases

@@ -28,14 +28,12 @@ SOURCE = Path(__file__).resolve().parents[2] / "hybridrl"
 # ours that speak with each other, and torch's own flight recorder.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
-    "config/user_code/importing.py",
     "controller/ray/node_probes.py",
     "controller/ray/ray_probes.py",
     "controller/watch/flight_recorder.py",
     "doctor/joined.py",
     "environments/base.py",
-    "rewards/processes/messages.py",
-    "rewards/processes/process.py",
+    "processes/process.py",
 }
 MAY_EXECUTE = {"rewards/sandbox/jail.py"}
 # `trusts`: model.trust_remote_code is set.

@@ -29,7 +29,7 @@ from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.programs import Job, Reward
-from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.processes.messages import Failure, FailureKind
 from hybridrl.trainer.episodes.base import Episodes, Grown, Sampling, Until
 from hybridrl.trainer.episodes.conversations import Environment, FailureReasons
 from hybridrl.trainer.episodes.responses import (

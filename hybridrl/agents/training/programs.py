@@ -13,8 +13,8 @@ from hybridrl.config.schema import AgentConfig
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.distributed.background import run_in_background
 from hybridrl.environments.programs import Job, Task, read_reward
-from hybridrl.rewards.processes.messages import Indexed, Setup
-from hybridrl.rewards.processes.pool import TaskPool
+from hybridrl.processes.messages import Indexed, Setup
+from hybridrl.processes.pool import TaskPool
 
 TASK = "hybridrl.environments.programs.program_task"
 # A request costs its process some milliseconds of CPU in an SDK, while an engine waits for it.
@@ -59,7 +59,7 @@ class ProgramPool:
         """Begin to run jobs; return the Future of each one's `Reward` or `Failure`.
 
         Raises:
-            RewardProcessError: processes do not start up.
+            ProcessesError: processes do not start up.
         """
         if self._serving.done():
             self._serving.result()

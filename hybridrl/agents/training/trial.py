@@ -18,15 +18,15 @@ from hybridrl.agents.text import ModelText
 from hybridrl.agents.training.programs import ProgramPool, task_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.importing import is_ours
-from hybridrl.config.user_code.tracebacks import last_frame
 from hybridrl.data.live import LiveRequest, Progress
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.environments.programs import KEY, Job
 from hybridrl.models.resolve import plain_folder
 from hybridrl.models.vocabulary import stop_token_ids
-from hybridrl.rewards.processes.messages import Failure
-from hybridrl.rewards.processes.process import RewardProcessError
+from hybridrl.processes.messages import Failure
+from hybridrl.processes.pool import ProcessesError
+from hybridrl.processes.texts import last_frame
 from hybridrl.rollout.tool_calls import Parsed
 
 # Seconds after which a program that has asked nothing yet, such as one that builds its tools first,
@@ -85,7 +85,7 @@ def _reason(ended: "Future[object]") -> str:
     """Return why a program failed, with its line; "" if it did not."""
     try:
         outcome = ended.result()
-    except RewardProcessError as error:
+    except ProcessesError as error:
         return str(error)
     if not isinstance(outcome, Failure):
         return ""

@@ -15,6 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.processes.process import is_secret_variable
+
 # Replacement of a secret.
 HIDDEN = "***"
 # Shorter values would match by chance.
@@ -28,12 +30,6 @@ _NAME = re.compile(
     r"|shared|signing|storage|subscription|wandb)[_-]?key|connection[_-]?string)$",
     re.I,
 )
-# Short words need another word before them: PWD is a folder, and COMPASS is not secret.
-_VARIABLE = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|KEY|CONNECTION_?STRING|PGPASS)$|SECRET"
-    r"|_(PASS|PWD|PAT|AUTH|CREDS)$",
-    re.I,
-)
 # user:password@ or token@ in a URI.
 _LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+@")
 # An entry of a mapping in one override: +mine={api_key: x}.
@@ -44,11 +40,6 @@ _ASSIGNMENT = re.compile(r"^([+~]*)([\w.\-/@]+)=(.*)$", re.S)
 def is_secret_key(name: str) -> bool:
     """Return whether a config key holds a secret, by (the end of) its name."""
     return _NAME.search(name) is not None and _TEXT_TOKEN.search(name) is None
-
-
-def is_secret_variable(name: str) -> bool:
-    """Return whether an environment variable holds a secret, by its name."""
-    return _VARIABLE.search(name) is not None
 
 
 def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:

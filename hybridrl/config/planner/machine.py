@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner import nvidia_smi
 
 GIB = 2**30
@@ -13,6 +14,9 @@ GIB = 2**30
 # Threads of torch's CPU operations on a host with GPUs. Idle threads spin between operations: with
 # one per core in several processes they would slow down the threads that feed the GPUs.
 MAX_THREADS_BESIDE_GPU = 8
+
+# Size of Ray's object store in a node's shared memory: enough for the batches of a few steps.
+STORE_BYTES = {Accelerator.gpu: 2 * GIB, Accelerator.cpu: GIB // 4}
 
 # RAM of a node that is planned, not there.
 UNKNOWN_RAM = 2**60

@@ -2,27 +2,22 @@
 
 import functools
 import importlib
-import json
 import os
-import pickle
-import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterable
+from multiprocessing.connection import wait
 from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.files import file_of, module_and_name, module_of
-from hybridrl.config.user_code.supervisor import describe_exit, end, supervise
-from hybridrl.config.user_code.tracebacks import place_of, printable
+from hybridrl.processes.process import ChildEnd, UserProcess
+from hybridrl.processes.supervisor import describe_exit
+from hybridrl.processes.texts import place_of, printable
 
 TRIAL_TIMEOUT_S = 120.0
 
-_COMMAND = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from hybridrl.config.user_code.importing import main; "
-    "main(*pickle.load(sys.stdin.buffer), int(sys.argv[1]), int(sys.argv[2]))"
-)
 _MAX_CHARS = 1000
 
 # Dotted path of a function of hybridrl that returns problems, and its arguments.
@@ -129,52 +124,37 @@ def _tried_import(module: str, import_path: tuple[str, ...]) -> str:
 
 
 def _tried(module: str, check: Check | None = None) -> tuple[bool, list[str] | str]:
-    """Run `main` in a separate process.
+    """Run `trial` in a separate process.
 
     Returns:
         Whether the module was imported; and the problems, or why the import or check failed.
     """
-    why = ""
-    with os.fdopen(os.memfd_create("answer"), "rb") as answer:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, str(answer.fileno()), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[answer.fileno()],
-            process_group=0,
-        )
-        try:
-            question = pickle.dumps(sys.path) + pickle.dumps((module, check))
-            process.communicate(question, TRIAL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            why = f"it did not end within {TRIAL_TIMEOUT_S:g} s"
-        finally:
-            code = end(process)
-        answer.seek(0)  # writer and reader share the offset
-        lines = answer.read().splitlines()
-    why = why or f"its process ended, {describe_exit(code)}"
-    answers = [json.loads(line) for line in lines] + [why]
+    answers: list[Any] = []
+    end, why = time.monotonic() + TRIAL_TIMEOUT_S, ""
+    process = UserProcess(f"{__name__}.trial", os.environ, is_silent=True)
+    try:
+        process.send((module, check), TRIAL_TIMEOUT_S)
+        while wait([process.socket], max(0.0, end - time.monotonic())):
+            answers += process.messages()
+        why = f"it did not end within {TRIAL_TIMEOUT_S:g} s"
+    except (EOFError, OSError):
+        pass
+    finally:
+        code = process.end()
+    answers.append(why or f"its process ended, {describe_exit(code)}")
     return (True, answers[1]) if answers[0] == [] else (False, answers[0])
 
 
-def main(module: str, check: Check | None, fd: int, parent: int) -> None:
-    """Import a module and run a check; write the problems or the error of each to `fd` as JSON."""
-    supervise(parent, fd)
-    worker = os.getpid()
-
-    def tell(answer: list[str] | str) -> None:
-        if os.getpid() == worker:  # not a process that the module has forked
-            os.write(fd, json.dumps(answer).encode() + b"\n")
-
+def trial(link: ChildEnd) -> None:
+    """Import a module and run a check; send the problems or the error of each. See `_tried`."""
+    module, check = link.receive()
     try:
         importlib.import_module(module)
-        tell([])
+        link.send([])
         if check is not None:
-            tell(_problems(*check))
+            link.send(_problems(*check))
     except BaseException as error:
-        tell(_described(error))
-    os._exit(0)  # despite threads that the module has started
+        link.send(_described(error))
 
 
 def _problems(function: str, arguments: tuple[Any, ...]) -> list[str]:

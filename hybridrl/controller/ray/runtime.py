@@ -20,11 +20,10 @@ import ray
 from ray.exceptions import AuthenticationError, RayError, RaySystemError
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.machine import STORE_BYTES
 from hybridrl.config.planner.memory import MIB
 from hybridrl.config.schema import ClusterConfig
-from hybridrl.controller import processes
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.rendezvous import is_ip
@@ -32,6 +31,8 @@ from hybridrl.controller.signals import shielded, signal_guard
 from hybridrl.controller.watch.janitor import Janitor
 from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
 from hybridrl.distributed.background import call_with_timeout, join_abandoned_calls
+from hybridrl.processes import cleanup
+from hybridrl.processes.process import is_secret_variable
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +190,8 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
     slots = cluster.gpus_per_node
     assert slots is not None, "cluster.gpus_per_node is resolved before Ray starts"
     # The batches of a few steps.
-    free = shutil.disk_usage(processes.SHARED_MEMORY).free
-    store_bytes = max(80 * MIB, min(processes.STORE_BYTES[accelerator], free // 2))
+    free = shutil.disk_usage(cleanup.SHARED_MEMORY).free
+    store_bytes = max(80 * MIB, min(STORE_BYTES[accelerator], free // 2))
     start = time.perf_counter()
     # ray.init may swallow an exception of a signal; it takes a few seconds.
     with (
@@ -231,20 +232,20 @@ def _stop(folder: Path) -> None:
     """Shut Ray down, wait for the end of all its processes, and delete its folder."""
     with shielded():
         start = time.perf_counter()
-        started = processes.ray_processes(MARK, folder)
+        started = cleanup.marked_processes(MARK, folder)
         if not is_local_ray_broken():
             ray.shutdown()
         else:  # it would wait for dead or stopped processes
-            processes.wait_or_kill(started, 0.0)
+            cleanup.wait_or_kill(started, 0.0)
             try:
                 call_with_timeout(SHUTDOWN_LIMIT_S, ray.shutdown)
             except TimeoutError:
                 logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
             except RayError as error:
                 logger.error("Ray did not shut down cleanly: %s", error)
-        processes.wait_or_kill(started, STOP_GRACE_S)
+        cleanup.wait_or_kill(started, STOP_GRACE_S)
         # Processes started during the shutdown.
-        processes.wait_or_kill(processes.ray_processes(MARK, folder), 0.0)
+        cleanup.wait_or_kill(cleanup.marked_processes(MARK, folder), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
         logger.debug("Ray stopped in %.1f s", time.perf_counter() - start)
 

@@ -47,32 +47,26 @@ class Janitor:
         """End the janitor without a cleanup."""
         with suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.communicate(DONE, timeout=END_S)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 def main(variable: str, folder: str, run: str) -> None:
     """Wait for the end of the run's process, and clean up unless it has done so."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    if sys.stdin.buffer.read() != DONE:
-        ended = clear(variable, Path(folder))
-        sys.stderr.write(
-            f"The run's process (pid {run}) was killed. Cleaned up: {folder}, and {ended} "
-            "process(es) that had not ended by themselves\n"
-        )
+    if sys.stdin.buffer.read() == DONE:
+        return
+    from hybridrl.processes import cleanup
 
-
-def clear(variable: str, folder: Path) -> int:
-    """End the processes of a killed run and remove its files; return how many had to be killed."""
-    from hybridrl.controller import processes
-
-    members = processes.ray_processes(variable, folder)
-    left = processes.footprint([process.pid for process in members])
-    listed = folder / SHARED_MEMORY_LIST
+    members = cleanup.marked_processes(variable, Path(folder))
+    left = cleanup.footprint([process.pid for process in members])
+    listed = Path(folder, SHARED_MEMORY_LIST)
     paths = listed.read_text().splitlines() if listed.is_file() else []
-    killed = processes.end(left, paths, GRACE_S)
-    processes.wait_or_kill(processes.ray_processes(variable, folder), 0.0)
+    killed = cleanup.end(left, paths, GRACE_S)
+    cleanup.wait_or_kill(cleanup.marked_processes(variable, Path(folder)), 0.0)
     shutil.rmtree(folder, ignore_errors=True)
-    return killed
+    sys.stderr.write(
+        f"The run's process (pid {run}) was killed. Cleaned up: {folder}, and {killed} "
+        "process(es) that had not ended by themselves\n"
+    )

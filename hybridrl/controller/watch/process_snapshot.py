@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.controller.processes import STACK_SIGNAL
+from hybridrl.controller.output import STACK_SIGNAL
 from hybridrl.controller.watch.flight_recorder import RECORDER_SIGNAL, records
 from hybridrl.distributed.position import Position, open_position
+from hybridrl.processes.supervisor import stat_of
 
 # Seconds for processes to write their stacks, minimum and maximum.
 MIN_WRITING_S, MAX_WRITING_S = 0.5, 3.0
@@ -73,10 +74,7 @@ def counters_at(pid: int, position: Position) -> tuple[int, int]:
 
 def state_of(pid: int) -> str:
     """Return the letter of a process's state in /proc/<pid>/stat; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    return stat_of(pid)[0]
 
 
 def is_stopped(pid: int) -> bool:

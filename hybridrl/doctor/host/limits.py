@@ -3,8 +3,8 @@
 import math
 
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.planner.machine import STORE_BYTES
 from hybridrl.config.planner.memory import MIB, gib
-from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.doctor.findings import (
     Finding,
     Rule,

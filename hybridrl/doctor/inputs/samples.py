@@ -12,7 +12,6 @@ from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
 from hybridrl.config.sections.data import DataConfig, MixturePart
-from hybridrl.config.user_code.tracebacks import last_frame
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
@@ -25,7 +24,8 @@ from hybridrl.doctor.findings import (
     warns_if,
 )
 from hybridrl.environments.base import EnvironmentPool, StepRequest
-from hybridrl.rewards.processes.process import RewardProcessError
+from hybridrl.processes.pool import ProcessesError
+from hybridrl.processes.texts import last_frame
 from hybridrl.rewards.scorer import RewardScorer, rule_config
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
             found.append(_try_rule(node, key, rule, config, prompts))
     except ConfigError as error:
         found.append(fail(REWARD, node, error.problems[0], "Correct reward.* or eval.rules.*"))
-    except RewardProcessError as error:
+    except ProcessesError as error:
         advice = "Check the imports of the function's module"
         found.append(fail(REWARD, node, str(error), advice))
     return found

@@ -24,7 +24,7 @@ from io import FileIO
 from types import ModuleType
 from typing import Any
 
-from hybridrl.config.user_code import kernel
+from hybridrl.processes import kernel
 
 _SECRET_BYTES = 16
 # A test's process reports on descriptor 3: its begin, then the secret; or an error.

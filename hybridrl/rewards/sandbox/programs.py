@@ -24,9 +24,7 @@ _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hybridrl.rewards.sandbox.jail import main; "
     "del sys.path[0]; main(*sys.argv[2:])"
 )
-_MODULES = tuple(
-    str(_PACKAGE / name) for name in ("rewards/sandbox/jail.py", "config/user_code/kernel.py")
-)
+_MODULES = [str(_PACKAGE / name) for name in ("rewards/sandbox/jail.py", "processes/kernel.py")]
 
 
 class Isolation(StrEnum):

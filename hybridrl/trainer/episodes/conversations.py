@@ -18,7 +18,7 @@ from hybridrl.data.sources.turns import TurnTokens
 from hybridrl.environments.base import EnvironmentPool, EnvironmentReply, StepRequest
 from hybridrl.models.resolve import plain_folder
 from hybridrl.models.vocabulary import stop_token_ids
-from hybridrl.rewards.processes.messages import Failure, FailureKind
+from hybridrl.processes.messages import Failure, FailureKind
 from hybridrl.trainer.episodes.base import Episodes
 from hybridrl.trainer.episodes.responses import EpisodeState, Response
 from hybridrl.trainer.episodes.turns import Turns

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import NO_VERSION
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.rewards.processes.messages import FailureKind
+from hybridrl.processes.messages import FailureKind
 
 # Classes of `EpisodeState` by their `kind` in checkpoints; imported when they are read.
 STATES = {

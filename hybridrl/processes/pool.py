@@ -1,4 +1,4 @@
-"""Process pool that runs one function over items, each of which may fail in any way.
+"""Pool of processes that runs one function over items, each of which may fail in any way.
 
     items -> chunks -> processes -> one result per item, sent when it is computed
 
@@ -22,9 +22,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Self
 
-from hybridrl.config.user_code.supervisor import describe_exit
-from hybridrl.config.user_code.tracebacks import last_frame
-from hybridrl.rewards.processes.messages import (
+from hybridrl.processes.messages import (
     OUTPUT,
     START,
     Failure,
@@ -32,12 +30,9 @@ from hybridrl.rewards.processes.messages import (
     Indexed,
     Setup,
 )
-from hybridrl.rewards.processes.process import (
-    START_TIMEOUT_S,
-    RewardProcess,
-    RewardProcessError,
-    environment_for,
-)
+from hybridrl.processes.process import START_TIMEOUT_S, PoolProcess, environment_for
+from hybridrl.processes.supervisor import describe_exit
+from hybridrl.processes.texts import last_frame
 
 _logger = logging.getLogger(__name__)
 
@@ -49,6 +44,10 @@ MAX_LOGGED_CAUSES = 10
 OTHER_CAUSES = "other causes"
 # Failed starts in a row, without an item as cause, that raise an error.
 MAX_FAILED_STARTS = 3
+
+
+class ProcessesError(RuntimeError):
+    """Failed start of a pool's processes, not caused by an item; or their end."""
 
 
 class TaskPool:
@@ -74,7 +73,6 @@ class TaskPool:
         most: int = MAX_PROCESSES,
         repeated: Callable[[Any], Any] = lambda item: item,
     ) -> None:
-        count = num_processes or min(len(os.sched_getaffinity(0)), most)
         self._setup, self._what = setup, what
         self._read, self._repeated = read, repeated
         self._failed: Counter[str] = Counter()  # items by cause, see `_cause`
@@ -86,11 +84,11 @@ class TaskPool:
         if withheld := ", ".join(sorted(os.environ.keys() - environment_for(setup.args).keys())):
             text = "%s processes start without %s; name a variable in the arguments to pass it on"
             _logger.info(text, what, withheld)
-        # The kernel ends processes with the thread that started them; `run` may be in any thread.
+        # A process ends with the thread that started it; `run` may be called in any thread.
         self._starter = ThreadPoolExecutor(1, f"start {what}")
-        self._processes: list[RewardProcess] = []
+        self._processes: list[PoolProcess] = []
         try:
-            for _ in range(count):
+            for _ in range(num_processes or min(len(os.sched_getaffinity(0)), most)):
                 self._processes.append(self._start())
         except BaseException:  # a signal: Python would wait for the thread at its end, for ever
             self.close()
@@ -100,43 +98,41 @@ class TaskPool:
         """Return the value or `Failure` of each item, in order.
 
         Raises:
-            RewardProcessError: processes do not start up.
+            ProcessesError: processes do not start up.
         """
         self._waiting, self._results, results = deque(enumerate(items)), {}, dict[int, Any]()
         self._suspects.clear()
-        chunk_items = min(max(len(items) // (4 * len(self._processes)), 1), MAX_CHUNK_ITEMS)
         try:
             while len(results) < len(items):
-                results |= self.advance((), chunk_items=chunk_items)
+                results |= self.advance(())
         except BaseException:  # the results are not needed any more
             for process in self._processes:
                 if process.pending:
                     self._replace(process)
             raise
-        found = [results[index] for index in range(len(items))]
-        self.log(found)
-        return found
+        in_order = [results[index] for index in range(len(items))]
+        self.log(in_order)
+        return in_order
 
-    def advance(
-        self, new: Iterable[Indexed], *bells: socket.socket, chunk_items: int = 1
-    ) -> dict[int, Any]:
+    def advance(self, new: Iterable[Indexed], *bells: socket.socket) -> dict[int, Any]:
         """Add items, wait for an event or a bell, and return new results by index.
 
         Raises:
-            RewardProcessError: processes do not start up, or `stop` was called.
+            ProcessesError: processes do not start up, or `stop` was called.
         """
         assert self._processes, "the pool is closed"
         self._waiting.extend(new)
-        self._hand_out(chunk_items)
-        if not self._is_stopped:  # the bell of `stop` may have been heard before
+        while sum(self._hand_to(process) for process in list(self._processes)):
+            pass  # until all items are assigned, or no process has room for more
+        if not self._is_stopped:  # the bell of `stop` may have rung before
             self._collect(bells)
         if self._is_stopped:  # also where the end of a process was its item's result
-            raise RewardProcessError(f"the {self._what} processes were stopped")
-        found, self._results = self._results, {}
-        return found
+            raise ProcessesError(f"the {self._what} processes were stopped")
+        results, self._results = self._results, {}
+        return results
 
     def stop(self) -> None:
-        """Make `run` or `advance` in another thread raise RewardProcessError, soon."""
+        """Make `run` or `advance` in another thread raise ProcessesError, soon."""
         self._is_stopped = True
         for process in self._processes:
             process.ask_to_end()
@@ -154,7 +150,7 @@ class TaskPool:
         for process in processes:
             process.ask_to_end()
         for process in processes:
-            process.kill()
+            process.end()
         self._starter.shutdown()
 
     def __enter__(self) -> Self:
@@ -163,14 +159,14 @@ class TaskPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_out(self, chunk_items: int) -> None:
-        """Assign items to processes until all are assigned, or no process has room for more."""
-        while sum(self._hand_to(process, chunk_items) for process in list(self._processes)):
-            pass
-
-    def _hand_to(self, process: RewardProcess, chunk_items: int) -> int:
-        """Assign items to a process; return their number."""
-        chunk = self._chunk_for(process, chunk_items)
+    def _hand_to(self, process: PoolProcess) -> int:
+        """Assign the next items to a process, as many as it has room for; return their number."""
+        suspects = self._suspects if process.is_async and not self._waiting else deque()
+        room = self._room_of(process)
+        if suspects and room and not process.pending:
+            chunk = [suspects.popleft()]
+        else:
+            chunk = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         if chunk:
             try:
                 process.hand_out(chunk)
@@ -179,39 +175,28 @@ class TaskPool:
                 self._fail_current(process, FailureKind.error)
         return len(chunk)
 
-    def _chunk_for(self, process: RewardProcess, chunk_items: int) -> list[Indexed]:
-        """Take the next items for a process: a chunk when it is idle, or as many as it may have."""
-        size, pending = chunk_items, len(process.pending)
-        if pending and not process.is_async:
-            return []
-        if process.is_async:
-            share, rest = divmod(self._setup.concurrency, len(self._processes))
-            share += self._processes.index(process) < rest
-            if self._suspects and not self._waiting and not pending and share:
-                return [self._suspects.popleft()]
-            # An even share of few items: they may also need time to compute.
-            size = min(share - pending, math.ceil(len(self._waiting) / len(self._processes)))
-        return [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+    def _room_of(self, process: PoolProcess) -> int:
+        """Return how many more items a process may have: a chunk if idle, or its share if async."""
+        count = len(self._processes)
+        if not process.is_async:
+            chunk = min(max(len(self._waiting) // (4 * count), 1), MAX_CHUNK_ITEMS)
+            return 0 if process.pending else chunk
+        share, rest = divmod(self._setup.concurrency, count)
+        share += self._processes.index(process) < rest
+        # An even share of few items: they may also need time to compute.
+        few = math.ceil(max(len(self._waiting), 1) / count)
+        return min(share - len(process.pending), few)
 
     def _collect(self, bells: Sequence[socket.socket]) -> None:
         """Wait for an event; store results and replace processes that ended or hang."""
         awaited = [process for process in self._processes if process.pending]
         soonest = min((process.deadline for process in awaited), default=math.inf)
-        timeout = max(0.0, soonest - time.monotonic())
-        sockets = [*bells, *(process.socket for process in awaited)]
-        wait(sockets, None if timeout == math.inf else timeout)
+        timeout = None if soonest == math.inf else max(0.0, soonest - time.monotonic())
+        wait([*bells, *(process.socket for process in awaited)], timeout)
         for process in awaited:
             try:
-                for index, found in process.receive():
-                    failed = isinstance(found, Failure)
-                    if index != START:
-                        self._results[index] = found if failed else self._read(found)
-                    elif failed:
-                        raise RewardProcessError(
-                            f"{self._what} processes cannot start:\n{found.traceback}"
-                        )
-                    else:
-                        self._failed_starts = 0
+                for index, result in process.receive():
+                    self._store(index, result)
             except (EOFError, OSError):
                 self._fail_current(process, FailureKind.error)
             except (TypeError, ValueError, RecursionError):
@@ -225,7 +210,15 @@ class TaskPool:
                         reason += " (a call in an async function blocks, or ignores cancellation)"
                     self._fail_current(process, FailureKind.timeout, reason)
 
-    def _fail_current(self, process: RewardProcess, kind: FailureKind, reason: str = "") -> None:
+    def _store(self, index: int, result: Any) -> None:
+        if index != START:
+            self._results[index] = result if isinstance(result, Failure) else self._read(result)
+        elif isinstance(result, Failure):
+            raise ProcessesError(f"{self._what} processes cannot start:\n{result.traceback}")
+        else:
+            self._failed_starts = 0
+
+    def _fail_current(self, process: PoolProcess, kind: FailureKind, reason: str = "") -> None:
         """Fail the current item of a process, put its other items back and replace it.
 
         Several items that were under way are put back to be computed alone. Without a reason the
@@ -245,19 +238,19 @@ class TaskPool:
             reason = reason or f"its process ended, {describe_exit(exit_code)}"
             self._results[index] = Failure(index, kind, reason)
 
-    def _replace(self, process: RewardProcess) -> int:
-        """Kill a process and start a new one; return the exit code."""
-        exit_code = process.kill()
+    def _replace(self, process: PoolProcess) -> int:
+        """End a process and start a new one; return the exit code."""
+        exit_code = process.end()
         self._processes[self._processes.index(process)] = self._start()
         return exit_code
 
-    def _start(self) -> RewardProcess:
-        return self._starter.submit(RewardProcess, self._setup).result()
+    def _start(self) -> PoolProcess:
+        return self._starter.submit(PoolProcess, self._setup).result()
 
     def _count_failed_start(self, exit_code: int) -> None:
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
-            raise RewardProcessError(
+            raise ProcessesError(
                 f"{self._failed_starts} {self._what} processes in a row ended before they could "
                 f"run {self._setup.function}, the last {describe_exit(exit_code)}, or took longer "
                 f"than {START_TIMEOUT_S:g} s to start; see their output above"
@@ -265,11 +258,11 @@ class TaskPool:
 
     def log(self, results: Sequence[Any]) -> None:
         """Log the first failure of each cause, and the number of such failures in the batch."""
-        found: dict[str, list[Failure]] = {}
+        by_cause: dict[str, list[Failure]] = {}
         for place, result in enumerate(results):
             if isinstance(result, Failure):
-                found.setdefault(_cause(result), []).append(replace(result, index=place))
-        for cause, failures in found.items():
+                by_cause.setdefault(_cause(result), []).append(replace(result, index=place))
+        for cause, failures in by_cause.items():
             if cause not in self._failed:
                 if len(self._failed) >= MAX_LOGGED_CAUSES:
                     cause = OTHER_CAUSES
@@ -282,15 +275,8 @@ class TaskPool:
         # Without frames or output of the user it is the reason again.
         says_more = last_frame(first.traceback) or f"\n  {OUTPUT}" in first.traceback
         trace = f"\n{first.traceback}" if says_more else ""
-        _logger.warning(
-            "%s failed for %d of %d, first for item %d: %s%s",
-            self._what,
-            len(failures),
-            count,
-            first.index,
-            first.reason,
-            trace,
-        )
+        text = "%s failed for %d of %d, first for item %d: %s%s"
+        _logger.warning(text, self._what, len(failures), count, first.index, first.reason, trace)
 
 
 def _cause(failure: Failure) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_CHARS = 4000
-_OURS = str(Path(__file__).parents[2]) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 

@@ -1,11 +1,10 @@
-"""Worker processes and their shared memory on one machine: listing, killing, unlinking.
+"""Clean-up of processes without a supervisor, and of their shared memory, on one machine.
 
-Plain functions; the pool runs them here or, for other nodes, as Ray tasks.
+Plain functions; the controller runs them here or, for other nodes, as Ray tasks.
 """
 
 import logging
 import os
-import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +12,9 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.config.choices import Accelerator
-
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# Size of Ray's object store there: enough for the batches of a few steps.
-STORE_BYTES = {Accelerator.gpu: 2048 * 2**20, Accelerator.cpu: 256 * 2**20}
-STACK_SIGNAL = signal.SIGUSR1
 # A killed process that still exists after these seconds hangs in the kernel.
 KILL_TIMEOUT_S = 2.0
 POLL_S = 0.02
@@ -40,37 +34,28 @@ def shared_memory_of(process: psutil.Process) -> list[str]:
 
     They persist when all processes that map them are killed. Older files belong to others.
     """
-    maps = Path(f"/proc/{process.pid}/maps")
-    started = process.create_time()
-    found = set()
-    for line in maps.read_text().splitlines():
-        path = line[line.find("/") :] if "/" in line else ""
-        if path.startswith(f"{SHARED_MEMORY}/") and _is_ours(path, started):
-            found.add(path)
-    return sorted(found)
-
-
-def _is_ours(path: str, since: float) -> bool:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:  # mapped but already unlinked
-        return False
-    # File and process times have different resolutions.
-    return status.st_uid == os.getuid() and status.st_ctime > since - 1.0
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    paths = {"/" + line.partition("/")[2] for line in lines}
+    started, own = process.create_time(), []
+    for path in sorted(path for path in paths if path.startswith(f"{SHARED_MEMORY}/")):
+        with suppress(FileNotFoundError):  # mapped but already unlinked
+            status = os.stat(path)
+            # File and process times have different resolutions.
+            if status.st_uid == os.getuid() and status.st_ctime > started - 1.0:
+                own.append(path)
+    return own
 
 
 def footprint(pids: list[int]) -> Footprint:
     """Return processes, with children, and shared memory of these process ids."""
-    found, files = [], set()
+    members, files = [], set[str]()
     for pid in pids:
-        try:
+        with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             process = psutil.Process(pid)
             for member in (process, *process.children(recursive=True)):
-                found.append((member.pid, member.create_time()))
+                members.append((member.pid, member.create_time()))
             files.update(shared_memory_of(process))
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            continue
-    return Footprint(found, sorted(files))
+    return Footprint(members, sorted(files))
 
 
 def end(left: Footprint, shared_memory: list[str], grace_s: float) -> int:
@@ -97,7 +82,7 @@ def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> int:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     if left := _wait(alive, KILL_TIMEOUT_S):
-        logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
+        _logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
     return len(alive)
 
 
@@ -123,27 +108,18 @@ def _is_zombie(process: psutil.Process) -> bool:
         return True
 
 
-def ray_processes(variable: str, folder: Path) -> list[psutil.Process]:
-    """Return the processes of the Ray whose files are in a folder.
+def marked_processes(variable: str, folder: Path) -> list[psutil.Process]:
+    """Return this user's processes that were started with `variable` set to a folder.
 
-    They have an environment variable whose value is the folder. Some of Ray's processes overwrite
-    their environment with a title; those have files open in the folder.
+    Some of Ray's processes overwrite their environment with a title, "ray::"; those have files open
+    in the folder.
     """
-    marked = with_environment(variable, str(folder))
-    known = {process.pid for process in marked}
-    titled = [
-        p for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("ray::")
-    ]
-    return marked + [p for p in titled if p.pid not in known and _has_open(p, folder)]
-
-
-def with_environment(name: str, value: str) -> list[psutil.Process]:
-    """Return this user's processes that were started with this environment variable."""
-    found = psutil.process_iter(["environ"])
-    return [p for p in found if (p.info["environ"] or {}).get(name) == value]
-
-
-def _has_open(process: psutil.Process, folder: Path) -> bool:
-    with suppress(psutil.Error):  # exited, or another user's
-        return any(file.path.startswith(f"{folder}/") for file in process.open_files())
-    return False
+    marked = []
+    for process in psutil.process_iter(["environ", "name"]):
+        if (process.info["environ"] or {}).get(variable) == str(folder):
+            marked.append(process)
+        elif (process.info["name"] or "").startswith("ray::"):
+            with suppress(psutil.Error):  # exited, or another user's
+                if any(file.path.startswith(f"{folder}/") for file in process.open_files()):
+                    marked.append(process)
+    return marked

@@ -2,24 +2,32 @@
 
     this process -> supervisor -> worker -> processes of the user's code
 
-The kernel makes the supervisor the parent of all orphans below it (subreaper). So it also finds
+The kernel makes the supervisor the parent of all orphans below it (subreaper). So it also reaches
 processes that left their group, session or parent.
 """
 
 import os
+import resource
 import signal
 import subprocess
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.user_code.kernel import adopt_orphans, end_with
+from hybridrl.processes.kernel import adopt_orphans, end_with
 
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 # Seconds from SIGTERM to SIGKILL of a supervisor.
 END_TIMEOUT_S = 5.0
 # Exit codes from here on: the worker was killed by signal code - SIGNAL_CODES.
 SIGNAL_CODES = 128
+_EXECUTE = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from hybridrl.processes.supervisor import execute; execute(*map(int, sys.argv[2:4]))"
+)
+_ROOT = str(Path(__file__).resolve().parents[2])
 # Folders that their owner may not list or change are opened.
 _REMOVE = (
     'rm -rf "$1" 2>/dev/null || '
@@ -27,7 +35,7 @@ _REMOVE = (
 )
 
 
-def supervise(parent: int, fd: int, folder: str = "") -> None:
+def supervise(parent: int, *, fd: int | None = None, folder: str = "") -> None:
     """Fork; the child returns as the worker, this process becomes its supervisor.
 
     The supervisor exits after the worker, at SIGTERM, or when its parent dies, and first kills all
@@ -46,7 +54,8 @@ def supervise(parent: int, fd: int, folder: str = "") -> None:
     supervisor = os.getpid()
     worker = os.fork()
     if worker:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
         code = _watch(worker)
         remove(folder)
         os._exit(code)
@@ -55,14 +64,41 @@ def supervise(parent: int, fd: int, folder: str = "") -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
-def end(process: subprocess.Popen[Any]) -> int:
-    """End a supervisor and all below it; return its exit code."""
-    process.terminate()
+def supervised(command: Sequence[str], memory_mb: int) -> list[str]:
+    """Return a command that runs another one below a supervisor, with this process as parent."""
+    start = [sys.executable, "-I", "-S", "-c", _EXECUTE, _ROOT]
+    return [*start, str(os.getpid()), str(memory_mb), *command]
+
+
+def execute(parent: int, memory_mb: int) -> None:
+    """Become the command of `supervised`."""
+    supervise(parent)
+    limit_memory(memory_mb)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    command = sys.argv[4:]
     try:
-        return process.wait(END_TIMEOUT_S)
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Limit the data of this process and those that it starts; they may raise it.
+
+    Not the address space, of which Node reserves 10 GiB for each WebAssembly module.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, hard))
+
+
+def end(supervisor: subprocess.Popen[Any]) -> int:
+    """End a supervisor and all below it; return its exit code."""
+    supervisor.terminate()
+    try:
+        return supervisor.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        supervisor.kill()
+        return supervisor.wait()
 
 
 def remove(folder: str) -> str:
@@ -83,11 +119,22 @@ def describe_exit(code: int) -> str:
     return f"killed by signal {killed_by}" if killed_by > 0 else f"exit code {code}"
 
 
+def stat_of(pid: int) -> tuple[str, int]:
+    """Return the letter of a process's state and its parent; ("", 0) if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0
+    # The name, in parentheses, may contain anything.
+    state, parent = stat.rpartition(b")")[2].split()[:2]
+    return state.decode(), int(parent)
+
+
 def _watch(worker: int) -> int:
     """Wait for the worker's end or SIGTERM, kill all that is left, return the exit code."""
-    status: int | None = None
-    while status is None and signal.sigwait(_AWAITED) == signal.SIGCHLD:
-        status = _reap(-1, os.WNOHANG).get(worker)
+    statuses: dict[int, int] = {}
+    while worker not in statuses and signal.sigwait(_AWAITED) == signal.SIGCHLD:
+        statuses |= _reap(-1, os.WNOHANG)
     # A process may start others until it is dead, hence again.
     while left := _descendants():
         for pid in left:
@@ -95,30 +142,27 @@ def _watch(worker: int) -> int:
                 os.kill(pid, signal.SIGKILL)
         # Parents before their children, whose parent is then this process.
         for pid in left:
-            status = _reap(pid, 0).get(worker, status)
-    assert status is not None
-    code = os.waitstatus_to_exitcode(status)
+            statuses |= _reap(pid, 0)
+    code = os.waitstatus_to_exitcode(statuses[worker])
     return code if code >= 0 else SIGNAL_CODES - code
 
 
 def _reap(child: int, options: int) -> dict[int, int]:
     """Wait for children as waitpid does; return the statuses of those that ended, by id."""
-    ended: dict[int, int] = {}
+    statuses: dict[int, int] = {}
     with suppress(ChildProcessError):
-        while (found := os.waitpid(child, options))[0]:
-            ended |= [found]
-    return ended
+        while (ended := os.waitpid(child, options))[0]:
+            statuses |= [ended]
+    return statuses
 
 
 def _descendants() -> list[int]:
     """Return all descendants of this process, each after its parent."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # ended meanwhile
-            # The name, in parentheses, may contain anything; state and parent follow it.
-            parent = stat.read_bytes().rpartition(b")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = list(children.get(os.getpid(), ()))
-    for pid in found:  # grows meanwhile
-        found += children.get(pid, ())
-    return found
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # hidden, as another user's may be
+            children.setdefault(stat_of(pid)[1], []).append(pid)
+    below = list(children.get(os.getpid(), ()))
+    for pid in below:  # grows meanwhile
+        below += children.get(pid, ())
+    return below
