@@ -1,15 +1,17 @@
-"""Function calls on the nodes of a cluster: in this process, or as Ray tasks on other nodes."""
+"""Function calls on the nodes of a cluster, and data sent to them through Ray's object store."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hybridrl.data.shardable import Piece
 from hybridrl.distributed.background import call_with_timeout
 
 T = TypeVar("T")
@@ -75,3 +77,21 @@ class NodeTasks:
 def _task(function: Callable[..., Any]) -> Any:
     """Wrap a function as a Ray task, once, so that Ray uploads it once."""
     return ray.remote(function)
+
+
+class ObjectStore:
+    """Stores each piece in Ray's object store once, for the lifetime of the piece.
+
+    `guarded` is the context of each call into Ray, which without a raylet would end this process.
+    """
+
+    def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
+        self._guarded = guarded
+        self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
+
+    def reference(self, piece: Piece) -> ObjectRef:
+        """Return the reference to a piece's content; WorkerError if Ray is lost or has no room."""
+        if piece not in self._stored:
+            with self._guarded():
+                self._stored[piece] = ray.put(piece())
+        return self._stored[piece]

@@ -24,8 +24,7 @@ from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.host import WorkerHost, early_log, rank_log
-from hybridrl.controller.node_tasks import NodeTasks
-from hybridrl.controller.object_store import ObjectStore
+from hybridrl.controller.node_tasks import NodeTasks, ObjectStore
 from hybridrl.controller.placement import (
     Host,
     Slot,

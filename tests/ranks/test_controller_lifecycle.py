@@ -24,7 +24,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import STORE_BYTES
 from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.object_store import ObjectStore
+from hybridrl.controller.node_tasks import ObjectStore
 from hybridrl.controller.output import rotate_log
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray.ray_probes import cluster_machine, machine_of, ray_nodes

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.controller.placement import Host, Slot
-from hybridrl.controller.watch.process_snapshot import NO_STACKS, Traces
+from hybridrl.controller.watch.process_snapshot import NO_STACKS, Traces, Unchanged
 from hybridrl.controller.watch.stall_report import (
     MAX_DESCRIBED,
     RankReport,
@@ -13,7 +13,6 @@ from hybridrl.controller.watch.stall_report import (
     format_ranks,
     format_report,
 )
-from hybridrl.controller.watch.waiting import ProgressLog
 from hybridrl.distributed.position import DONE, Position
 
 pytestmark = pytest.mark.full
@@ -208,7 +207,7 @@ def test_ranks_are_listed_shortly(numbers, expected):
 
 
 def test_nobody_is_still_while_one_moves():
-    progress = ProgressLog()
+    progress = Unchanged()
     for second in range(10):
         progress.note(0, (5, 0), second)
         progress.note(1, (second, 0), second)
@@ -217,14 +216,14 @@ def test_nobody_is_still_while_one_moves():
 
 
 def test_a_rank_is_still_since_its_last_move():
-    progress = ProgressLog()
+    progress = Unchanged()
     for second, movement in enumerate([(1, 0), (1, 0), (2, 0), (2, 1), (2, 1), (2, 1)]):
         progress.note(0, movement, second)
     assert progress.seconds([0]) == 2
 
 
 def test_of_whom_nothing_is_heard_is_not_still():
-    progress = ProgressLog()
+    progress = Unchanged()
     progress.note(0, (1, 0), 0.0)
     progress.note(0, (1, 0), 700.0)
     assert progress.seconds([0]) == 700.0

@@ -149,22 +149,22 @@ def reward_problems(config: schema.RunConfig) -> Iterator[str]:
                 "Rename it."
             )
     for key, rule, signature in _reward_functions(config):
-        given = (key, rule.function, rule.args, signature)
-        found = list(raised_problems(check_reward_function, *given))
-        yield from found
-        if not found and not (key == "reward" and config.earns_rewards):
-            yield from _answer_problems(config.data, *given[:3])
+        problems = raised_problems(check_reward_function, key, rule.function, rule.args, signature)
+        yield from problems
+        if not problems and not (key == "reward" and config.earns_rewards):
+            yield from _answer_problems(config.data, key, rule)
 
 
-def _answer_problems(data: DataConfig, key: str, path: str, args: dict[str, Any]) -> Iterator[str]:
+def _answer_problems(data: DataConfig, key: str, section: schema.FunctionConfig) -> Iterator[str]:
     """Refuse a function that reads answers which the data does not have."""
-    if data.lacks_answers and reads_answer(function_at(key, path), args):
-        others = "name a function that reads none (docs/rewards.md)"
+    path = section.function
+    if data.lacks_answers and reads_answer(function_at(key, path), section.args):
+        remedy = "name a function that reads none (docs/rewards.md)"
+        if key.startswith("eval.rules."):
+            remedy = f"remove the rule: '~{key}'"
         yield (
             f"{key}.function = {path} compares responses with answers, but data.answer_key = null: "
-            f"the data has none.\nSet data.answer_key=<column of the answer>, or "
-            + (f"remove the rule: '~{key}'" if key.startswith("eval.rules.") else others)
-            + "."
+            f"the data has none.\nSet data.answer_key=<column of the answer>, or {remedy}."
         )
 
 
@@ -210,11 +210,8 @@ def environment_problems(config: schema.RunConfig) -> Iterator[str]:
     if environment is not None:
         if not environment.role:
             yield "environment.role is empty, expected a role of the chat template, such as user."
-        key, path, args = "environment", environment.function, environment.args
-        function = _checked_function(key, path)
-        check_arguments(key, path, function, args, (({},), args), "(example, **args)")
-        check_itself(key, path, function, args)
-        yield from _answer_problems(config.data, key, path, args)
+        _check_function("environment", environment, ({},), "(example, **args)")
+        yield from _answer_problems(config.data, "environment", environment)
 
 
 def agent_problems(config: schema.RunConfig) -> Iterator[str]:
@@ -222,20 +219,29 @@ def agent_problems(config: schema.RunConfig) -> Iterator[str]:
     agent = config.agent
     if agent is None:
         return
-    key, path, args = "agent", agent.function, agent.args
     if config.environment is not None:
         yield "there are an environment and an agent.\nRemove environment.*, or the agent."
     if config.eval.top_k is not None:
         yield f"eval.top_k = {config.eval.top_k}: an agent's requests have none.\nRemove it."
-    function = _checked_function(key, path)
-    check_arguments(key, path, function, args, ((None, None), args), "(task, client, **args)")
-    check_itself(key, path, function, args)
-    yield from _answer_problems(config.data, key, path, args)
+    function = _check_function("agent", agent, (None, None), "(task, client, **args)")
+    yield from _answer_problems(config.data, "agent", agent)
     if not inspect.iscoroutinefunction(function):
         yield (
-            f"agent.function = {path}, expected `async def run(task, client) -> reward`.\n"
-            f"Make it async; asyncio.to_thread runs blocking code (docs/agents.md)."
+            f"agent.function = {agent.function}, expected `async def run(task, client) -> reward`."
+            f"\nMake it async; asyncio.to_thread runs blocking code (docs/agents.md)."
         )
+
+
+def _check_function(
+    key: str, section: schema.FunctionConfig, inputs: tuple[Any, ...], call: str
+) -> Callable[..., Any]:
+    """Check a function that is called with `inputs` and its args; return it."""
+    path, args = section.function, section.args
+    check_import(f"{key}.function", path)
+    function = function_at(key, path)
+    check_arguments(key, path, function, args, (inputs, args), call)
+    check_itself(key, path, function, args)
+    return function
 
 
 def check_reward_function(
@@ -250,10 +256,11 @@ def check_reward_function(
         ConfigError: `path` cannot be imported, has no known signature, or cannot be called with
             args, or its own checks found problems.
     """
-    function = _checked_function(key, path)
-    found = check_signature(key, path, function, args, signature)
+    check_import(f"{key}.function", path)
+    function = function_at(key, path)
+    by_names = check_signature(key, path, function, args, signature)
     check_itself(key, path, function, args)
-    return found
+    return by_names
 
 
 def awaits_rewards(config: schema.RunConfig) -> bool:
@@ -262,12 +269,6 @@ def awaits_rewards(config: schema.RunConfig) -> bool:
         return True
     functions = _reward_functions(config)
     return any(is_async(locate(key, rule.function), rule.args) for key, rule, _ in functions)
-
-
-def _checked_function(key: str, path: str) -> Callable[..., Any]:
-    """Return what `function_at` does, after a trial of the import."""
-    check_import(f"{key}.function", path)
-    return function_at(key, path)
 
 
 def function_at(key: str, path: str) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ ALLOWED = frozenset(
     }
 )
 # Sections whose `args` go to a process that can read the environment.
-SCORING = ("reward", "environment", "agent", "eval")
+SCORING = ("reward.", "environment.", "agent.", "eval.")
 # Suffix of keys that name an environment variable.
 VARIABLE_SUFFIX = "_env"
 
@@ -37,13 +37,12 @@ def _names_code(key: str, value: str) -> bool:
 
 
 def _reaches_out(key: str, value: str) -> bool:
-    section, *parts = key.split(".")
     names_variable = value in os.environ or key.endswith(VARIABLE_SUFFIX)
-    return section in SCORING and "args" in parts and ("://" in value or names_variable)
+    return key.startswith(SCORING) and ".args" in key and ("://" in value or names_variable)
 
 
 def _has_no_sandbox(key: str, value: str) -> bool:
-    return key.split(".")[0] in SCORING and key.endswith(".args.isolation") and value == "none"
+    return key.startswith(SCORING) and key.endswith(".args.isolation") and value == "none"
 
 
 # Judgements of a key and its value, with their messages; the first alone if no reward runs.

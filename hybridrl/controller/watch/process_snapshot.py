@@ -159,15 +159,29 @@ class WatchClock:
         return self._seconds
 
 
-class StoppedTimes:
-    """Durations for which processes of this node have been stopped by a signal."""
+class Unchanged:
+    """Durations for which values have stayed as they are, by an integer, such as a rank."""
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}
+        # key -> value, seconds when it was seen first and last
+        self._seen: dict[int, tuple[object, float, float]] = {}
 
-    def seconds(self, pid: int, now: float) -> float:
-        """Return the seconds since a process was first seen stopped, or 0; `now` is a clock's."""
-        if not is_stopped(pid):
-            self._since.pop(pid, None)
+    def note(self, key: int, value: object, now: float) -> float:
+        """Add a value at a time in seconds; return the seconds since it changed."""
+        known = self._seen.get(key)
+        since = known[1] if known is not None and known[0] == value else now
+        self._seen[key] = (value, since, now)
+        return now - since
+
+    def seconds(self, keys: Sequence[int]) -> float:
+        """Return the seconds since the last change of any of these; 0 if one is unknown."""
+        if not all(key in self._seen for key in keys):
             return 0.0
-        return now - self._since.setdefault(pid, now)
+        seen = [self._seen[key] for key in keys]
+        return min((last - since for _, since, last in seen), default=0.0)
+
+    def seconds_stopped(self, pid: int, now: float) -> float:
+        """Return the seconds since a process was first seen stopped by a signal, or 0."""
+        stopped = is_stopped(pid)
+        seconds = self.note(pid, stopped, now)
+        return seconds if stopped else 0.0

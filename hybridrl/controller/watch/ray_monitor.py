@@ -23,7 +23,7 @@ from hybridrl.controller.ray.head import connect, head_place
 from hybridrl.controller.watch.janitor import SHARED_MEMORY_LIST
 from hybridrl.controller.watch.process_snapshot import (
     GONE,
-    StoppedTimes,
+    Unchanged,
     WatchClock,
     is_stopped,
     state_of,
@@ -112,11 +112,11 @@ class RayMonitor:
         self._thread.join()
 
     def _watch_processes(self) -> None:
-        clock, stopped = WatchClock(longest_gap_s=2 * EVERY_S), StoppedTimes()
+        clock, stopped = WatchClock(longest_gap_s=2 * EVERY_S), Unchanged()
         while not self._closing.wait(EVERY_S):
             now = clock.now()
             for name, pid in self._pids.items():
-                if not stopped.seconds(pid, now) >= self._limit_s > 0:
+                if not stopped.seconds_stopped(pid, now) >= self._limit_s > 0:
                     continue
                 self._finding = (
                     f"Ray's {name} (pid {pid}) on this machine was stopped by a signal for "

@@ -16,7 +16,7 @@ from hybridrl.controller.errors import RemoteError, WorkerError
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import Host, by_node
 from hybridrl.controller.watch.process_snapshot import (
-    StoppedTimes,
+    Unchanged,
     WatchClock,
     counters_at,
     progress_counters,
@@ -54,27 +54,6 @@ START_SETTING = "cluster.start_timeout_s"
 STALL_SETTING = "cluster.stall_timeout_s"
 
 
-class ProgressLog:
-    """Time of the last progress of each rank. A rank without reports does not count as stalled."""
-
-    def __init__(self) -> None:
-        # rank -> progress, seconds when it was seen first and last
-        self._seen: dict[int, tuple[tuple[int, int], float, float]] = {}
-
-    def note(self, rank: int, progress: tuple[int, int], now: float) -> None:
-        """Add the progress of a rank at a time in seconds."""
-        known = self._seen.get(rank)
-        since = known[1] if known is not None and known[0] == progress else now
-        self._seen[rank] = (progress, since, now)
-
-    def seconds(self, ranks: Sequence[int]) -> float:
-        """Return the seconds since the last progress of any of these ranks."""
-        if not all(rank in self._seen for rank in ranks):
-            return 0.0
-        seen = [self._seen[rank] for rank in ranks]
-        return min((last - since for _, since, last in seen), default=0.0)
-
-
 class StallDetector:
     """Monitor of one call on the ranks of a pool.
 
@@ -106,8 +85,9 @@ class StallDetector:
         if is_building and 0 < self._limit_s < cluster.start_timeout_s:
             self._setting, self._limit_s = START_SETTING, cluster.start_timeout_s
         self._has_warned = False
-        self._progress = ProgressLog()
-        self._stopped = StoppedTimes()
+        # Progress by rank, and whether a process is stopped by its id. A rank without reports does
+        # not count as stalled.
+        self._progress, self._stopped = Unchanged(), Unchanged()
         self._every_s = min(OTHER_NODES_EVERY_S, self._limit_s / 4)
         self._clock = WatchClock(max(self._every_s, CHECK_S))
         self._read_at = -math.inf
@@ -140,7 +120,7 @@ class StallDetector:
     def _check_stopped(self, busy: Sequence[Host], now: float) -> None:
         for host in busy:
             is_here = host.rank in self._readers
-            if is_here and self._stopped.seconds(host.pid, now) >= self._limit_s:
+            if is_here and self._stopped.seconds_stopped(host.pid, now) >= self._limit_s:
                 finding = f"rank {host.rank} has been stopped by a signal in {self._phase} for"
                 self._raise(busy, finding, self._setting, self._limit_s)
 

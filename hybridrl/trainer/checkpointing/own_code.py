@@ -7,8 +7,7 @@ from hybridrl.checkpoint.verification import digest
 from hybridrl.config.changes import own_leaves
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.files import names_code
-from hybridrl.config.user_code.sources import source_files
+from hybridrl.config.user_code.files import names_code, source_files
 from hybridrl.trainer.tracking.provenance import plain
 
 # Program and arguments of environment=agent_command.
