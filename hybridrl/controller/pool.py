@@ -88,9 +88,7 @@ class Pool(AbstractContextManager["Pool"]):
     """
 
     def __init__(self, config: PoolConfig) -> None:
-        self._config = config
-        self._port = given_port()
-        self._nodes = NodeTasks()
+        self._config, self._port, self._nodes = config, given_port(), NodeTasks()
         self._readers: dict[int, PositionReader] = {}
         self._reservation: PlacementGroup | None = None
         self._running: dict[ObjectRef, tuple[Host, str]] = {}
@@ -156,10 +154,7 @@ class Pool(AbstractContextManager["Pool"]):
         return [part for part in parts if len(part)]
 
     def run(self, method: str, arguments: Sequence[tuple], phase: str) -> list[Any]:
-        """Call a method of WorkerHost on every rank and wait; return results by rank.
-
-        The phase is the name for messages, "actor.update". Raises as `wait_for_all` does.
-        """
+        """Call a method of WorkerHost on every rank and wait; return results by rank."""
         return self.begin(method, arguments, phase)()
 
     def begin(
@@ -173,9 +168,9 @@ class Pool(AbstractContextManager["Pool"]):
     ) -> Callable[[], list[Any]]:
         """Call a host method on every rank, or on `hosts`; return a function that waits, as `run`.
 
-        Calls of a host run one after the other, in the order in which they began. A failure ends
-        the calls of all hosts.
-        `is_step`: a step of the start (`StallDetector`).
+        The phase is the name for messages, "actor.update". Calls of a host run in the order in
+        which they began. The function raises as `wait_for_all` does; a failure ends the calls of
+        all hosts. `is_step`: a step of the start (`StallDetector`).
         """
         called = self.hosts if hosts is None else hosts
         of_hosts = zip(called, arguments, strict=True)
@@ -254,21 +249,22 @@ class Pool(AbstractContextManager["Pool"]):
             self._config.log_folder.rmdir()
 
     def _release_within_timeout(self) -> bool:
+        """End processes and reservation through Ray, which else reports crashes."""
+
+        def release() -> None:
+            endings = [partial(ray.kill, host.handle) for host in self.hosts]
+            if self._reservation is not None:
+                endings.append(partial(remove_placement_group, self._reservation))
+            for end in endings:
+                with suppress(RayError):
+                    end()
+
         if ray.is_initialized():
             with suppress(TimeoutError):
-                call_with_timeout(CONTROL_TIMEOUT_S, self._release)
+                call_with_timeout(CONTROL_TIMEOUT_S, release)
                 return True
         logger.warning("Ray does not answer: the worker processes are killed directly")
         return False
-
-    def _release(self) -> None:
-        """End processes and reservation through Ray, which else reports crashes."""
-        for host in self.hosts:
-            with suppress(RayError):
-                ray.kill(host.handle)
-        if self._reservation is not None:
-            with suppress(RayError):
-                remove_placement_group(self._reservation)
 
     def _spawn(self, reservation: PlacementGroup) -> list[ActorHandle]:
         """Create one process per slot; they start in the background."""
