@@ -58,19 +58,19 @@ class NodeTasks:
         self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, T]:
         """Run a function, pickled by name, on several nodes; return what came in time, by node."""
-        refs, found = {}, {}
+        refs, results = {}, {}
         for node in arguments:
             if node != self.driver and ray.is_initialized():
                 with suppress(RayError):
                     refs[node] = self.submit(node, function, *arguments[node])
         if self.driver in arguments:
-            found[self.driver] = function(*arguments[self.driver])
+            results[self.driver] = function(*arguments[self.driver])
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=NODE_TIMEOUT_S)
         for node, ref in refs.items():
             with suppress(RayError):  # node lost, or no answer
-                found[node] = ray.get(ref, timeout=0)
-        return found
+                results[node] = ray.get(ref, timeout=0)
+        return results
 
 
 @cache

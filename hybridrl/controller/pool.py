@@ -184,7 +184,7 @@ class Pool(AbstractContextManager["Pool"]):
             detector = StallDetector(*watched, phase, len(called), is_step=is_step)
             try:
                 with self._ray_monitor.guarded(phase):
-                    found = wait_for_all(refs, self._running, phase, detector)
+                    values = wait_for_all(refs, self._running, phase, detector)
             except WorkerError:
                 self._ray_monitor.check_after_failure(phase)
                 raise
@@ -192,7 +192,7 @@ class Pool(AbstractContextManager["Pool"]):
                 for ref in refs:
                     del self._running[ref]
             self._busy = [*self._running]
-            return found
+            return values
 
         return results
 
@@ -225,8 +225,8 @@ class Pool(AbstractContextManager["Pool"]):
                     self._close_idle()
             # Shared memory is also recorded at the start: ranks may have died since.
             pids = {node: ([h.pid for h in there],) for node, there in by_node(self.hosts).items()}
-            found = self._nodes.run_each(cleanup.footprint, pids)
-            left = {node: found.get(node, cleanup.Footprint([], [])) for node in pids}
+            footprints = self._nodes.run_each(cleanup.footprint, pids)
+            left = {node: footprints.get(node, cleanup.Footprint([], [])) for node in pids}
             grace_s = END_GRACE_S if self._release_within_timeout() else 0.0
             early = self._shared_memory
             arguments = {node: (left[node], early.get(node, []), grace_s) for node in left}

@@ -185,10 +185,10 @@ def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore | FileStore":
 
 def environment_of(where: Rendezvous) -> dict[str, str]:
     """Return the environment variables for libraries; a file has only WORLD_SIZE."""
-    found = {"WORLD_SIZE": str(where.world_size)}
+    variables = {"WORLD_SIZE": str(where.world_size)}
     if not where.is_file:
-        found |= {"MASTER_ADDR": where.address, "MASTER_PORT": str(where.port)}
-    return found
+        variables |= {"MASTER_ADDR": where.address, "MASTER_PORT": str(where.port)}
+    return variables
 
 
 def interface_of(address: str) -> str | None:

@@ -18,12 +18,12 @@ def user_traceback(error: BaseException) -> str:
 
     An error that no frame of the user led to keeps those of installed packages, but for hybridrl.
     """
-    told = traceback.TracebackException.from_exception(error, compact=True)
-    for each in _all(told):
+    summary = traceback.TracebackException.from_exception(error, compact=True)
+    for each in _all(summary):
         own = [frame for frame in each.stack if not _is_machinery(frame.filename)]
         user = [frame for frame in own if not _is_installed(frame.filename)]
         each.stack = traceback.StackSummary.from_list(user or own)
-    return "".join(told.format())[-MAX_CHARS:]
+    return "".join(summary.format())[-MAX_CHARS:]
 
 
 def last_frame(trace: str) -> str:
@@ -47,10 +47,10 @@ def printable_lines(text: str) -> str:
     return textwrap.indent("\n".join(map(printable, text.rstrip().split("\n"))), "  ")
 
 
-def _all(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+def _all(summary: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
     """Yield an error, its causes and the members of its groups."""
-    yield told
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+    yield summary
+    for other in (summary.__cause__, summary.__context__, *(summary.exceptions or ())):
         if other is not None:
             yield from _all(other)
 

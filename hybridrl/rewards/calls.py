@@ -55,8 +55,8 @@ class RewardCall:
 
     async def score_later(self, item: Any) -> Any:
         """Return as `score` does, of an async function or another one."""
-        found = self._call(item)
-        return self._read(await found if inspect.isawaitable(found) else found, item)
+        value = self._call(item)
+        return self._read(await value if inspect.isawaitable(value) else value, item)
 
     def _call(self, item: Any) -> Any:
         positional, keywords = inputs_of(self.function, self.signature, _rows(item), self.args)
@@ -82,9 +82,9 @@ def reward_call(
     Raises:
         ConfigError: there is no such function, or it fits no signature.
     """
-    found = function_at(key, function)
+    reward = function_at(key, function)
     name = function if key == "reward" else f"{key}, {function},"
-    return RewardCall(found, args, check_signature(key, function, found, args, signature), name)
+    return RewardCall(reward, args, check_signature(key, function, reward, args, signature), name)
 
 
 def reward_task(

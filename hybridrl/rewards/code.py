@@ -54,12 +54,12 @@ _LIMITS = {
 
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the arguments, then the sandbox, by running two programs in it."""
-    found = [
+    problems = [
         *value_problems(f"{key}.args", args, _RULES),
         *section_problems(f"{key}.args.limits", args["limits"], _LIMITS),
     ]
-    yield from found
-    if found:
+    yield from problems
+    if problems:
         return
     cases = [Case(statements="assert x == 1"), Case(statements="assert x == 2")]
     try:

@@ -62,8 +62,8 @@ def score(prompt: str, response: str, example: dict[str, Any], mode: str = "stri
         ValueError: its answer holds no number, or there is no such mode.
     """
     expected = reference_answer(example["answer"])
-    found = strict_answer(response) if Mode(mode) is Mode.strict else last_number(response)
-    return float(found == expected)
+    answer = strict_answer(response) if Mode(mode) is Mode.strict else last_number(response)
+    return float(answer == expected)
 
 
 def strict_answer(text: str) -> Decimal | None:
@@ -93,13 +93,13 @@ def reference_answer(answer: Any) -> Decimal:
         ValueError: it is neither.
     """
     text = str(answer)
-    found = strict_answer(text if MARKER in text else MARKER + text)
-    if found is None:
+    number = strict_answer(text if MARKER in text else MARKER + text)
+    if number is None:
         raise ValueError(
             f"the example's answer is {text[-80:]!r}, expected a number or a solution that ends in "
             f"'{MARKER} <number>'; set data.answer_key to the column that holds it"
         )
-    return found
+    return number
 
 
 def _decimal(match: re.Match[str]) -> Decimal:

@@ -45,10 +45,10 @@ async def score(
         RemoteScorerError: no attempt succeeded, or the answer is not a score.
     """
     content = {"prompt": prompt, "response": response, "example": example}
-    found, told = await post(Server(url, timeout_s, retries, token_env), content)
-    match found:
+    answer, excerpt = await post(Server(url, timeout_s, retries, token_env), content)
+    match answer:
         case {"score": value, "parts": dict() as parts}:
             return Score(value, parts)
-        case {"score": value} if "parts" not in found:
+        case {"score": value} if "parts" not in answer:
             return Score(value, {})
-    raise RemoteScorerError(f'{told}, expected {{"score": <number>, "parts": {{...}}}}')
+    raise RemoteScorerError(f'{excerpt}, expected {{"score": <number>, "parts": {{...}}}}')

@@ -99,11 +99,11 @@ async def score(
         "temperature": temperature,
     }
     url = f"{base_url.rstrip('/')}/chat/completions"
-    found, told = await post(Server(url, timeout_s, retries, api_key_env), content)
-    match found:
+    answer, excerpt = await post(Server(url, timeout_s, retries, api_key_env), content)
+    match answer:
         case {"choices": [{"message": {"content": str() as reply}}, *_]}:
             return scale * _number(reply, number)
-    raise RemoteScorerError(f"{told}, expected choices with a message of text")
+    raise RemoteScorerError(f"{excerpt}, expected choices with a message of text")
 
 
 def _shows_answer(args: dict[str, Any]) -> bool:
@@ -126,8 +126,8 @@ def _question(prompt: str, example: dict[str, Any]) -> str:
 
 def _number(reply: str, pattern: str) -> float:
     """Return the last number that the pattern finds; raise RemoteScorerError without one."""
-    found = re.findall(pattern, reply)
+    numbers = re.findall(pattern, reply)
     try:
-        return float(found[-1])
+        return float(numbers[-1])
     except (IndexError, ValueError):
         raise RemoteScorerError(f"the judge's reply has no number: {reply[-200:]!r}") from None

@@ -64,17 +64,17 @@ def score(prompt: str, response: str, example: dict[str, Any], mode: str) -> flo
     if flexible and marker:
         answer = tail
     if answer is not None:
-        found = _final_answer(response) if len(answer) <= MAX_ANSWER_CHARS else []
+        candidates = _final_answer(response) if len(answer) <= MAX_ANSWER_CHARS else []
     else:
-        found = _parsed(_end(response)) if flexible else []
-    return float(_math_verify().verify(expected, found, timeout_seconds=None))
+        candidates = _parsed(_end(response)) if flexible else []
+    return float(_math_verify().verify(expected, candidates, timeout_seconds=None))
 
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{}; None if there is none or it is not closed."""
-    _, found, tail = text.rpartition(BOXED)
+    _, marker, tail = text.rpartition(BOXED)
     tail = tail.lstrip()
-    if not found or not tail.startswith("{"):
+    if not marker or not tail.startswith("{"):
         return None
     depth = 0
     for match in re.finditer(r"\\.|[{}]", tail, flags=re.DOTALL):

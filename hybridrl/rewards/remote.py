@@ -139,13 +139,13 @@ async def _ask(server: Server, body: bytes) -> tuple[Any, str]:
     if answer.status_code in _TRIED_AGAIN or answer.status_code >= 500:
         asked = answer.headers.get("Retry-After", "")
         raise _TryAgain(excerpt, min(float(asked), MAX_ASKED_WAIT_S) if asked.isdecimal() else 0.0)
-    told = f"{shown(server.url)}: {excerpt}"
+    description = f"{shown(server.url)}: {excerpt}"
     if answer.status_code != 200:
-        raise RemoteScorerError(told)
+        raise RemoteScorerError(description)
     try:
-        return answer.json(), told
+        return answer.json(), description
     except ValueError as error:
-        raise RemoteScorerError(f"{told}, which is no JSON: {error}") from error
+        raise RemoteScorerError(f"{description}, which is no JSON: {error}") from error
 
 
 def shown(url: str) -> str:

@@ -76,10 +76,10 @@ class RewardScorer(TaskPool):
         """
         result = ScoreResult([], [])
         if self._is_batched:
-            found = self._by_prompt(items)
+            scores = self._by_prompt(items)
         else:
-            found = self.run([item[: self._num_fields] for item in items])
-        for score in found:
+            scores = self.run([item[: self._num_fields] for item in items])
+        for score in scores:
             if isinstance(score, Failure):
                 result.scores.append(self._config.failed_score)
                 result.failures.append(score)
@@ -93,7 +93,7 @@ class RewardScorer(TaskPool):
 
     def _by_prompt(self, items: Sequence[RewardItem]) -> list[Score | Failure]:
         """Compute the responses to each prompt together; those of failed calls again, alone."""
-        found: dict[int, Score | Failure] = {}
+        by_row: dict[int, Score | Failure] = {}
         groups = [list(rows) for _, rows in groupby(range(len(items)), lambda row: items[row][0])]
         while groups:
             alone = []
@@ -101,21 +101,21 @@ class RewardScorer(TaskPool):
             for rows, value in zip(groups, values, strict=True):
                 if isinstance(value, list) and len(value) == len(rows):
                     scores = map(self._score_of, rows, value)
-                    found.update(zip(rows, scores, strict=True))
+                    by_row.update(zip(rows, scores, strict=True))
                 elif len(rows) > 1:
                     alone += [[row] for row in rows]
                 else:
-                    found[rows[0]] = self._score_of(rows[0], value)
+                    by_row[rows[0]] = self._score_of(rows[0], value)
             groups = alone
-        return [found[row] for row in range(len(items))]
+        return [by_row[row] for row in range(len(items))]
 
-    def _score_of(self, row: int, found: Any) -> Score | Failure:
+    def _score_of(self, row: int, score: Any) -> Score | Failure:
         """Return the score or failure of a row; anything else is a failure, too."""
-        match found:
+        match score:
             case Score():
-                return found
+                return score
             case Failure():
-                return replace(found, index=row)
+                return replace(score, index=row)
         return Failure(row, FailureKind.error, f"{self._config.function} returned None for it")
 
 

@@ -100,12 +100,12 @@ async def _sum_later(
     return _sum({name: await call.score_later(item) for name, call in calls.items()}, parts)
 
 
-def _sum(found: dict[str, Score | None], parts: dict[str, dict[str, Any]]) -> Score:
-    total, scores = 0.0, {}
-    for name, score in found.items():
+def _sum(scores: dict[str, Score | None], parts: dict[str, dict[str, Any]]) -> Score:
+    total, numbers = 0.0, dict[str, float]()
+    for name, score in scores.items():
         if score is None:
             continue
         total += parts[name]["weight"] * score.total
-        scores[name] = score.total
-        scores |= {f"{name}_{inner}": number for inner, number in score.parts.items()}
-    return Score(total, scores)
+        numbers[name] = score.total
+        numbers |= {f"{name}_{inner}": number for inner, number in score.parts.items()}
+    return Score(total, numbers)

@@ -81,23 +81,23 @@ def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> l
     if is_ours(path):
         return []
     module, _ = module_and_name(key, path)
-    imported, told = _tried(module, (function, (key, path, *arguments)))
-    if isinstance(told, list):
-        return told
+    imported, answer = _tried(module, (function, (key, path, *arguments)))
+    if isinstance(answer, list):
+        return answer
     if not imported:
-        raise ConfigError(import_problem(key, path, told))
-    return [f"{key} = {path}, but {what} failed: {told}."]
+        raise ConfigError(import_problem(key, path, answer))
+    return [f"{key} = {path}, but {what} failed: {answer}."]
 
 
-def check_itself(key: str, path: str, found: object, args: dict[str, Any]) -> None:
-    """Raise a ConfigError if `found`, named by `path`, reports problems of its args.
+def check_itself(key: str, path: str, code: object, args: dict[str, Any]) -> None:
+    """Raise a ConfigError if `code`, named by `path`, reports problems of its args.
 
     A separate process runs checks of user code.
     """
-    if not isinstance(found, ChecksItself):
+    if not isinstance(code, ChecksItself):
         return
     if is_ours(path):
-        problems = list(found.problems(key, args))
+        problems = list(code.problems(key, args))
     else:
         check, function = "its check `problems`", f"{__name__}.problems_of"
         problems = try_out(f"{key}.function", path, check, function, key, args)
@@ -119,8 +119,8 @@ def is_ours(path: str) -> bool:
 @functools.cache  # wait only once for a module that hangs
 def _tried_import(module: str, import_path: tuple[str, ...]) -> str:
     """Return the reason why a module cannot be imported; empty if it can."""
-    imported, told = _tried(module)
-    return "" if imported else str(told)
+    imported, answer = _tried(module)
+    return "" if imported else str(answer)
 
 
 def _tried(module: str, check: Check | None = None) -> tuple[bool, list[str] | str]:

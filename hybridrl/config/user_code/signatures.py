@@ -155,13 +155,13 @@ def check_signature(
         ConfigError: its parameters fit no signature, or args do not fit its parameters.
     """
     by_names = recognised(function)
-    found = by_names if signature is RewardSignature.auto else signature
-    if by_names not in (None, found):
+    accepted = by_names if signature is RewardSignature.auto else signature
+    if by_names not in (None, accepted):
         raise ConfigError(
-            f"{key}.signature = {found}, but {key}.function = {path} has the parameter names of "
+            f"{key}.signature = {accepted}, but {key}.function = {path} has the parameter names of "
             f"{by_names}: {inspect.signature(function)}.\nSet {key}.signature={by_names}."
         )
-    if found is None:
+    if accepted is None:
         calls = "\n".join(f"  {name.value:<9} {call}" for name, call in CALLS.items())
         named = " or set reward.signature=<name>" if key == "reward" else ""
         raise ConfigError(
@@ -172,9 +172,9 @@ def check_signature(
     # TRL's functions may ask for any column.
     columns = filter(_is_required, inspect.signature(function).parameters.values())
     row = ("", "", {"answer": ""} | {column.name: "" for column in columns}, list[int]())
-    inputs = inputs_of(function, found, [row], args)
-    check_arguments(key, path, function, args, inputs, CALLS[found])
-    return found
+    inputs = inputs_of(function, accepted, [row], args)
+    check_arguments(key, path, function, args, inputs, CALLS[accepted])
+    return accepted
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -209,5 +209,5 @@ def check_arguments(
 def _similar_args(key: str, args: dict[str, Any], known: list[str]) -> str:
     """Return "Did you mean ...? " for args that are no parameters; empty without similar ones."""
     unknown = [name for name in args if name not in known]
-    near = [found for name in unknown for found in similar_siblings(f"{key}.args.{name}", known)]
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+    similar = [one for name in unknown for one in similar_siblings(f"{key}.args.{name}", known)]
+    return f"Did you mean {' or '.join(similar)}? " if similar else ""

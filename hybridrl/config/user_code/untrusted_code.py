@@ -99,9 +99,9 @@ def refuse_untrusted_code(
     if overrides is not None:
         advice = f"Set these keys on the command line (key=value). {advice}"
     problems = [
-        f"{origin} {what}: {', '.join(found)}.\n{why}\n{advice}"
+        f"{origin} {what}: {', '.join(refused)}.\n{why}\n{advice}"
         for is_refused, what, why in _KINDS[: None if runs_rewards else 1]
-        if (found := [f"{key} = {value}" for key, value in own if is_refused(key, value)])
+        if (refused := [f"{key} = {value}" for key, value in own if is_refused(key, value)])
     ]
     if problems:
         raise ConfigError(*problems)

@@ -105,7 +105,7 @@ def _ask(address: str) -> ClusterView:
         metadata = client.internal_kv_get(
             b"CLUSTER_METADATA", namespace=b"cluster", timeout=METADATA_S
         )
-        found = client.get_all_node_info(timeout=METADATA_S).values()
+        infos = client.get_all_node_info(timeout=METADATA_S).values()
     except AuthenticationError as error:
         return ClusterView(HeadReply.other_token, str(error).partition(". ")[0])
     except RayError as error:
@@ -120,7 +120,7 @@ def _ask(address: str) -> ClusterView:
             node.node_manager_port,
             node.object_manager_port,
         )
-        for node in found
+        for node in infos
     )
     ray_version, python = versions.get("ray_version", ""), versions.get("python_version", "")
     return ClusterView(HeadReply.cluster, "", ray_version, python, nodes)

@@ -97,14 +97,14 @@ def write_traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]
             if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)
     frames = _await_frames(sizes)
-    found = []
+    traces = []
     for pid, rank, log in zip(pids, ranks, logs, strict=True):
         files = [str(path) for path in records(log.parent, str(rank))]
         position = _position(pid)
         device = (position.device, position.passed) if position is not None else ("", -1)
         silent = NO_STACKS if pid in asked else ""
-        found.append(Traces(frames.get(log) or silent, files, *device))
-    return found
+        traces.append(Traces(frames.get(log) or silent, files, *device))
+    return traces
 
 
 def _position(pid: int) -> Position | None:

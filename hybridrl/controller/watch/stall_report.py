@@ -210,10 +210,10 @@ def _on_nodes(
 ) -> dict[Host, Any]:
     """Run a function on each node; return its results by the hosts there, as far as known."""
     members = by_node([host for host in hosts if host.pid])
-    found = nodes.run_each(function, {node: arguments(there) for node, there in members.items()})
+    answers = nodes.run_each(function, {node: arguments(there) for node, there in members.items()})
     return {
         host: value
-        for node, values in found.items()
+        for node, values in answers.items()
         for host, value in zip(members[node], values, strict=True)
     }
 

@@ -148,8 +148,8 @@ class StallDetector:
 
     def _read_other_nodes(self, others: Mapping[str, list[Host]]) -> None:
         pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in others.items()}
-        for node_id, found in self._nodes.run_each(progress_counters, pids).items():
-            for host, progress in zip(others[node_id], found, strict=True):
+        for node_id, counters in self._nodes.run_each(progress_counters, pids).items():
+            for host, progress in zip(others[node_id], counters, strict=True):
                 if progress is not None:
                     self._progress.note(host.rank, progress, self._clock.now())
 

@@ -103,9 +103,13 @@ def run_tests(
         raise SandboxError(error or f"no answer within {timeout_s:g} s")
     outcomes = [Outcome.failed] * len(cases)  # also of tests whose program has ended its jail
     for place, answer in enumerate(answers):
-        outcome, found = json.loads(answer)
+        outcome, printed = json.loads(answer)
         case = cases[place]
-        if outcome != Outcome.passed or case.statements is not None or found == digest(case.stdout):
+        if (
+            outcome != Outcome.passed
+            or case.statements is not None
+            or printed == digest(case.stdout)
+        ):
             outcomes[place] = Outcome(outcome)
     return outcomes
 
