@@ -113,7 +113,7 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         saved = saver.finish_save()
         assert saved.error is None, saved.error
         written.append(saved.seconds)
-        num_bytes = _total(saved.num_bytes)
+        num_bytes = _total(sum(record.size for record in saved.files.values()))
         _tell(f"save: training waited {blocked[-1]:.2f} s, written in {written[-1]:.1f} s")
     undisturbed = dict(metrics)
     load = seconds_of(lambda: saver.load(str(target)))

@@ -82,10 +82,9 @@ class SaverWorker(Worker):
         rank = dist.get_rank()
         generators = self.noted or rng_state(self.device)
         staging.stage({f"{RNG}{rank}.{name}": state for name, state in generators.items()})
-        blocked_s = time.perf_counter() - start
-        gib = staging.num_bytes / 2**30
-        logger.info("%.2f GiB of training state copied in %.2f s", gib, blocked_s)
-        self.saving = self.saver.begin(Path(folder), STATE, blocked_s)
+        gib, seconds = staging.num_bytes / 2**30, time.perf_counter() - start
+        logger.info("%.2f GiB of training state copied in %.2f s", gib, seconds)
+        self.saving = self.saver.begin(Path(folder), STATE)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def finish_save(self) -> SaveResult:

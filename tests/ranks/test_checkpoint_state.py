@@ -89,8 +89,7 @@ def test_files_are_named_with_size_and_checksum(folder, ranks):
     for number, rank in enumerate(ranks):
         result = rank["original"]["result"]
         assert result.error is None
-        assert result.blocked_s > 0 and result.seconds > 0
-        assert result.num_bytes == sum(record.size for record in result.files.values())
+        assert result.seconds > 0
         assert rank["original"]["stored"][number] == result
         together |= result.files
     state = folder / "plain" / "state"
@@ -100,7 +99,8 @@ def test_files_are_named_with_size_and_checksum(folder, ranks):
 
 def test_replicas_are_written_once(folder, ranks):
     """Two replicas of two shards write about as much as four shards, and all ranks take part."""
-    sizes = [rank["hybrid"]["result"].num_bytes for rank in ranks]
+    files = [rank["hybrid"]["result"].files for rank in ranks]
+    sizes = [sum(record.size for record in of_rank.values()) for of_rank in files]
     alone = (folder / "by_one" / "state" / "shard-00001.safetensors").stat().st_size
     assert all(sizes)
     tensors = sum(tensor.nbytes for tensor in ranks[0]["original"]["saved"].values())

@@ -120,14 +120,11 @@ class Staging:
 class SaveResult:
     """Result of a save on this rank.
 
-    `files`, with `num_bytes` in all, are named relative to the checkpoint; none after an `error`:
-    the disk error of any rank, the same on all. Training waited for `blocked_s`; writing in the
-    background took `seconds`.
+    `files` are named relative to the checkpoint; none after an `error`, the disk error of any rank,
+    the same on all. Writing in the background took `seconds`.
     """
 
     files: dict[str, FileRecord]
-    num_bytes: int
-    blocked_s: float
     seconds: float
     error: str | None
 
@@ -144,12 +141,12 @@ class Saver:
         self.written = 0
         self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
 
-    def begin(self, folder: Path, subfolder: str, blocked_s: float) -> Future[SaveResult]:
+    def begin(self, folder: Path, subfolder: str) -> Future[SaveResult]:
         """Start to write the staged state to folder/subfolder; nothing may be staged meanwhile."""
         self.written = 0
-        return run_in_background(self._save, folder, subfolder, blocked_s, name="write checkpoint")
+        return run_in_background(self._save, folder, subfolder, name="write checkpoint")
 
-    def _save(self, folder: Path, subfolder: str, blocked_s: float) -> SaveResult:
+    def _save(self, folder: Path, subfolder: str) -> SaveResult:
         start = time.perf_counter()
         shards, error, files = self._own_shards(), None, {}
         name = f"{subfolder}/shard-{dist.get_rank() + 1:05d}.safetensors"
@@ -164,8 +161,7 @@ class Saver:
         error = next(filter(None, self._gathered(error)), None)
         seconds = time.perf_counter() - start
         logger.info("checkpoint: %s", error or f"{self.written / 2**30:.2f} GiB in {seconds:.1f} s")
-        files, num_bytes = (files, self.written) if error is None else ({}, 0)
-        result = SaveResult(files, num_bytes, blocked_s, seconds, error)
+        result = SaveResult(files if error is None else {}, seconds, error)
         results = self._gathered(result)
         if dist.get_rank() == 0:
             _write_results(folder, results)
