@@ -51,7 +51,7 @@ class Finding:
 class Health:
     """Health checks over the steps of a run.
 
-    A check warns at its first ill step and again after REPEATS ill steps in a row; one on a count
+    A check warns at its first ill step and again after REPEATS ill steps in a row. One on a count
     of failures warns at each ill step. A threshold of null turns a check off.
 
     Args:

@@ -81,10 +81,10 @@ def _share(rows: Tensor) -> float:
 def repeated(batch: RolloutBatch) -> float | None:
     """Compute the share of equal pairs of responses to a prompt, less the expected share.
 
-    A response of probability p equals another sample with probability p, so that the mean of p
-    over the samples of a prompt estimates the share of equal pairs without bias. The result is
-    the lower end of the difference's interval of two standard errors over prompts: below 0 for
-    independent samples, up to 1 for copies.
+    A response of probability p equals another sample with probability p. So the mean of p over
+    the samples of a prompt estimates the share of equal pairs without bias. The result is the
+    lower end of the difference's interval of two standard errors over prompts. It is below 0 for
+    independent samples, and up to 1 for copies.
     """
     sampled, mask = batch.rollout_log_probs.values, batch.response_mask.values
     sampled = sampled if bool(mask.all()) else sampled.where(mask, 0.0)

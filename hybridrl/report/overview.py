@@ -123,8 +123,10 @@ def _manifest_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command that was typed: `hybridrl train` leaves its second word out of sys.argv,
-    and adds the hardware, if it chose that, and last the folder. Paths need no quotes of Hydra's.
+    """Return the command that was typed, paths without quotes of Hydra's.
+
+    `hybridrl train` leaves its second word out of sys.argv. It adds the hardware, if it chose that,
+    and last the folder.
     """
     program, words = "".join(argv[:1]), [_PATH.sub(r"\1", word) for word in argv[1:]]
     if Path(program).name not in TRAIN:

@@ -62,8 +62,8 @@ def read_run(folder: Path, budget: int) -> Data:
 def thinned(run: Data, share: float) -> Data:
     """Return a share, in (0, 1], of each kind of a run's records, as the page shows them.
 
-    `series` has metrics as {name: values}, with `step` and `wall` (seconds in steps so far);
-    responses have indices of `prompts`; `notes` are sentences about what was left out.
+    `series` has metrics as {name: values}, with `step` and `wall` (seconds in steps so far).
+    Responses have indices of `prompts`. `notes` are sentences about what was left out.
     """
     notes = [*run["notes"]]
     curves = series(run["rows"], max(MIN_POINTS, int(run["points"] * share)), notes)
@@ -126,7 +126,7 @@ def _responses(
     """Read rollouts/: of each file about the same number of characters, whole prompts first.
 
     Responses with recorded tokens come first, then prompts in an order that is the same in all
-    files, so that a prompt that comes again is kept again.
+    files. So a prompt that comes again is kept again.
     """
     with_tokens = {("training", one["step"], one["response"]) for one in tokens}
 

@@ -84,8 +84,8 @@ class Subject:
 def find_subject(path: str) -> Subject:
     """Find a checkpoint or a model.
 
-    The path is that of a checkpoint's folder, a run's directory or its checkpoints folder (the
-    newest good one), a model's folder, `embedded`, or a name on the hub.
+    The path is that of a checkpoint's or a model's folder, `embedded`, or a name on the hub. Of a
+    run's directory, or of its checkpoints folder, the newest good checkpoint is meant.
 
     Raises:
         ConfigError: the folder is neither, or the checkpoint is damaged.

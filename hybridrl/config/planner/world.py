@@ -2,7 +2,7 @@
 
 A vLLM engine is `tensor_parallel_size` (tp) consecutive ranks. Rank (d, t), the t-th rank of the
 d-th engine of its copy, needs slice t of every split weight. There are R = dp_shard / tp shards to
-a slice; rank (d, t) holds shard t * R + d, so that its shard lies inside its own slice:
+a slice. Rank (d, t) holds shard t * R + d, which lies inside its own slice:
 
     dp_shard 4, tp 2     rank 0    rank 1    rank 2    rank 3
     (engine, tp rank)    (0, 0)    (0, 1)    (1, 0)    (1, 1)
