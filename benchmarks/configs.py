@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from hydra import compose, initialize_config_dir
 
 from hybridrl.app.compose import conf_dir
-from hybridrl.config.command.report import Report
 from hybridrl.config.derive import choose_for_memory, derive
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Report
 from hybridrl.config.load import typed_run
 from hybridrl.config.planner.machine import Machine, Node
 from hybridrl.config.schema import RunConfig

@@ -54,13 +54,9 @@ from hybridrl.app.sweep import (
 )
 from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.config.checks.checkpoint import AUTO
-from hybridrl.config.command.command_line import (
-    CONFIG_NAME,
-    CommandLine,
-    Precomposed,
-    parse_argv,
-)
+from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, parse_argv
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
+from hybridrl.config.command.overrides import Precomposed
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -171,7 +167,7 @@ def job(cfg: DictConfig, checked: Checked | None) -> float | None:
         metric = run(cfg, checked)
     except ConfigError as error:
         show_problems(error)
-        error_text, code = "; ".join(error.problems), EXIT_CONFIG
+        error_text, code = "; ".join(error.texts), EXIT_CONFIG
     except (WorkerError, RunStopped) as error:  # complete message
         log.error("%s", error)
         error_text, code = str(error), EXIT_FAILED

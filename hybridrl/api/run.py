@@ -25,12 +25,13 @@ from hybridrl.app.process import set_up_process
 from hybridrl.app.runs import keeps_result, progress, run_at
 from hybridrl.app.sweep import JobResult
 from hybridrl.config.checks.checkpoint import auto_problem
-from hybridrl.config.command.command_line import RUN_DIR, Precomposed, parse_argv, quoted
+from hybridrl.config.command.command_line import RUN_DIR, parse_argv
 from hybridrl.config.command.input_errors import problem_of
+from hybridrl.config.command.overrides import Precomposed, quoted
 from hybridrl.config.command.secrets import config_secrets
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.links import restore_links
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.schema_keys import without_shared
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.output import lossy_text
 from hybridrl.controller.signals import preemption_behind
@@ -235,8 +236,7 @@ def _whole(config: Mapping[str, Any] | DictConfig | RunConfig) -> DictConfig:
             f"the config has only {', '.join(tree)}: expected a whole one, as of a manifest.json.\n"
             f"For single values give a list of overrides: ['+recipe=gsm8k_ppo', 'seed=2']."
         )
-    restore_links(tree)
-    return OmegaConf.create(tree)
+    return without_shared(tree)
 
 
 @contextmanager

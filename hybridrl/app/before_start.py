@@ -13,21 +13,16 @@ from hybridrl.app.compose import composed, examine_config, find_machine
 from hybridrl.app.data import examine_data
 from hybridrl.app.folders import Claim, claim_folder, template
 from hybridrl.config.checks.checkpoint import auto_problem
-from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.command_line import (
-    RUN_DIR,
-    SWEEP_DIR,
-    CommandLine,
-    Precomposed,
-    quoted,
-)
+from hybridrl.config.command.command_line import RUN_DIR, SWEEP_DIR, CommandLine
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
+from hybridrl.config.command.overrides import Precomposed, quoted
 from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
 from hybridrl.config.command.secrets import config_secrets
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem, as_problem
 from hybridrl.config.load import is_on
+from hybridrl.config.variants import variant_problems
 from hybridrl.controller.output import guard_logging
 from hybridrl.trainer.tracking.provenance import command_of
 
@@ -58,7 +53,7 @@ def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = Fa
     reads_data = reads_data or bool(result.report.problems) or is_dry
     prompts = examine_data(result) if reads_data else None
     if in_sweep and not reads_data:
-        for text in effect_problems(result.config, provenance):
+        for text in variant_problems(result.config, provenance):
             log.warning("%s", text)
     return Checked(result, machine, overrides, command_of(overrides, runtime), prompts)
 
@@ -94,7 +89,8 @@ def before_start(
     problem = auto_problem(found.cfg.get("resume"), key, template(found.hydra, key))
     problems = [] if problem is None else [problem]
     if str(found.hydra.launcher.get("_target_")).endswith(SLURM) and not shutil.which("srun"):
-        problems.append("hydra/launcher=submitit_slurm: this machine has no srun of Slurm.")
+        why = "this machine has no srun of Slurm"
+        problems.append(Problem("no_slurm", "hydra/launcher=submitit_slurm", why=why))
     try:
         claimed = claim_folder(found, key)
     except INPUT_ERRORS as error:
@@ -119,7 +115,7 @@ def before_start(
     return claimed, checked
 
 
-def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
+def _further_problems(line: CommandLine, found: Precomposed) -> list[Problem]:
     """Return the problems of the composed config and its data; none of a sweep: its jobs check."""
     if found.cfg is None or line.sweeps:
         return []
@@ -131,7 +127,7 @@ def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
 
 def problems_around(
     error: BaseException, line: CommandLine, found: Precomposed | None
-) -> list[str]:
+) -> list[Problem]:
     """Return the problem of an error of Hydra, and further problems of the config."""
     further = [] if found is None else _further_problems(line, found)
     if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
@@ -141,10 +137,10 @@ def problems_around(
     of_system &= not isinstance(error, HydraException)
     if not (of_system or "null byte" in str(error)):
         # An unresolvable value is also part of the directory's name.
-        return further or [problem_of(error)]
+        return further or [as_problem(problem_of(error))]
     key = SWEEP_DIR if line.sweeps else RUN_DIR
+    why = f"the directory cannot be created or written: {reason_of(error)}"
     return [
-        f"{key}: the directory cannot be created or written: {reason_of(error)}.\n"
-        f"Set {key}=<a writable directory>.",
+        Problem("directory", key, why=why, remedy=f"Set {key}=<a writable directory>"),
         *further,
     ]

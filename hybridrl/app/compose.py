@@ -9,17 +9,17 @@ from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.checks.installation import check_ray
 from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH
 from hybridrl.config.choices import Init
-from hybridrl.config.command.command_line import (
-    CommandLine,
+from hybridrl.config.command.command_line import CommandLine
+from hybridrl.config.command.input_errors import expanded
+from hybridrl.config.command.overrides import (
     Precomposed,
     Underlay,
     names_hardware,
     precompose,
     quoted,
 )
-from hybridrl.config.command.input_errors import expanded
 from hybridrl.config.command.provenance import Provenance
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.config.schema import RunConfig
@@ -58,7 +58,7 @@ def composed(
 
     If it cannot be chosen, that is one of the problems, and there is no config.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     if not names_hardware(line.overrides):
         try:
             line.overrides.extend(hardware_overrides(find_machine()))
@@ -75,12 +75,12 @@ def composed(
 def examine_config(cfg: DictConfig, machine: Machine, provenance: Provenance) -> Examined:
     """Run all checks of a composed config, except those of the data."""
     result = examine(cfg, machine=machine, read_model=read_model_config, provenance=provenance)
-    if result.reward_shape is not None and result.report.usable(["model.path"]):
-        config = result.config
-        for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):
+    config, reward = result.config, result.reward_path
+    if reward is not None and result.report.usable(["model.path"]):
+        for problem in vocabulary_problems(config.model.path, reward):
             result.report.add(problem, broken="reward_model.model.path")
-    for problem in stored_weight_problems(result, on_hub=False):
-        result.report.add(problem)
+    for text in stored_weight_problems(result, on_hub=False):
+        result.report.add(text)
     return result
 
 
@@ -93,8 +93,8 @@ def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
     models = []
     if report.usable(["model.path", "model.init"]) and config.model.init is Init.pretrained:
         models.append(("model.path", config.model.path, result.shape))
-    if result.reward_shape is not None:
-        models.append((REWARD_MODEL_PATH, config.reward_model.model.path, result.reward_shape))
+    if result.reward_path is not None:
+        models.append((REWARD_MODEL_PATH, result.reward_path, result.reward_shape))
     for key, path, shape in models:
         if shape is not None and is_on_hub(path) == on_hub:
             for problem in weight_problems(resolve_model(path), shape):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from hybridrl.app.trials import trial_problems
 from hybridrl.config.annotations import Unusable
-from hybridrl.config.epochs import set_steps
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.load import Examined
+from hybridrl.config.validate import set_steps
 from hybridrl.distributed.background import without_collections
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def examine_data(result: Examined) -> "PromptSets | None":
     prompts, problems = examine_prompts(
         config.data, config.model, config.rollout.max_prompt_tokens, longest
     )
-    for problem in problems:
-        report.add(problem, broken="data")
+    for text in problems:
+        report.add(text, broken="data")
     if config.environment is not None and report.usable(["environment"]):
         from hybridrl.trainer.episodes.conversations import stop_problems
 
@@ -53,5 +53,6 @@ def examine_data(result: Examined) -> "PromptSets | None":
     if prompts is not None and result.trains:
         set_steps(config, len(prompts.train), report)
     if prompts is not None and not report.problems:
-        report.problems += trial_problems(config, (prompts.train or prompts.held_out)[0])
+        for text in trial_problems(config, (prompts.train or prompts.held_out)[0]):
+            report.add(text)
     return prompts

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from hybridrl.app.lock import LOCK_FILE
 from hybridrl.app.runs import run_at
 from hybridrl.config.checks.checkpoint import NEW_EACH_TIME
-from hybridrl.config.command.command_line import Precomposed
+from hybridrl.config.command.overrides import Precomposed
 
 # Link beside the runs to the one that was started last.
 LATEST = "latest"

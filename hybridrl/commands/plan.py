@@ -12,7 +12,8 @@ from rich.console import Console
 from hybridrl.app.compose import composed, find_machine
 from hybridrl.commands.running import UsageError, argument, parsed, run_command
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.command_line import parse_argv, quoted
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.overrides import quoted
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import uses_critic

@@ -13,8 +13,9 @@ from hybridrl.commands.running import OVERRIDES, UsageError, argument, parsed
 from hybridrl.commands.runs import FOLDERS
 from hybridrl.config.changes import STEPS
 from hybridrl.config.checks.checkpoint import AUTO
-from hybridrl.config.command.command_line import RUN_DIR, quoted
+from hybridrl.config.command.command_line import RUN_DIR
 from hybridrl.config.command.input_errors import expanded
+from hybridrl.config.command.overrides import quoted
 from hybridrl.config.command.secrets import HIDDEN
 from hybridrl.config.keys import leaves
 from hybridrl.models.fingerprints import MODEL, REWARD_MODEL

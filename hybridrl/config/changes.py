@@ -5,8 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hybridrl.config.keys import leaves
-from hybridrl.config.links import LINKS
-from hybridrl.config.schema_keys import is_free
+from hybridrl.config.schema_keys import SHARED, is_free
 from hybridrl.config.user_code.files import names_code
 
 STEPS = "trainer.total_steps"
@@ -97,7 +96,7 @@ def may_grow(config: Mapping[str, Any]) -> bool:
 def own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves; those of shared nodes only once, outside of the roles."""
     own = {
-        name: {key: value for key, value in section.items() if key not in LINKS.get(name, ())}
+        name: {key: item for key, item in section.items() if f"{name}.{key}" not in SHARED}
         if isinstance(section, Mapping)
         else section
         for name, section in config.items()

@@ -2,14 +2,12 @@
 
 import math
 from contextlib import suppress
-from typing import Any
 
-from hybridrl.config.annotations import Unusable
+from hybridrl.config.annotations import NoValue, Unusable, is_null, set_value
 from hybridrl.config.checks.resources import gpu_counts
 from hybridrl.config.checks.sizes import divisors, fitting_mini_batches, listed, step_responses
 from hybridrl.config.choices import Accelerator, Schedule
-from hybridrl.config.command.report import Report
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.fitting import (
     FASTER_STILL,
@@ -54,7 +52,7 @@ def machine_of(config: RunConfig, machine: Machine) -> Machine:
 
 
 def derive(config: RunConfig, machine: Machine, report: Report) -> None:
-    """Replace nulls and shares by numbers; report and remove nulls that cannot be derived."""
+    """Replace nulls and shares by numbers; report nulls that cannot be derived."""
     with suppress(Unusable):
         _set_slots(config, machine)
     for key, rule in (
@@ -65,12 +63,11 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
         ("reward.num_processes", _processes),
         ("trainer.max_log_prob_diff", _log_prob_limit),
     ):
-        if _is_null(config, key):
-            section, name = key.split(".")
-            delattr(vars(config)[section], name)
+        if is_null(config, key):
+            set_value(config, key, NoValue(key))
             with suppress(Unusable):
                 try:
-                    _set(config, key, rule(config, machine))
+                    set_value(config, key, rule(config, machine))
                 except ConfigError as error:
                     report.problems += error.problems
     with suppress(Unusable):
@@ -119,10 +116,9 @@ def _gpus(config: RunConfig, machine: Machine) -> int:
         return max(1, gpu_counts(machine, config.cluster.nodes)[-1])
     if not config.run.dry:  # the missing GPUs have their own problem
         raise Unusable("cluster.gpus_per_node")
-    raise ConfigError(
-        "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
-        "Set cluster.gpus_per_node to the GPUs of a node of the planned machine."
-    )
+    key, why = "cluster.gpus_per_node", "null is all GPUs of a node, but this machine has none"
+    remedy = f"Set {key} to the GPUs of a node of the planned machine"
+    raise ConfigError(Problem("gpus_to_plan", key, None, "a number", why, remedy))
 
 
 def _shards(config: RunConfig, machine: Machine) -> int:
@@ -132,11 +128,10 @@ def _shards(config: RunConfig, machine: Machine) -> int:
         raise Unusable("fsdp.dp_shard")  # the check of the mesh reports it
     if world % copies == 0:
         return world // copies
-    raise ConfigError(
-        f"fsdp.dp_replicate = {copies} does not divide the {training_text(config)}: every copy "
-        f"needs the same number of ranks.\n"
-        f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
-    )
+    key, why = "fsdp.dp_replicate", "every copy needs the same number of ranks"
+    expected, remedy = f"a divisor of {training_text(config)}", f"Set {key} to one of "
+    remedy += listed(divisors(world))
+    raise ConfigError(Problem("copies", key, copies, expected, why, remedy))
 
 
 def _in_flight(config: RunConfig, machine: Machine) -> int:
@@ -179,13 +174,13 @@ def choose_for_memory(
         The values that are not the fastest; hardware.reason says so.
     """
     nulls, faster_still = (
-        [change for change in changes if _is_null(config, change.key)]
+        [change for change in changes if is_null(config, change.key)]
         for changes in (FASTEST, FASTER_STILL)
     )
-    if _is_null(config, "fsdp.reshard_after_forward"):
+    if is_null(config, "fsdp.reshard_after_forward"):
         config.fsdp.reshard_after_forward = True
     for change in nulls:
-        _set(config, *change)
+        set_value(config, *change)
     found: list[Change] = []
     faster: list[Change] = []
     with suppress(Unusable, ConfigError):  # the checks report a ConfigError with all others
@@ -214,26 +209,15 @@ def choose_for_memory(
                     f"; chosen for its speed: {' '.join(map(str, faster))} ({peak} at most)"
                 )
     for change in [*found, *faster]:
-        _set(config, *change)
+        set_value(config, *change)
     return found
 
 
 def _limit_cache(config: RunConfig, shape: ModelShape, machine: Machine) -> None:
     """Set rollout.kv_cache_mb if a step uses less than rollout.gpu_memory_utilization leaves."""
-    if _is_null(config, "rollout.kv_cache_mb"):
+    if is_null(config, "rollout.kv_cache_mb"):
         smallest = min(gpu.memory_bytes for gpu in machine.gpus)
         useful = useful_cache_mb(config, shape)
         left = rollout_parts(config, shape, smallest)[LEFT_FOR_CACHE]
         if useful * MIB + VLLM_BUFFER_BYTES < left:
             config.rollout.kv_cache_mb = useful
-
-
-def _is_null(config: RunConfig, key: str) -> bool:
-    """Return whether a key is null; false if it has no usable value."""
-    section, name = key.split(".")
-    return vars(vars(config)[section]).get(name, 0) is None
-
-
-def _set(config: RunConfig, key: str, value: Any) -> None:
-    section, name = key.split(".")
-    setattr(vars(config)[section], name, value)

@@ -6,10 +6,12 @@ registry holds paths, so that checks of a config do not import torch.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.annotations import Unusable
+from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import signature_of
 from hybridrl.config.user_code.files import ESTIMATOR
@@ -95,10 +97,9 @@ def estimator_of(advantage: str) -> Estimator:
     known = [*TENSORS, *SETTINGS]
     unknown = [p.name for p in parameters if p.name not in known and p.default is p.empty]
     if unknown:
-        raise ConfigError(
-            f"{KEY} = {advantage} has unknown parameters {', '.join(unknown)}.\n"
-            f"Use only {', '.join(known)}."
-        )
+        why, remedy = f"it has unknown parameters {', '.join(unknown)}", "Use only "
+        remedy += ", ".join(known)
+        raise ConfigError(Problem("estimator_parameters", KEY, advantage, "", why, remedy))
     return Estimator(advantage, tuple(p.name for p in parameters if p.name in known))
 
 
@@ -119,29 +120,26 @@ def is_supervised(config: RunConfig) -> bool:
 
 def estimator_problems(config: RunConfig) -> Iterator[str]:
     """Check that the estimator exists, that its parameters are known, and what it returns."""
-    advantage, settings = config.algorithm.advantage, vars(config.rollout)
-    each = settings.get("responses_per_prompt", 1)  # without it there is another problem
+    advantage, each = config.algorithm.advantage, 1
+    with suppress(Unusable):  # without a value there is another problem
+        each = config.rollout.responses_per_prompt
     found = try_out(KEY, advantage, TRIAL, TRY_ESTIMATOR, config.algorithm, each)
     yield from found
     if not found:
         estimator_of(advantage)
 
 
-def group_problems(config: RunConfig) -> Iterator[str]:
+def group_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that an estimator that compares responses to a prompt has enough of them."""
     advantage, each = config.algorithm.advantage, config.rollout.responses_per_prompt
     estimator, k = estimator_of(advantage), config.algorithm.pass_k
+    of_group = "rollout.responses_per_prompt"
     if estimator.compares_groups and each < 2:
-        yield (
-            f"rollout.responses_per_prompt = {each}, expected at least 2: algorithm.advantage = "
-            f"{advantage} compares the responses to a prompt; a single one has advantage 0.\n"
-            f"Set rollout.responses_per_prompt=2 or more, or algorithm=ppo."
-        )
+        why = f"{KEY} = {advantage} compares the responses to a prompt; one alone has advantage 0"
+        remedy = f"Set {of_group}=2 or more, or algorithm=ppo"
+        yield Problem("group_size", of_group, each, "at least 2", why, remedy)
     elif estimator.compares_groups and "pass_k" in estimator.takes and k >= each:
-        yield (
-            f"algorithm.pass_k = {k}, expected less than rollout.responses_per_prompt = {each}: "
-            f"algorithm.advantage = {advantage} compares sets of pass_k responses to a prompt; a "
-            f"single set has advantage 0.\n"
-            f"Set algorithm.pass_k={each - 1} or less, or rollout.responses_per_prompt={k + 1} or "
-            f"more."
-        )
+        key, expected = "algorithm.pass_k", f"less than {of_group} = {each}"
+        why = f"{KEY} = {advantage} compares sets of pass_k responses; one alone has advantage 0"
+        remedy = f"Set {key}={each - 1} or less, or {of_group}={k + 1} or more"
+        yield Problem("pass_k", key, k, expected, why, remedy)

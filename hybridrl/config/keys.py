@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from hybridrl.config.errors import Problem
+
 # Groups that are not in the defaults list.
 ADDED_GROUPS = ("recipe",)
 # In place of a key of ours: what theirs chooses is always so here.
@@ -117,9 +119,10 @@ def _translated(other: OtherName) -> str:
     return f"{what} is {ours} here{f': {other.difference}' if other.difference else ''}."
 
 
-def nothing_reads(key: str, value: Any, known: Collection[str]) -> list[str]:
+def nothing_reads(key: str, value: Any, known: Collection[str]) -> list[Problem]:
     """Return the problem of a key that nothing reads; of a section, one per leaf."""
+    why = "unknown key, nothing reads it"
     return [
-        f"{leaf} = {found}: unknown key, nothing reads it. {did_you_mean(leaf, known)}"
+        Problem("unknown_key", leaf, found, why=why, remedy=did_you_mean(leaf, known))
         for leaf, found in leaves({key: value}).items()
     ]

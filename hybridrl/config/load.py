@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from omegaconf import BooleanNode, DictConfig, OmegaConf, ValueNode
@@ -19,23 +19,17 @@ from hybridrl.config.checks.reward_model import (
     reward_model_shape,
 )
 from hybridrl.config.command.provenance import Provenance
-from hybridrl.config.command.report import Report
 from hybridrl.config.derive import choose_for_memory, derive, machine_of, name_adapted_layers
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
-from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.fitting import Change
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.reward_parts import set_parts
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.schema_keys import is_read, known_keys
-from hybridrl.config.typed import (
-    Builder,
-    optional_class,
-    partial_section,
-)
-from hybridrl.config.user_code.classes import OPTIONAL, role_classes
+from hybridrl.config.schema_keys import is_read, known_keys, without_shared
+from hybridrl.config.typed import Builder
+from hybridrl.config.user_code.classes import role_classes
 from hybridrl.config.user_code.files import make_files_absolute
 from hybridrl.config.validate import run, run_checks
 
@@ -62,6 +56,12 @@ class Examined:
     chosen: list[Change]
     trains: bool
 
+    @property
+    def reward_path(self) -> str | None:
+        """Path of the reward model; None if there is none or it could not be read."""
+        model = self.config.reward_model if self.reward_shape is not None else None
+        return None if model is None else model.model.path
+
 
 def examine(
     cfg: DictConfig,
@@ -83,19 +83,14 @@ def examine(
         checks_memory: false if the caller judges memory itself.
     """
     report = Report()
-    report.problems += [*_top_level_problems(cfg), *link_problems(cfg)]
+    report.problems += _top_level_problems(cfg)
     config = typed_run(cfg, report)
     machine = machine_of(config, machine)
     derive(config, machine, report)
     shape = _read(lambda: policy_shape(config.model.path, read_model), report, broken="model.path")
     name_adapted_layers(config, shape)
-    reward_shape = _read(
-        lambda: (
-            config.reward_model and reward_model_shape(config.reward_model.model.path, read_model)
-        ),
-        report,
-        broken=REWARD_MODEL_PATH,
-    )
+    of_reward = partial(reward_model_shape, read_model=read_model)
+    reward_shape = _read(lambda: of_reward(config.reward_model), report, broken=REWARD_MODEL_PATH)
     chosen = choose_for_memory(config, shape if trains else None, reward_shape, machine)
     run_checks(config, machine, shape, reward_shape, provenance, report, trains=trains)
     if trains and checks_memory and shape is not None:
@@ -112,7 +107,7 @@ def load_resolved(config: Mapping[str, Any]) -> RunConfig:
     report = Report()
     if "${" in json.dumps(config):
         raise ConfigError("the config has a value with ${...}, expected resolved values.")
-    typed = typed_run(OmegaConf.create(dict(config)), report)
+    typed = typed_run(without_shared(config), report)
     if report.problems:
         raise ConfigError(*report.problems)
     return typed
@@ -139,41 +134,25 @@ def typed_run(cfg: DictConfig, report: Report) -> RunConfig:
     classes, problems = role_classes(cfg)
     report.problems += problems
     set_parts(cfg, report)
-    builder = Builder(report, known_keys(cfg, classes))
-    hints = typing.get_type_hints(RunConfig)
-    sections: dict[str, Any] = {}
-    for field in dataclasses.fields(RunConfig):
-        name, hint = field.name, hints[field.name]
-        node = OmegaConf.select(cfg, name, throw_on_resolution_failure=False)
-        section = classes.get(name) or optional_class(hint) or hint
-        may_lack = name in OPTIONAL or optional_class(hint) is not None
-        if not dataclasses.is_dataclass(section):
-            with suppress(Unusable):
-                sections[name] = builder.field(field, RunConfig, cfg, name)
-        elif node is None and may_lack:
-            sections[name] = None
-        else:
-            shared = {link: sections[link] for link in LINKS.get(name, ())}
-            sections[name] = builder.section(typing.cast(type, section), node, name, shared)
+    config = Builder(cfg, classes, known_keys(cfg, classes), report).run()
     if report.broken and not report.problems:
-        report.add(f"{', '.join(sorted(report.broken))} link to each other.\nSet one of them.")
-    make_files_absolute(sections)
-    return partial_section(RunConfig, sections)
+        keys = ", ".join(sorted(report.broken))
+        report.add(Problem("links", keys, why="they link to each other", remedy="Set one of them"))
+    make_files_absolute(vars(config))
+    return config
 
 
-def _top_level_problems(cfg: DictConfig) -> list[str]:
+def _top_level_problems(cfg: DictConfig) -> list[Problem]:
     """Find top-level keys that nothing reads; keys in links of other values are allowed."""
     tree = raw_tree(cfg)
     read = {field.name for field in dataclasses.fields(RunConfig)}
     text = str(tree)
-    problems = []
+    problems: list[Problem] = []
     for name in sorted(tree.keys() - read):
         if name in ADDED_GROUPS:
-            problems.append(
-                f"{name} is a section of its own and has no effect: its file does not begin with "
-                f"'# @package _global_'.\n"
-                f"Make that the first line of the file, above all comments."
-            )
+            why = "its file does not begin with '# @package _global_', so it has no effect"
+            remedy = "Make that the first line of the file, above all comments"
+            problems.append(Problem("package_line", str(name), why=why, remedy=remedy))
         elif f"${{{name}}}" not in text and f"${{{name}." not in text:
             known = [*ADDED_GROUPS, *(key for key in leaves(tree) if is_read(key))]
             problems += nothing_reads(str(name), tree[name], known)

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ABSENT, ConfigError, Problem
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.sections.algorithm import FunctionConfig
+from hybridrl.config.sections import FunctionConfig
 from hybridrl.config.user_code.classes import signature_of
 from hybridrl.config.user_code.importing import try_out
 
@@ -119,36 +119,34 @@ def policy_loss_of(function: str) -> PolicyLoss:
     tensors = tuple(p.name for p in parameters if p.name not in settings)
     unknown = [name for name in tensors if name not in TENSORS]
     if unknown:
-        raise ConfigError(
-            f"{key} = {function} has unknown parameters {', '.join(unknown)}.\n"
-            f"Use only {', '.join(TENSORS)}, and keyword-only settings."
-        )
+        why = f"it has unknown parameters {', '.join(unknown)}"
+        remedy = f"Use only {', '.join(TENSORS)}, and keyword-only settings"
+        raise ConfigError(Problem("loss_parameters", key, function, "", why, remedy))
     return PolicyLoss(function, tensors, settings)
 
 
-def loss_problems(run: RunConfig) -> Iterator[str]:
+def loss_problems(run: RunConfig) -> Iterator[Problem | str]:
     """Check the policy loss, its settings and what it returns."""
     config = run.algorithm.loss
     if found := try_out(f"{KEY}.function", config.function, TRIAL, TRY_LOSS, run.algorithm):
         yield from found
         return
-    known = policy_loss_of(config.function).all_settings
+    known, owner = policy_loss_of(config.function).all_settings, f"{KEY}.function = "
+    owner += config.function
     for name in config.args.keys() - known.keys():
-        near = did_you_mean(f"{KEY}.args.{name}", [f"{KEY}.args.{k}" for k in known])
-        yield (
-            f"{KEY}.args.{name} is not a setting of {KEY}.function = {config.function}, expected "
-            f"{', '.join(known) or 'none'}. {near}\n"
-            f"Remove it, or set algorithm/loss=<name> for a built-in loss with its settings."
-        )
+        key, why = f"{KEY}.args.{name}", f"it is no setting of {owner}"
+        remedy = did_you_mean(key, [f"{KEY}.args.{k}" for k in known])
+        remedy += "\nRemove it, or set algorithm/loss=<name> for a built-in loss with its settings"
+        expected, value = ", ".join(known) or "none", config.args[name]
+        yield Problem("loss_setting", key, value, expected, why, remedy)
     for name in known.keys() - config.args.keys():
-        yield (
-            f"{KEY}.args.{name} is missing: {KEY}.function = {config.function} needs it.\n"
-            f"Set +{KEY}.args.{name}=<a value>, or algorithm/loss=<name> for all settings."
-        )
+        key, remedy = f"{KEY}.args.{name}", "or algorithm/loss=<name> for all settings"
+        remedy = f"Set +{key}=<a value>, {remedy}"
+        yield Problem("missing", key, ABSENT, "a value", f"{owner} needs it", remedy)
     yield from _value_problems(config, known)
 
 
-def _value_problems(config: FunctionConfig, known: Mapping[str, Range]) -> Iterator[str]:
+def _value_problems(config: FunctionConfig, known: Mapping[str, Range]) -> Iterator[Problem]:
     """Check the ranges of a built-in loss's settings; a user's function checks its own."""
     if config.function not in BUILT_IN_LOSSES:
         return
@@ -159,18 +157,15 @@ def _value_problems(config: FunctionConfig, known: Mapping[str, Range]) -> Itera
         if type(value) not in (int, float) or not known[name].contains(value)
     }
     for name, value in wrong.items():
-        why = f": {known[name].why}" if known[name].why else ""
-        yield f"{KEY}.args.{name} = {value}, expected a number, {known[name]}{why}."
+        limits = f"a number, {known[name]}"
+        yield Problem("range", f"{KEY}.args.{name}", value, limits, known[name].why)
     if wrong or known.keys() - args.keys():
         return
     if config.function == "dual_clip" and args["max_ratio"] <= 1 + args["clip_high"]:
-        yield (
-            f"{KEY}.args.max_ratio = {args['max_ratio']}, expected above 1 + clip_high = "
-            f"{1 + args['clip_high']:g}: a smaller bound would act on unclipped ratios.\n"
-            f"Raise it."
-        )
+        key, expected = f"{KEY}.args.max_ratio", f"above 1 + clip_high = {1 + args['clip_high']:g}"
+        why = "a smaller bound would act on unclipped ratios"
+        yield Problem("dual_clip", key, args["max_ratio"], expected, why, "Raise it")
     if config.function == "clip_cov" and args["cov_low"] >= args["cov_high"]:
-        yield (
-            f"{KEY}.args.cov_low = {args['cov_low']}, expected below {KEY}.args.cov_high = "
-            f"{args['cov_high']}: tokens between the two are selected.\nRaise cov_high."
-        )
+        key, expected = f"{KEY}.args.cov_low", f"below {KEY}.args.cov_high = {args['cov_high']}"
+        why = "tokens between the two are selected"
+        yield Problem("clip_cov", key, args["cov_low"], expected, why, "Raise cov_high")

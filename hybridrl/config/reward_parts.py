@@ -4,7 +4,7 @@ import re
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from hybridrl.config.command.report import Report
+from hybridrl.config.errors import Report
 from hybridrl.config.keys import raw_tree
 
 WEIGHTED = "hybridrl.rewards.weighted.score"

@@ -1,12 +1,12 @@
 """The typed configuration: types, ranges and resume rules. Defaults and comments are in conf/.
 
-`Annotated` fields carry a Range, FREE if a resume may change them, and CHOSEN if they may be null
-(annotations.py). A role's worker class names its dataclass as `config_class`; a subclass of both
-may add keys.
+`Annotated` fields carry a Range, FREE if a resume may change them, CHOSEN if they may be null, and
+Shared if they are no key (annotations.py). A role's worker class names its dataclass as
+`config_class`; a subclass of both may add keys.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from hybridrl.config.annotations import (
     BETWEEN_0_AND_1,
@@ -15,9 +15,9 @@ from hybridrl.config.annotations import (
     LARGEST_COUNT,
     LONGEST_S,
     SEED,
-    TEMPERATURE,
     Range,
     Section,
+    Shared,
     above_zero,
     at_least_one,
     at_least_zero,
@@ -34,15 +34,24 @@ from hybridrl.config.choices import (
     LRSchedule,
     NVLinkMulticast,
     Offload,
-    RewardSignature,
     RouterReplay,
     Schedule,
     SleepMode,
 )
-from hybridrl.config.sections.agent import AgentConfig
-from hybridrl.config.sections.algorithm import AlgorithmConfig, FunctionConfig
-from hybridrl.config.sections.data import DataConfig
-from hybridrl.config.sections.tracking import HealthConfig, TrackingConfig
+from hybridrl.config.sections import (
+    AgentConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    HealthConfig,
+    RewardConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+
+TENSOR_PARALLEL = "rollout.tensor_parallel_size"
 
 
 @dataclass(kw_only=True)
@@ -86,7 +95,9 @@ class FSDPConfig(Section):
     activation_checkpointing: Annotated[bool, FREE, CHOSEN]
     accumulation: Annotated[Accumulation, FREE, CHOSEN]
     layout: Annotated[Layout, FREE]
-    tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
+    tensor_parallel_size: Annotated[
+        int, Shared(TENSOR_PARALLEL, "shards are aligned to vLLM's slices"), FREE
+    ]
     columns: Annotated[list[str] | None, FREE]
     ulysses_size: Annotated[int, at_least_one("1 means no sequence parallelism"), FREE]
     offload: Annotated[Offload, FREE, CHOSEN]
@@ -158,6 +169,20 @@ class OptimConfig(Section):
     min_lr_ratio: Annotated[float, share("it is a share of the peak learning rate")]
 
 
+# What roles share reaches them through their constructor (typed.py).
+SharedModel = Annotated[ModelConfig, Shared("model", "roles must start from the same weights")]
+SharedFSDP = Annotated[
+    FSDPConfig,
+    Shared("fsdp", "roles must shard alike, or the reshard plan is wrong", is_linked=True),
+]
+SharedLoRA = Annotated[
+    LoRAConfig | None, Shared("lora", "reference and vLLM use the actor's adapters")
+]
+SharedTemperature = Annotated[
+    float, Shared("rollout.temperature", "log-probs must be of the sampled distribution")
+]
+
+
 @dataclass(kw_only=True)
 class RoleConfig(Section):
     """Common field of all roles: the worker class."""
@@ -166,16 +191,24 @@ class RoleConfig(Section):
 
 
 @dataclass(kw_only=True)
-class ActorConfig(RoleConfig):
+class ShardedConfig(RoleConfig):
+    """Common field of the roles whose weights are sharded by the one spec."""
+
+    fsdp: SharedFSDP
+
+
+@dataclass(kw_only=True)
+class ActorConfig(ShardedConfig):
     """conf/actor. mini_batch_size may be a share of a step's responses before `derive`."""
 
-    model: ModelConfig
-    fsdp: FSDPConfig
-    lora: LoRAConfig | None
-    algorithm: AlgorithmConfig
+    model: SharedModel
+    lora: SharedLoRA
+    algorithm: Annotated[
+        AlgorithmConfig, Shared("algorithm", "loss and penalty are checked and reported from there")
+    ]
     max_response_tokens: Annotated[int, at_least_one("losses are divided by it")]
     total_steps: Annotated[int, at_least_one("it is the length of the learning-rate schedule")]
-    temperature: Annotated[float, TEMPERATURE]
+    temperature: SharedTemperature
     mini_batch_size: Annotated[
         int | float,
         Range("an optimizer step needs responses", 0, LARGEST_COUNT, low_open=True),
@@ -183,31 +216,31 @@ class ActorConfig(RoleConfig):
     epochs: Annotated[int, at_least_one("responses must be used at least once")]
     max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE, CHOSEN]
     entropy_coef: Annotated[float, Range("a negative bonus punishes exploration", 0)]
-    router_replay: RouterReplay
+    router_replay: Annotated[
+        RouterReplay, Shared("rollout.router_replay", "it uses the experts that vLLM records")
+    ]
     router_balance_coef: Annotated[float, Range("a negative loss favours few experts", 0)]
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
     optim: OptimConfig
 
 
 @dataclass(kw_only=True)
-class CriticConfig(RoleConfig):
+class CriticConfig(ShardedConfig):
     """conf/critic."""
 
-    model: ModelConfig
-    fsdp: FSDPConfig
+    model: SharedModel
     total_steps: Annotated[int, at_least_one("it is the length of the learning-rate schedule")]
     value_clip: Annotated[float, above_zero("values may change by at most this much")]
     optim: OptimConfig
 
 
 @dataclass(kw_only=True)
-class ReferenceConfig(RoleConfig):
+class ReferenceConfig(ShardedConfig):
     """conf/ref."""
 
-    model: ModelConfig
-    fsdp: FSDPConfig
-    lora: LoRAConfig | None
-    temperature: Annotated[float, TEMPERATURE]
+    model: SharedModel
+    lora: SharedLoRA
+    temperature: SharedTemperature
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
 
 
@@ -219,11 +252,10 @@ class ModelPathConfig(Section):
 
 
 @dataclass(kw_only=True)
-class RewardModelConfig(RoleConfig):
+class RewardModelConfig(ShardedConfig):
     """conf/reward_model."""
 
     model: ModelPathConfig
-    fsdp: FSDPConfig
     weight: Annotated[float, Range("scores are multiplied by it")]
 
 
@@ -231,8 +263,8 @@ class RewardModelConfig(RoleConfig):
 class RolloutConfig(RoleConfig):
     """conf/rollout. max_num_seqs and max_in_flight may be null before `derive`."""
 
-    model: ModelConfig
-    lora: LoRAConfig | None
+    model: SharedModel
+    lora: SharedLoRA
     seed: Annotated[int, SEED]
     tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
     expert_parallel: Annotated[bool, FREE]
@@ -257,70 +289,6 @@ class RolloutConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class RewardConfig(FunctionConfig):
-    """conf/reward."""
-
-    signature: RewardSignature
-    concurrency: Annotated[int, Range("async rewards need one at a time", 1, 65536), FREE]
-    timeout_s: Annotated[float, seconds("a reward needs time; the longest wait is 3 weeks"), FREE]
-    num_processes: Annotated[int | None, Range("each takes tens of megabytes", 1, 4096), FREE]
-    failed_score: Annotated[float, Range("NaN or infinity would spoil the whole batch")]
-
-
-@dataclass(kw_only=True)
-class EnvironmentConfig(FunctionConfig):
-    """conf/environment: answers between the model's turns."""
-
-    max_turns: Annotated[int, at_least_one("a conversation needs a turn")]
-    stop: list[str]
-    role: str
-
-
-@dataclass(kw_only=True)
-class TrainerConfig(Section):
-    """conf/trainer. With epochs, total_steps counts once the data is read (epochs.py).
-
-    max_log_prob_diff may be null before `derive`.
-    """
-
-    total_steps: Annotated[int, at_least_one("a run needs a step"), FREE]
-    epochs: Annotated[float | None, above_zero("it counts passes over the prompts"), FREE]
-    critic_warmup_steps: Annotated[int, at_least_zero("0 means no warm-up")]
-    max_log_prob_diff: Annotated[
-        float | None, above_zero("it limits a mean of absolute values"), FREE
-    ]
-    samples_every_steps: Annotated[int, at_least_zero("0 means never"), FREE]
-    save_final_model: Annotated[bool, FREE]
-    max_skipped_steps: Annotated[int, at_least_one("1 ends the run at the first one"), FREE]
-    max_restarts: Annotated[int, at_least_zero("0 means no restart"), FREE]
-    profile_steps: Annotated[list[int], at_least_one("steps are counted from 1"), FREE]
-    callbacks: Annotated[list[str], FREE]
-
-
-@dataclass(kw_only=True)
-class EvalConfig(Section):
-    """conf/eval."""
-
-    before_training: bool
-    every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
-    greedy: bool
-    top_k: Annotated[int | None, at_least_one("null samples from all tokens")]
-    samples: Annotated[int, at_least_one("each problem has a response")]
-    rules: dict[str, FunctionConfig]
-
-
-@dataclass(kw_only=True)
-class CheckpointConfig(Section):
-    """conf/checkpoint. on_sigterm is in seconds."""
-
-    every_steps: Annotated[int, at_least_zero("0 means never")]
-    keep_last: Annotated[int, at_least_zero("it counts checkpoints; 0 keeps all")]
-    keep_best: str | None
-    on_sigterm: Annotated[float, Range("it is a time; 0 ends the run at once", 0, LONGEST_S)]
-    allow_config_changes: bool
-
-
-@dataclass(kw_only=True)
 class SaverConfig(RoleConfig):
     """Config of the role that writes checkpoints; built in code, not a section.
 
@@ -342,8 +310,8 @@ class SenderConfig(RoleConfig):
 class RunConfig(Section):
     """Config of one run, resolved: no interpolations, no nulls that mean "derive it".
 
-    Only fsdp.columns stays null until the rollout engine is traced. Role sections are instances of
-    their workers' `config_class`, possibly a user's subclass. Absent sections are None.
+    Only fsdp.columns stays null until the rollout engine is traced. A role's section is an instance
+    of its worker's `config_class`, possibly a user's subclass. Absent sections are None.
     """
 
     seed: Annotated[int, SEED]
@@ -357,12 +325,12 @@ class RunConfig(Section):
     placement: Annotated[PlacementConfig, FREE]
     algorithm: AlgorithmConfig
     lora: LoRAConfig | None
-    actor: Any
-    critic: Any
-    ref: Any
-    rollout: Any
+    actor: ActorConfig
+    critic: CriticConfig
+    ref: ReferenceConfig
+    rollout: RolloutConfig
     reward: RewardConfig
-    reward_model: Any
+    reward_model: RewardModelConfig | None
     trainer: TrainerConfig
     eval: Annotated[EvalConfig, FREE]
     environment: EnvironmentConfig | None

@@ -1,15 +1,15 @@
-"""Dotted keys of the schema."""
+"""Dotted keys of the schema, and the fields of roles that are no keys but shared."""
 
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.annotations import FREE
+from hybridrl.config.annotations import FREE, Shared
 from hybridrl.config.keys import leaves, raw_tree
-from hybridrl.config.links import LINKS
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.typed import annotations_of, element_class, optional_class, type_hints
 from hybridrl.config.user_code.classes import BUILT_IN
@@ -20,6 +20,23 @@ class Field(typing.NamedTuple):
 
     hint: Any
     notes: tuple[Any, ...]
+
+
+def _section_class(name: str) -> Any:
+    hint = type_hints(RunConfig)[name]
+    return BUILT_IN[name][1] if name in BUILT_IN else optional_class(hint) or hint
+
+
+def _shared_fields() -> Iterator[tuple[str, Shared]]:
+    for section in type_hints(RunConfig):
+        cls = _section_class(section)
+        for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+            notes = annotations_of(cls, field.name)
+            yield from ((f"{section}.{field.name}", n) for n in notes if isinstance(n, Shared))
+
+
+# Dotted names of fields that are no keys of their own.
+SHARED: Mapping[str, Shared] = MappingProxyType(dict(_shared_fields()))
 
 
 def fields_along(key: str) -> Iterator[Field | None]:
@@ -36,9 +53,9 @@ def fields_along(key: str) -> Iterator[Field | None]:
         if name not in hints:
             yield None
             return
-        is_role = cls is RunConfig and name in BUILT_IN
         notes = annotations_of(cls, name)
-        cls = BUILT_IN[name][1] if is_role else optional_class(hints[name]) or hints[name]
+        is_section = cls is RunConfig
+        cls = _section_class(name) if is_section else optional_class(hints[name]) or hints[name]
         yield Field(cls, notes)
         if element := element_class(cls):
             next(names, None)  # the entry's name, which is free
@@ -52,7 +69,16 @@ def is_free(key: str) -> bool:
 
 def is_read(key: str) -> bool:
     """Return whether the built-in dataclasses have `key`."""
-    return None not in fields_along(key)
+    shared = shared_by(key)
+    is_link = shared is not None and shared[1].is_linked and shared[0] == key
+    return None not in fields_along(key) and (shared is None or is_link)
+
+
+def shared_by(key: str) -> tuple[str, Shared] | None:
+    """Return the shared field that a key is or lies in; None if there is none."""
+    name = ".".join(key.split(".")[:2])
+    note = SHARED.get(name)
+    return None if note is None else (name, note)
 
 
 def known_keys(cfg: DictConfig, roles: Mapping[str, type]) -> list[str]:
@@ -62,6 +88,20 @@ def known_keys(cfg: DictConfig, roles: Mapping[str, type]) -> list[str]:
         f"{role}.{name}"
         for role, cls in roles.items()
         for name, hint in type_hints(cls).items()
-        if name not in LINKS.get(role, ()) and not dataclasses.is_dataclass(hint)
+        if f"{role}.{name}" not in SHARED and not dataclasses.is_dataclass(hint)
     }
     return sorted(composed | own)
+
+
+def without_shared(config: Mapping[str, Any]) -> DictConfig:
+    """Return a resolved config as it is composed: without equal copies of shared values."""
+    cfg = OmegaConf.create(dict(config))
+    for name, note in SHARED.items():
+        section, _, field = name.partition(".")
+        node, shared = config.get(section) or {}, OmegaConf.select(cfg, note.key)
+        shared = raw_tree(shared) if isinstance(shared, DictConfig) else shared
+        if field in node and node[field] == shared:
+            del cfg[section][field]
+            if note.is_linked:
+                cfg[section][field] = f"${{{note.key}}}"
+    return cfg

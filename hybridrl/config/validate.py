@@ -5,17 +5,17 @@ need not handle wrong types, and one error does not cause another message. A che
 its last problems as a ConfigError.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from hybridrl.config.annotations import Unusable
+from hybridrl.config.annotations import NoValue, Unusable, set_value, value_at
+from hybridrl.config.changes import FOLLOWING, STEPS
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
-from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.installation import head_size_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.command.provenance import Provenance
-from hybridrl.config.command.report import Report
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.estimators import estimator_problems, group_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
@@ -27,13 +27,13 @@ from hybridrl.config.user_code.classes import (
     environment_problems,
     reward_problems,
 )
+from hybridrl.config.variants import variant_problems
 
 # Checks of runs and evaluations.
 COMMON_CHECKS = (
     sizes.mesh_problems,
     sizes.uneven_problems,
     sizes.engine_problems,
-    sizes.link_problems,
     sizes.port_problems,
     resources.cpu_problems,
     environment_problems,
@@ -63,7 +63,9 @@ TRAINING_CHECKS = (
     reward_model_problems,
     callback_problems,
 )
-# Checks of the run's length, which trainer.epochs sets once the data is read (epochs.py).
+# Share of a step that rounding of trainer.epochs may add.
+_ROUNDING = 1e-9
+# Checks of the run's length, which trainer.epochs sets once the data is read (`set_steps`).
 STEP_CHECKS = (sizes.step_problems, checkpoint.retention_problems)
 MACHINE_CHECKS = (
     resources.accelerator_problems,
@@ -102,15 +104,15 @@ def run_checks(
             before = len(report.problems)
             run([problems_of(config)], report)
             if len(report.problems) > before:  # other checks do not use a wrong one
-                delattr(config.algorithm, key)
-    checks = [check(config) for check in COMMON_CHECKS]
+                set_value(config, f"algorithm.{key}", NoValue(f"algorithm.{key}"))
+    checks: list[Iterable[Problem | str]] = [check(config) for check in COMMON_CHECKS]
     checks += [check(config, machine) for check in MACHINE_CHECKS]
     if shape is not None:
         checks += [check(config, shape) for check in COMMON_MODEL_CHECKS]
     if trains:
         checks += [check(config) for check in TRAINING_CHECKS]
-        checks.append(effect_problems(config, provenance))
-        checks += [_without_epochs(config, check(config)) for check in STEP_CHECKS]
+        checks.append(variant_problems(config, provenance))
+        checks += [_unless_of_epochs(config, check(config)) for check in STEP_CHECKS]
     if trains and shape is not None:
         checks += [check(config, shape) for check in TRAINING_MODEL_CHECKS]
         if reward_shape is not None:
@@ -120,12 +122,30 @@ def run_checks(
         run([problems], report, broken=key)
 
 
-def _without_epochs(config: RunConfig, problems: Iterable[str]) -> Iterator[str]:
+def set_steps(config: RunConfig, num_prompts: int, report: Report) -> None:
+    """Set the steps of trainer.epochs, if it is set, and add the problems of this length.
+
+    Each step trains data.prompts_per_step prompts, and the last pass is whole. Keys that link to
+    trainer.total_steps follow.
+    """
+    if not report.usable(["trainer", "data.prompts_per_step"]) or config.trainer.epochs is None:
+        return
+    steps = config.trainer.epochs * num_prompts / config.data.prompts_per_step
+    total, before = max(1, math.ceil(steps - _ROUNDING)), config.trainer.total_steps
+    for key in (STEPS, *FOLLOWING[STEPS]):
+        if report.usable([key]) and value_at(config, key) == before:
+            set_value(config, key, total)
+    run([check(config) for check in STEP_CHECKS], report)
+
+
+def _unless_of_epochs(config: RunConfig, problems: Iterable[Problem]) -> Iterator[Problem]:
     if config.trainer.epochs is None:
         yield from problems
 
 
-def run(checks: Iterable[Iterable[str]], report: Report, *, broken: str | None = None) -> None:
+def run(
+    checks: Iterable[Iterable[Problem | str]], report: Report, *, broken: str | None = None
+) -> None:
     """Add the problems of checks, each as far as its keys have usable values."""
     for problems in checks:
         with suppress(Unusable):

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RemoteError(Exception):
         phase: work in progress; empty: the phase that the driver called.
     """
 
-    def __init__(self, summary: str, trace: str, problems: list[str], phase: str) -> None:
+    def __init__(self, summary: str, trace: str, problems: list[Problem], phase: str) -> None:
         super().__init__(summary, trace, problems, phase)
         self.summary = summary
         self.trace = trace
@@ -59,5 +59,5 @@ def errors_as_text(phase: str = "") -> Iterator[None]:
         text = "".join(traceback.format_exception(error))
         logger.error("%s", text)
         summary = traceback.format_exception_only(error)[-1].strip()
-        problems = error.problems if isinstance(error, ConfigError) else []
+        problems = error.problems if isinstance(error, ConfigError) else list[Problem]()
         raise RemoteError(summary, text, problems, phase) from None

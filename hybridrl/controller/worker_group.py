@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.choices import SleepMode
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.estimators import is_supervised, uses_critic
 from hybridrl.config.planner.world import engine_ranks, slots_on_nodes
-from hybridrl.config.schema import RunConfig, SaverConfig, SenderConfig
+from hybridrl.config.schema import (
+    RoleConfig,
+    RunConfig,
+    SaverConfig,
+    SenderConfig,
+    ShardedConfig,
+)
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.files import module_of
 from hybridrl.controller.calls import RoleCall, TimedResult
@@ -25,14 +31,15 @@ BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")
 SAVER = "hybridrl.workers.saver.SaverWorker"
 # Sends the actor's weights to ranks that only sample.
 SENDER = "hybridrl.workers.sender.SenderWorker"
-BUILT_IN_CODE = SaverConfig | SenderConfig
 SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
 class WorkerGroup:
     """One role on consecutive ranks of a pool, all by default; `config.worker` names its class."""
 
-    def __init__(self, pool: Pool, role: str, config: Any, ranks: range | None = None) -> None:
+    def __init__(
+        self, pool: Pool, role: str, config: RoleConfig, ranks: range | None = None
+    ) -> None:
         self.role = role
         self.pool = pool
         self.ranks = range(pool.size) if ranks is None else ranks
@@ -168,7 +175,7 @@ def _outcome(call: Call, whole: Shardable | None, ranks: Sequence[TimedResult]) 
 
 
 def build_roles(
-    pool: Pool, configs: Mapping[str, Any], ranks: range | None = None
+    pool: Pool, configs: Mapping[str, RoleConfig], ranks: range | None = None
 ) -> dict[str, WorkerGroup]:
     """Build roles on some ranks, in the order given, and connect all roles of the pool.
 
@@ -179,7 +186,7 @@ def build_roles(
     return groups
 
 
-def _build_role(pool: Pool, role: str, config: Any, ranks: range | None) -> WorkerGroup:
+def _build_role(pool: Pool, role: str, config: RoleConfig, ranks: range | None) -> WorkerGroup:
     group = WorkerGroup(pool, role, config, ranks)
     arguments = [(role, config.worker, config)] * group.num_ranks
     pool.begin("build", arguments, f"start: {role}", group.hosts)()
@@ -205,19 +212,23 @@ class Workers:
     sender: WorkerGroup | None = None
 
 
-def role_configs(config: RunConfig) -> dict[str, Any]:
+def role_configs(config: RunConfig) -> dict[str, RoleConfig]:
     """Return the configs of a run's roles by name, for `open_pool` and `build_workers`."""
     uses = {
         "critic": uses_critic(config),
         "ref": config.algorithm.kl.coef != 0,
         "reward_model": config.reward_model is not None,
     }
-    configs = {role: getattr(config, role) for role in BUILD_ORDER if uses.get(role, True)}
+    configs: dict[str, RoleConfig] = {
+        role: vars(config)[role] for role in BUILD_ORDER if uses.get(role, True)
+    }
+    if is_supervised(config):  # trains the distribution itself; rollouts only evaluate
+        configs["actor"] = replace(config.actor, temperature=1.0)
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
     return configs
 
 
-def open_pool(config: RunConfig, configs: Mapping[str, Any], run_dir: Path) -> Pool:
+def open_pool(config: RunConfig, configs: Mapping[str, RoleConfig], run_dir: Path) -> Pool:
     """Start one process per GPU or CPU slot, which begins to import the modules of roles.
 
     Call it inside `ray_runtime`. Each process logs to <run_dir>/logs/<node>_rank<k>.log.
@@ -239,12 +250,12 @@ def open_pool(config: RunConfig, configs: Mapping[str, Any], run_dir: Path) -> P
     return Pool(pool_config)
 
 
-def _modules(configs: Mapping[str, Any]) -> list[str]:
+def _modules(configs: Mapping[str, RoleConfig]) -> list[str]:
     return [module_of(role.worker) for role in configs.values()]
 
 
 def build_workers(
-    config: RunConfig, configs: Mapping[str, Any], pool: Pool
+    config: RunConfig, configs: Mapping[str, RoleConfig], pool: Pool
 ) -> dict[str, WorkerGroup]:
     """Join the processes of a new pool and build roles in them; a failure closes the pool.
 
@@ -257,7 +268,7 @@ def build_workers(
         WorkerError: a process failed to join or to build a role.
     """
     if config.placement.rollout_gpus:
-        never_sleeps = replace(configs["rollout"], sleep=SleepMode.none)
+        never_sleeps = replace(config.rollout, sleep=SleepMode.none)
         sender = SenderConfig(worker=SENDER, rollout=never_sleeps)
         configs = {"sender": sender, **configs, "rollout": never_sleeps}
     # Calls need the roles' classes.
@@ -265,14 +276,14 @@ def build_workers(
     with ExitStack() as undo:
         undo.enter_context(pool)
         pool.join()
-        pool.read_ahead(configs["actor"].model)
+        pool.read_ahead(config.model)
         imported.result()
         rollout = _build_role(pool, "rollout", configs["rollout"], pool.parts[-1])
         slots = [host.slot for host in rollout.hosts]
         warn_of_straddling(slots, rollout.ranks_per_shard, rollout.ranks.start)
         fsdp = replace(config.fsdp, columns=rollout.call("columns", config.fsdp))
         others = {
-            role: own if isinstance(own, BUILT_IN_CODE) else replace(own, fsdp=fsdp)
+            role: replace(own, fsdp=fsdp) if isinstance(own, ShardedConfig) else own
             for role, own in configs.items()
             if role != "rollout"
         }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybridrl.config.checks.sizes import warm_ups
 from hybridrl.config.choices import Schedule
-from hybridrl.config.command.command_line import quoted
+from hybridrl.config.command.overrides import quoted
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import num_engines, training_ranks
 from hybridrl.controller.ray.head import ray_address

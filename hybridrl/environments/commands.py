@@ -72,7 +72,8 @@ def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     remedy = f"Set '{of_function}=null' or '{of_function}=/path/file.py:name'."
     yield from (f"{problem}\n{remedy}" for problem in wrong)
     if not wrong and reward["function"] is not None:
-        yield from raised_problems(_check_judge, f"{key}.args.reward", reward["function"])
+        judged = raised_problems(_check_judge, f"{key}.args.reward", reward["function"])
+        yield from map(str, judged)
 
 
 def _is_program(name: str) -> bool:

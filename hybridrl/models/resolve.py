@@ -20,8 +20,7 @@ from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.choices import Init
 from hybridrl.config.command.input_errors import expanded, is_address, parse_json, reason_of
-from hybridrl.config.command.report import shown
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, shown
 from hybridrl.config.schema import ModelConfig
 from hybridrl.models import smollm2
 from hybridrl.models.weight_files import SINGLE, weight_files
@@ -91,7 +90,7 @@ def read_model_config(path: str) -> dict[str, Any]:
     try:
         return read_object(folder / _CONFIG)
     except ConfigError as error:
-        raise ConfigError(f"model.path = {path}: {error.problems[0]}") from error
+        raise ConfigError(f"model.path = {path}: {error.texts[0]}") from error
 
 
 def read_object(file: Path) -> dict[str, Any]:

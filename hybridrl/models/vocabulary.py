@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.checks.reward_model import (
-    OTHER_WAYS,
     REWARD_MODEL_PATH,
     as_reward_model,
-    named,
+    path_problem,
 )
 from hybridrl.config.command.input_errors import parse_json
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.models.resolve import plain_folder, read_object
 
 FILE = "tokenizer.json"
@@ -53,7 +52,7 @@ def _read(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
+def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[Problem]:
     """Yield a problem if the reward model lacks tokens of the policy or has other ids for them.
 
     Further tokens of the reward model, such as one for padding, are no problem.
@@ -68,12 +67,13 @@ def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
     if differing:
         first = differing[0]
         there = f"is {reward[first]!r}" if first in reward else "means nothing"
-        yield (
-            f"{named(reward_path)} has another vocabulary than model.path = {policy_path}: token "
-            f"{first}, {policy[first]!r}, {there} for the reward model ({len(differing):,} of "
-            f"{len(policy):,} tokens differ). It reads the policy's token ids as they are.\n"
-            f"Name a reward model with the policy's tokenizer. {OTHER_WAYS}."
+        why = (
+            f"token {first}, {policy[first]!r}, {there} there ({len(differing):,} of "
+            f"{len(policy):,} tokens differ)"
         )
+        expected = f"the vocabulary of model.path = {policy_path}, whose token ids it reads"
+        other = "a model with the policy's tokenizer"
+        yield path_problem("other_vocabulary", reward_path, expected, why, other)
 
 
 def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:

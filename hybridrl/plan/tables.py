@@ -94,8 +94,8 @@ def _heading(
         yield "untested", shape.untested
     if config.model.init is Init.random:
         yield "weights", f"random, from model.seed = {config.model.seed}"
-    if reward_shape is not None:
-        reward = config.reward_model
+    reward = config.reward_model
+    if reward_shape is not None and reward is not None:
         yield (
             "reward model",
             f"{reward.model.path}: {reward_shape.family.kind}, "

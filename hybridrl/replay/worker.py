@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.config.schema import FSDPConfig, RoleConfig
+from hybridrl.config.schema import ShardedConfig
 from hybridrl.data.batch import Totals
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
@@ -52,12 +52,11 @@ class MicroBatch:
 
 
 @dataclass(kw_only=True)
-class ReplayConfig(RoleConfig):
+class ReplayConfig(ShardedConfig):
     """Config of a replay of the update of `role`, "actor" or "critic"."""
 
     worker: str = "hybridrl.replay.worker.ReplayWorker"
     role: str
-    fsdp: FSDPConfig
 
 
 class ReplayWorker(Worker):

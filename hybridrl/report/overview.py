@@ -14,7 +14,7 @@ from hybridrl.app.compose import conf_dir
 from hybridrl.app.runs import RESULT_FILE, STATES, RunOnDisk, accuracy_text, state_of
 from hybridrl.config.command.command_line import DIRECTORIES
 from hybridrl.config.command.provenance import Source, provenance_of, recipe_files
-from hybridrl.config.command.report import shown
+from hybridrl.config.errors import shown
 from hybridrl.config.keys import leaves
 from hybridrl.config.planner.machine import GPU, Machine, Node
 from hybridrl.data.sources.problem_sets import left_out_text

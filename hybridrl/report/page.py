@@ -88,7 +88,7 @@ def write_at_end(folder: Path) -> None:
         log.info("report: %s", write_report(folders, folder / REPORT_FILE))
     # No kind of damage to a recorded file may fail a run.
     except Exception as error:
-        reason = error.problems[0] if isinstance(error, ConfigError) else repr(error)
+        reason = error.texts[0] if isinstance(error, ConfigError) else repr(error)
         log.warning("%s could not be written: %s", folder / REPORT_FILE, reason)
 
 

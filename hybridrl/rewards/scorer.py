@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from hybridrl.config.choices import RewardSignature
-from hybridrl.config.schema import FunctionConfig, RewardConfig
+from hybridrl.config.sections import FunctionConfig, RewardConfig
 from hybridrl.config.user_code.signatures import CallsOthers
 from hybridrl.processes.messages import Failure, FailureKind, Setup
 from hybridrl.processes.pool import TaskPool

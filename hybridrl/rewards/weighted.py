@@ -47,7 +47,8 @@ def _part_problems(key: str, name: str, part: Any) -> Iterator[str]:
     yield from section_problems(key, part, _RULES)
     if any(value_problems(key, part, _CALL)):
         return
-    yield from raised_problems(check_reward_function, key, part["function"], part["args"])
+    wrong = raised_problems(check_reward_function, key, part["function"], part["args"])
+    yield from map(str, wrong)
 
 
 @checked_by(_problems)

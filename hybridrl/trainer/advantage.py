@@ -25,7 +25,7 @@ from hybridrl.algorithms.rollout_correction import (
 from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
 from hybridrl.config.estimators import TENSORS, estimator_of
 from hybridrl.config.policy_losses import KEY, policy_loss_of
-from hybridrl.config.sections.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from hybridrl.config.sections import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import BLOCK_ELEMENTS, PaddedBlocks, Ragged, in_chunks, row_chunks

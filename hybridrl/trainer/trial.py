@@ -11,7 +11,7 @@ from hybridrl.algorithms.token_loss import as_token_loss
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.estimators import SETTINGS, estimator_of
 from hybridrl.config.policy_losses import policy_loss_of
-from hybridrl.config.sections.algorithm import AlgorithmConfig
+from hybridrl.config.sections import AlgorithmConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, ReferenceConfig, RoleConfig
+from hybridrl.config.schema import LoRAConfig, ModelConfig, ReferenceConfig, ShardedConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
@@ -66,7 +66,7 @@ class ReferenceWorker(ModelWorker):
 
 
 @dataclass(kw_only=True)
-class PolicyConfig(RoleConfig):
+class PolicyConfig(ShardedConfig):
     """Config of a policy that is sampled.
 
     `checkpoint` is a folder, visible on every node, `lora` its adapters; None: the base model.
@@ -74,7 +74,6 @@ class PolicyConfig(RoleConfig):
 
     worker: str = "hybridrl.workers.reference.PolicyWorker"
     model: ModelConfig
-    fsdp: FSDPConfig
     lora: LoRAConfig | None
     checkpoint: str | None
 

@@ -263,7 +263,7 @@ def test_a_node_that_cannot_import_hybridrl_is_named_with_the_reason(
         )
     with pytest.raises(ConfigError) as caught:
         cluster_machine()
-    (told,) = caught.value.problems
+    (told,) = caught.value.texts
     assert "1 of 3 nodes could not report their hardware" in told
     reason = "ModuleNotFoundError: No module named 'hybridrl'"
     assert re.search(rf"node {bare.node_id[:8]}\): {reason}\nInstall the same hybridrl", told), told
@@ -279,7 +279,7 @@ def test_nodes_that_could_not_be_asked_are_not_called_silent(two_nodes):
             pytest.raises(ConfigError, match=r"2 of 2 nodes .* Ray accepted no task") as caught,
         ):
             machine_of(nodes)
-    assert len(caught.value.problems) == 1
+    assert len(caught.value.texts) == 1
 
 
 def test_cluster_that_is_not_there_is_a_config_error(monkeypatch, tmp_path):

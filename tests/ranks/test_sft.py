@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.sections.algorithm import FunctionConfig
+from hybridrl.config.sections import FunctionConfig
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.sft import reference_batch

@@ -62,5 +62,10 @@ def examined(
 
 
 def problems(*overrides: str, **kwargs: Any) -> list[str]:
-    """The problems of a config."""
-    return examined(overrides, **kwargs).report.problems
+    """The messages of a config's problems."""
+    return examined(overrides, **kwargs).report.texts
+
+
+def named(*overrides: str, **kwargs: Any) -> list[tuple[str, str]]:
+    """Id and key of each problem of a config."""
+    return [(p.id, p.key) for p in examined(overrides, **kwargs).report.problems]

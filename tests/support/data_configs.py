@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.choices import Repeated, TooLongPrompts
-from hybridrl.config.sections.data import DataConfig, MixturePart
+from hybridrl.config.sections import DataConfig, MixturePart
 
 
 def data_config(**changes: Any) -> DataConfig:

@@ -32,7 +32,7 @@ from hybridrl.config.schema import (
     RolloutConfig,
     SaverConfig,
 )
-from hybridrl.config.sections.algorithm import (
+from hybridrl.config.sections import (
     AlgorithmConfig,
     FunctionConfig,
     KLConfig,

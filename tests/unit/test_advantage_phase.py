@@ -8,7 +8,7 @@ import torch
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, SETTINGS, TENSORS, estimator_of
-from hybridrl.config.sections.algorithm import AlgorithmConfig
+from hybridrl.config.sections import AlgorithmConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.trainer.advantage import AdvantageEstimator, value_metrics
 from hybridrl.trainer.errors import RunStopped

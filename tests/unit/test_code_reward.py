@@ -170,5 +170,5 @@ def test_good_settings_pass():
 def test_bad_settings_are_named_before_a_run(changes, words):
     with pytest.raises(ConfigError) as caught:
         check_reward_function("r", SCORE, settings(**changes))
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.texts
     assert [word for word in words if word not in problem] == []

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.sections.data import DataConfig
+from hybridrl.config.sections import DataConfig
 from hybridrl.data.sources.files import Columns, Split, files_by_split, read_problems
 from hybridrl.data.sources.problem_sets import DataSet, load_problem_sets
 from tests.support.data_configs import data_config, jsonl, sums

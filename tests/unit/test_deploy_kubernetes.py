@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
-from hybridrl.config.command.command_line import parse_argv, precompose
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.overrides import precompose
 from hybridrl.main import conf_dir
 from tests.support.deploy_stubs import REPO
 

@@ -97,7 +97,7 @@ def test_a_run_that_is_refused_at_its_start_leaves_no_folder(tmp_path, monkeypat
 def test_all_problems_are_told_together():
     with pytest.raises(hybridrl.ConfigError) as found:
         hybridrl.Trainer(["+recipe=gsm8k_grpo", "trainer.total_stepz=2", "actor.epochs=0"])
-    assert len(found.value.problems) == 2
+    assert len(found.value.texts) == 2
 
 
 def test_a_whole_config_is_that_of_its_overrides(tmp_path, capsys):

@@ -14,7 +14,7 @@ import yaml
 from hybridrl.app.reference_answers import references, show_reference_rewards
 from hybridrl.commands.check import _reward_lines
 from hybridrl.config.keys import leaves
-from hybridrl.config.sections.tracking import HealthConfig
+from hybridrl.config.sections import HealthConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer

@@ -245,6 +245,6 @@ def test_bad_settings_are_named_before_a_run(changes, words, monkeypatch):
     monkeypatch.setenv("TORN_TOKEN", "s3cret\nline")
     with pytest.raises(ConfigError) as caught:
         check_reward_function("r", SCORE, settings("http://127.0.0.1:1/") | changes)
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.texts
     assert [word for word in words if word not in problem] == []
     assert "s3cret" not in problem and "pass@" not in problem

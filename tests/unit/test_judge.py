@@ -173,5 +173,5 @@ def test_a_thousand_responses_of_two_seconds_take_less_than_15_s(server):
 def test_bad_settings_are_named_before_a_run(changes, words):
     with pytest.raises(ConfigError) as caught:
         check_reward_function("r", SCORE, settings(None, **changes))
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.texts
     assert [word for word in words if word not in problem] == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrl.config.choices import KLEstimator, KLPlacement
-from hybridrl.config.sections.algorithm import KLConfig
+from hybridrl.config.sections import KLConfig
 from hybridrl.trainer.advantage import KLControl
 from tests.support.batches import batch_of
 

@@ -200,6 +200,6 @@ def test_a_missing_package_is_named_with_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError) as caught:
         check_reward_function("eval.rules.math", SCORE, {"mode": "strict"})
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.texts
     assert "eval.rules.math.function needs the package math-verify" in problem
     assert "pip install math-verify (hybridrl's extra math)" in problem

@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.config.choices import Repeated
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.sections.data import DataConfig
+from hybridrl.config.sections import DataConfig
 from hybridrl.data.sources.problem_sets import load_problem_sets
 from hybridrl.data.sources.prompt_source import prompt_source
 from hybridrl.data.sources.prompts import Prompt, examine_prompts, load_prompts

@@ -9,7 +9,7 @@ import pytest
 from hybridrl.agents.text import ModelText
 from hybridrl.config.choices import Repeated, TooLongPrompts
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.sections.data import DataConfig
+from hybridrl.config.sections import DataConfig
 from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.data.sources.turns import TurnTokens

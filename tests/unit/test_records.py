@@ -7,7 +7,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from hybridrl.config.sections.algorithm import FunctionConfig
+from hybridrl.config.sections import FunctionConfig
 from hybridrl.controller.calls import Span
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt

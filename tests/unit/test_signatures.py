@@ -54,12 +54,12 @@ def test_async_functions_are_recognised():
 def test_a_signature_that_fits_none_is_refused_with_all_three(name):
     with pytest.raises(ConfigError) as caught:
         check_reward_function("reward", path(name), {})
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.texts
     for words in (f"reward.function = {path(name)}", *CALLS.values(), "reward.signature="):
         assert words in problem
     with pytest.raises(ConfigError) as caught:
         check_reward_function("eval.rules.mine", path(name), {})
-    assert "reward.signature" not in caught.value.problems[0]
+    assert "reward.signature" not in caught.value.texts[0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_signature_that_fits_none_is_refused_with_all_three(name):
 def test_arguments_and_named_signatures_are_checked(name, args, signature, words):
     with pytest.raises(ConfigError) as caught:
         check_reward_function("reward", path(name), args, RewardSignature(signature))
-    assert words in caught.value.problems[0]
+    assert words in caught.value.texts[0]
 
 
 def test_a_named_signature_calls_functions_of_any_names():

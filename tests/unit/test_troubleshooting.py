@@ -8,7 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from hybridrl.config.command.command_line import parse_argv, precompose
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.overrides import precompose
 from hybridrl.config.keys import leaves
 from hybridrl.controller.ray.runtime import PASSED_ON
 from hybridrl.doctor.findings import CHECKS

@@ -35,7 +35,7 @@ def test_every_token_that_ends_with_a_stop_text_ends_a_turn(tokenizer):
 def test_a_stop_text_of_several_tokens_is_refused_with_its_number(tokenizer):
     with pytest.raises(ConfigError) as caught:
         turns(tokenizer, stop=("=>", "=", ""))
-    first, second = caught.value.problems
+    first, second = caught.value.texts
     assert "'=>', which is 2 tokens" in first and "'', which is 0 tokens" in second
 
 

@@ -131,15 +131,15 @@ def test_metrics_are_means_without_weights():
 def test_the_check_names_the_key(parts, words):
     with pytest.raises(ConfigError) as caught:
         check_reward_function("r", WEIGHTED, {"parts": parts})
-    assert len(caught.value.problems) == 1, caught.value
-    assert [word for word in words if word not in caught.value.problems[0]] == []
+    assert len(caught.value.texts) == 1, caught.value
+    assert [word for word in words if word not in caught.value.texts[0]] == []
 
 
 def test_the_check_finds_every_problem_at_once():
     parts = {"a": part("lenth"), "b": part("length", float("inf")), "c": part("length")}
     with pytest.raises(ConfigError) as caught:
         check_reward_function("r", WEIGHTED, {"parts": parts})
-    assert len(caught.value.problems) == 2
+    assert len(caught.value.texts) == 2
 
 
 def test_the_call_is_checked_like_that_of_every_reward():

@@ -117,6 +117,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
         generate = generator_for(config, environment, rollout, evaluation.prompts, decode, stack)
         lengths = ResponseLengths()
         totals = Totals({rule: [[] for _ in asked] for rule in ("", *rules)})
+        assert config.rollout.max_num_seqs is not None, "derived before"
         per_call = ROUNDS_PER_CALL * num_engines(config) * config.rollout.max_num_seqs
         for first, count in passes(evaluation.samples, len(asked), per_call):
             start = time.perf_counter()

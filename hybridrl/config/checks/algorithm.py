@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterator
-from operator import attrgetter
 
 from hybridrl.config.choices import (
     Accelerator,
@@ -14,270 +13,224 @@ from hybridrl.config.choices import (
     Schedule,
     SleepMode,
 )
+from hybridrl.config.errors import Problem, must_be
 from hybridrl.config.estimators import estimator_of, is_supervised
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.sections.algorithm import MAX_RELATIVE_KL_ERROR
+from hybridrl.config.sections import MAX_RELATIVE_KL_ERROR
+
+SFT = "algorithm.advantage = none, supervised fine-tuning"
 
 
-def kl_problems(config: RunConfig) -> Iterator[str]:
+def kl_problems(config: RunConfig) -> Iterator[Problem]:
     """Find estimators that do not fit the placement, and a horizon that is too short."""
-    kl = config.algorithm.kl
+    kl, key = config.algorithm.kl, "algorithm.kl.estimator"
     if kl.coef == 0:
         return
+    placed = f"with algorithm.kl.placement = {kl.placement}"
     if kl.placement is KLPlacement.loss and kl.estimator is KLEstimator.k1:
-        yield (
-            "algorithm.kl.estimator = k1 with algorithm.kl.placement = loss has an expected "
-            "gradient of 0: it adds noise and no penalty.\n"
-            "Set algorithm.kl.estimator=k2 (its gradient is that of the KL), k1_straight_through "
-            "(k1's value with that gradient) or k3, or algorithm.kl.placement=reward."
+        why = "its expected gradient is 0, so that it adds noise and no penalty"
+        remedy = (
+            f"Set {key}=k2 (its gradient is that of the KL), k1_straight_through (k1's value with "
+            f"that gradient) or k3, or algorithm.kl.placement=reward"
         )
+        yield Problem("kl_no_gradient", key, kl.estimator, f"another {placed}", why, remedy)
     base = kl.estimator.removesuffix("_straight_through")
     if kl.placement is KLPlacement.reward and base != kl.estimator:
-        yield (
-            f"algorithm.kl.estimator = {kl.estimator} with algorithm.kl.placement = reward: only "
-            f"its gradient differs from that of {base}, and a reward has no gradient.\n"
-            f"Set algorithm.kl.estimator={base}, or algorithm.kl.placement=loss."
-        )
+        why = f"only its gradient differs from that of {base}, and a reward has no gradient"
+        remedy = f"Set {key}={base}, or algorithm.kl.placement=loss"
+        yield Problem("kl_unused_gradient", key, kl.estimator, f"{base} {placed}", why, remedy)
     responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
     shortest = int(MAX_RELATIVE_KL_ERROR * responses) + 1
     if kl.target is not None and kl.horizon < shortest:
-        yield (
-            f"algorithm.kl.horizon = {kl.horizon}, expected at least {shortest}: with the "
-            f"{responses} responses of a step the coefficient could fall to 0 in one step, for "
-            f"good.\n"
-            f"Set algorithm.kl.horizon={20 * responses} for slow changes."
-        )
+        key, why = "algorithm.kl.horizon", f"with the {responses} responses of a step the "
+        why += "coefficient could fall to 0 in one step, for good"
+        remedy = f"Set {key}={20 * responses} for slow changes"
+        yield Problem("kl_horizon", key, kl.horizon, f"at least {shortest}", why, remedy)
 
 
-def correction_problems(config: RunConfig) -> Iterator[str]:
+def correction_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that the bounds of importance ratios contain 1."""
-    correction = config.algorithm.rollout_correction
-    key = "algorithm.rollout_correction"
-    agree = "1, the ratio of a token on which vLLM and the trainer agree"
-    if correction.method is not CorrectionMethod.none and correction.high < 1:
-        yield f"{key}.high = {correction.high}, expected at least {agree}.\nSet {key}.high=2."
-    if correction.method is CorrectionMethod.mask and correction.low >= 1:
-        yield f"{key}.low = {correction.low}, expected less than {agree}.\nSet {key}.low=0.5."
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    low, high, agree = correction.low, correction.high, "vLLM and the trainer agree at a ratio of 1"
+    if correction.method is not CorrectionMethod.none and high < 1:
+        yield Problem("ratios", f"{key}.high", high, "at least 1", agree, f"Set {key}.high=2")
+    if correction.method is CorrectionMethod.mask and low >= 1:
+        yield Problem("ratios", f"{key}.low", low, "less than 1", agree, f"Set {key}.low=0.5")
 
 
-def overlong_problems(config: RunConfig) -> Iterator[str]:
+def overlong_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that the overlong buffer fits into a response."""
     buffer, longest = config.algorithm.overlong.buffer_tokens, config.rollout.max_response_tokens
     if buffer > longest:
-        yield (
-            f"algorithm.overlong.buffer_tokens = {buffer}, expected at most "
-            f"rollout.max_response_tokens = {longest}: the penalty acts on a response's last "
-            f"tokens.\n"
-            f"Set algorithm.overlong.buffer_tokens={max(1, longest // 5)} or less."
-        )
+        key, why = "algorithm.overlong.buffer_tokens", "it is the end of the longest response"
+        expected = f"at most rollout.max_response_tokens = {longest}"
+        remedy = f"Set {key}={max(1, longest // 5)} or less"
+        yield Problem("overlong_buffer", key, buffer, expected, why, remedy)
 
 
-def sampling_problems(config: RunConfig) -> Iterator[str]:
+def sampling_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that dynamic sampling has several responses per prompt to compare."""
     rounds, each = config.algorithm.max_sampling_rounds, config.rollout.responses_per_prompt
     if rounds > 1 and each < 2:
-        yield (
-            f"algorithm.max_sampling_rounds = {rounds}, but rollout.responses_per_prompt = {each}: "
-            f"dynamic sampling keeps prompts whose responses differ in reward.\n"
-            f"Set rollout.responses_per_prompt=2 or more, or algorithm.max_sampling_rounds=1."
-        )
+        why = f"it compares responses to a prompt, and rollout.responses_per_prompt = {each}"
+        more = ", or rollout.responses_per_prompt=2 or more"
+        yield must_be("lone_response", "algorithm.max_sampling_rounds", rounds, 1, why, more)
 
 
-def split_problems(config: RunConfig) -> Iterator[str]:
+def split_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that some ranks only sample if, and only if, the schedule is split."""
     ranks, schedule = config.placement.rollout_gpus, config.rollout.schedule
-    if schedule is Schedule.split and ranks is None and not is_supervised(config):
-        yield (
-            "rollout.schedule = split, but placement.rollout_gpus = null: some ranks must only "
-            "sample, while the others train.\n"
-            "Set placement.rollout_gpus to their number, or rollout.schedule=partial."
-        )
-    if ranks is not None and (schedule is not Schedule.split or is_supervised(config)):
-        supervised = " of supervised fine-tuning, which samples nothing to train on"
-        yield (
-            f"placement.rollout_gpus = {ranks} with rollout.schedule = {schedule}"
-            f"{supervised if is_supervised(config) else ''}: these ranks would idle during "
-            f"updates, and the others during sampling.\n"
-            f"Remove placement.rollout_gpus, or set rollout.schedule=split."
-        )
+    key, supervised = "placement.rollout_gpus", is_supervised(config)
+    if schedule is Schedule.split and ranks is None and not supervised:
+        expected, why = "a number with rollout.schedule = split", "some ranks must only sample"
+        remedy = f"Set {key} to their number, or rollout.schedule=partial"
+        yield Problem("split_needs_ranks", key, None, expected, why, remedy)
+    if ranks is not None and (schedule is not Schedule.split or supervised):
+        with_ = SFT if supervised else f"rollout.schedule = {schedule}"
+        why = "these ranks would idle during updates, and the others during sampling"
+        remedy = f"Remove {key}, or set rollout.schedule=split"
+        yield Problem("ranks_need_split", key, ranks, f"null with {with_}", why, remedy)
 
 
-def agent_problems(config: RunConfig) -> Iterator[str]:
+def agent_problems(config: RunConfig) -> Iterator[Problem]:
     """Find algorithms that need exactly one token sequence per response."""
     if config.agent is None:
         return
-    algorithm, why = config.algorithm, "does not work with environment=agent yet"
-    if algorithm.max_sampling_rounds > 1:
-        rounds = algorithm.max_sampling_rounds
-        yield (
-            f"algorithm.max_sampling_rounds = {rounds} {why}.\nSet algorithm.max_sampling_rounds=1."
-        )
+    algorithm, schedule = config.algorithm, config.rollout.schedule
+    rounds, why = algorithm.max_sampling_rounds, "environment=agent does not work with it yet"
+    if rounds > 1:
+        yield must_be("agent", "algorithm.max_sampling_rounds", rounds, 1, why)
     if estimator_of(algorithm.advantage).needs_greedy_responses:
-        yield f"algorithm.advantage = {algorithm.advantage} {why}.\nSet algorithm=rloo."
+        key = "algorithm.advantage"
+        yield Problem("agent", key, algorithm.advantage, "another", why, "Set algorithm=rloo")
     if is_supervised(config):
-        yield "environment=agent: supervised fine-tuning runs no programs.\nSet environment=none."
+        why = "supervised fine-tuning runs no programs"
+        yield Problem("agent", "environment", "agent", "none", why, "Set environment=none")
+    elif schedule is Schedule.split:
+        yield must_be("agent", "rollout.schedule", schedule, "partial", why)
 
 
-def schedule_problems(config: RunConfig) -> Iterator[str]:
+def schedule_problems(config: RunConfig) -> Iterator[Problem]:
     """Check what responses that take several steps need."""
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.schedule is Schedule.sync or is_supervised(config):
         return
-    key, per_step = f"rollout.schedule = {rollout.schedule}", config.data.prompts_per_step
-    if config.agent is not None and rollout.schedule is Schedule.split:
-        yield f"{key} does not work with environment=agent yet.\nSet rollout.schedule=partial."
+    method, per_step = algorithm.rollout_correction.method, config.data.prompts_per_step
     is_against_rollout = policy_loss_of(algorithm.loss.function).is_against_rollout
-    if algorithm.rollout_correction.method is CorrectionMethod.none and not is_against_rollout:
-        yield (
-            f"{key} trains on tokens of earlier weights, but algorithm.rollout_correction.method = "
-            f"none takes them for tokens of the present ones.\n"
-            f"Set algorithm.rollout_correction.method=truncate."
-        )
+    if method is CorrectionMethod.none and not is_against_rollout:
+        key, expected = "algorithm.rollout_correction.method", "truncate or mask"
+        why = f"rollout.schedule = {rollout.schedule} trains on tokens of earlier weights"
+        yield Problem("stale_tokens", key, method, expected, why, f"Set {key}=truncate")
     assert rollout.max_in_flight is not None, "derived before"
     # With split the first step in which a token can be trained is an update later.
     steps = rollout.max_versions + (rollout.schedule is Schedule.partial)
     most = max(1, steps) * per_step
     if not per_step <= rollout.max_in_flight <= most:
-        yield (
-            f"rollout.max_in_flight = {rollout.max_in_flight}, expected {per_step} "
-            f"(data.prompts_per_step) to {most}: more could not be trained within "
-            f"rollout.max_versions = {rollout.max_versions} updates.\n"
-            f"Set rollout.max_in_flight={min(2 * per_step, most)}, or more rollout.max_versions."
-        )
+        key, expected = "rollout.max_in_flight", f"{per_step} (data.prompts_per_step) to {most}"
+        why = f"more could not be trained within rollout.max_versions = {rollout.max_versions}"
+        remedy = f"Set {key}={min(2 * per_step, most)}, or more rollout.max_versions"
+        yield Problem("max_in_flight", key, rollout.max_in_flight, expected, why, remedy)
 
 
-def keep_kv_problems(config: RunConfig) -> Iterator[str]:
+def keep_kv_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that unfinished responses stay in vLLM between steps, if they keep their KV cache."""
     rollout, advantage = config.rollout, config.algorithm.advantage
     if not rollout.keep_kv or rollout.schedule is Schedule.sync:
         return
-    is_awake = rollout.schedule is Schedule.split or rollout.sleep is SleepMode.none
-    on_gpu, off = config.hardware.accelerator is Accelerator.gpu, "rollout.keep_kv=false"
-    for is_so, why, remedy in (
-        (config.agent is not None, "environment=agent computes prefixes anew", off),
+    sleeps = rollout.schedule is not Schedule.split and rollout.sleep is not SleepMode.none
+    on_gpu = config.hardware.accelerator is Accelerator.gpu
+    greedy = f"the greedy responses of algorithm.advantage = {advantage} end requests in each step"
+    for is_so, why, more in (
+        (config.agent is not None, "environment=agent computes prefixes anew", ""),
+        (estimator_of(advantage).needs_greedy_responses, greedy, " or algorithm=rloo"),
         (
-            estimator_of(advantage).needs_greedy_responses,
-            f"the greedy responses of algorithm.advantage = {advantage} end requests in each step",
-            f"algorithm=rloo or {off}",
-        ),
-        (
-            on_gpu and not is_awake,
+            on_gpu and sleeps,
             f"rollout.sleep = {rollout.sleep} frees the KV cache in each step",
-            f"rollout.sleep=none or {off}",
+            " or rollout.sleep=none",
         ),
     ):
         if is_so:
-            yield f"rollout.keep_kv = true, expected false: {why}.\nSet {remedy}."
+            yield must_be("keep_kv", "rollout.keep_kv", True, "false", why, more)
 
 
-def supervised_problems(config: RunConfig) -> Iterator[str]:
+def supervised_problems(config: RunConfig) -> Iterator[Problem]:
     """Check the keys that supervised fine-tuning needs at one value."""
-    loss = config.algorithm.loss.function
+    loss, key = config.algorithm.loss.function, "algorithm.loss.function"
     if not is_supervised(config):
         if loss == "nll":
-            yield (
-                "algorithm.loss.function = nll ignores the reward: it would train on every sampled "
-                "response alike.\n"
-                "Set algorithm=sft to train on reference answers, or algorithm/loss=ppo_clip."
-            )
+            why = "it ignores the reward, and would train on every sampled response alike"
+            remedy = "Set algorithm=sft to train on reference answers, or algorithm/loss=ppo_clip"
+            yield Problem("likelihood", key, loss, "a policy loss", why, remedy)
         return
-    why = "algorithm.advantage = none, supervised fine-tuning"
     known = ("log_probs", "response_mask", "sequence_id")
-    lacking = [name for name in policy_loss_of(loss).tensors if name not in known]
-    if lacking:
-        yield (
-            f"algorithm.loss.function = {loss} needs {', '.join(lacking)}, which reference answers "
-            f"do not have ({why}).\nSet algorithm/loss=nll."
-        )
-    for key, needed, because in (
-        ("algorithm.kl.coef", 0, "the loss is the likelihood of the reference answers alone"),
-        ("rollout.responses_per_prompt", 1, "a prompt has one reference answer"),
-        (
-            "actor.temperature",
-            1,
-            "it trains the distribution itself; rollout.temperature is that of the evaluation",
-        ),
-    ):
-        value = attrgetter(key)(config)
-        if value != needed:
-            problem = f"{key} = {value:g}, expected {needed} with {why}: {because}."
-            yield f"{problem}\nSet {key}={needed}."
+    if lacking := [name for name in policy_loss_of(loss).tensors if name not in known]:
+        why = f"reference answers have no {', '.join(lacking)}"
+        yield Problem("supervised", key, loss, f"nll with {SFT}", why, "Set algorithm/loss=nll")
+    coef, each = config.algorithm.kl.coef, config.rollout.responses_per_prompt
+    if coef:
+        why = f"{SFT}: the loss is the likelihood of the reference answers alone"
+        yield must_be("supervised", "algorithm.kl.coef", coef, 0, why)
+    if each != 1:
+        why = f"{SFT}: a prompt has one reference answer"
+        yield must_be("supervised", "rollout.responses_per_prompt", each, 1, why)
 
 
-def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Check the load-balancing loss, which needs whole sequences, and compilation of experts."""
-    coef, fsdp = config.actor.router_balance_coef, config.fsdp
+def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Check the load-balancing loss, compilation and placement of experts, and their replay."""
+    coef, fsdp, rollout = config.actor.router_balance_coef, config.fsdp, config.rollout
     if shape.experts is not None and fsdp.compile and fsdp.param_dtype is DType.float32:
-        yield (
-            "fsdp.compile = true with fsdp.param_dtype = float32: grouped matrix products of "
-            "experts can be compiled in bfloat16 only.\n"
-            "Set fsdp.compile=false or fsdp.param_dtype=bfloat16."
+        why = "with fsdp.param_dtype = float32 products of experts cannot be compiled"
+        yield must_be(
+            "compiled_experts", "fsdp.compile", True, "false", why, " or fsdp.param_dtype=bfloat16"
         )
+    key = "actor.router_balance_coef"
     if coef and shape.experts is None:
-        yield (
-            f"actor.router_balance_coef = {coef:g}, expected 0: model.path has no experts to "
-            "balance.\nSet actor.router_balance_coef=0."
-        )
+        yield must_be("no_experts", key, coef, 0, "model.path has no experts to balance")
     if coef and fsdp.ulysses_size > 1:
-        yield (
-            f"actor.router_balance_coef = {coef:g} with fsdp.ulysses_size = "
-            f"{fsdp.ulysses_size}: the loss is of whole sequences, which ranks share.\n"
-            "Set actor.router_balance_coef=0 or fsdp.ulysses_size=1."
+        why = f"the loss is of whole sequences, and fsdp.ulysses_size = {fsdp.ulysses_size}"
+        yield must_be("balance_of_parts", key, coef, 0, why, " or fsdp.ulysses_size=1")
+    tp, number = rollout.tensor_parallel_size, shape.experts and shape.experts.number
+    if rollout.expert_parallel and (number is None or number % tp):
+        why = (
+            f"each of rollout.tensor_parallel_size = {tp} ranks holds equally many of the "
+            f"{number or 'no'} experts in model.path"
         )
-    tp, number = config.rollout.tensor_parallel_size, shape.experts and shape.experts.number
-    if config.rollout.expert_parallel and (number is None or number % tp):
-        yield (
-            f"rollout.expert_parallel = true with {number or 'no'} experts in model.path and "
-            f"rollout.tensor_parallel_size = {tp}: each rank of an engine holds equally many.\n"
-            "Set rollout.expert_parallel=false."
-        )
-    yield from replay_problems(config, shape)
-
-
-def replay_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Check that responses are sampled whole and by experts, if a run records these."""
-    rollout = config.rollout
+        yield must_be("expert_parallel", "rollout.expert_parallel", True, "false", why)
     if rollout.router_replay is RouterReplay.none:
         return
+    earlier = f"with rollout.schedule = {rollout.schedule}, experts of earlier weights are not kept"
     for is_so, why in (
         (shape.experts is None, "model.path has no experts to record"),
-        (
-            rollout.schedule is not Schedule.sync,
-            f"with rollout.schedule = {rollout.schedule}, experts of earlier weights are not kept",
-        ),
+        (rollout.schedule is not Schedule.sync, earlier),
         (config.earns_rewards, "experts of earlier turns of a conversation are not kept"),
     ):
         if is_so:
-            found = f"rollout.router_replay = {rollout.router_replay}, expected none"
-            yield f"{found}: {why}.\nSet rollout.router_replay=none."
+            replay = rollout.router_replay
+            yield must_be("router_replay", "rollout.router_replay", replay, "none", why)
 
 
-def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Find unknown layers and ranks above the size of a weight."""
-    lora, layers = config.lora, shape.linear_layers
+    lora, layers, key = config.lora, shape.linear_layers, "lora.target_modules"
     if lora is None:
         return
-    if not lora.target_modules:
-        yield (
-            "lora.target_modules = [], expected at least one linear layer: otherwise nothing is "
-            f"trained.\nUse some of {', '.join(layers)}, or set lora=none."
-        )
-    unknown = [name for name in lora.target_modules if name not in layers]
+    names, known = lora.target_modules, f"Use some of {', '.join(layers)}"
+    if not names:
+        why, remedy = "otherwise nothing is trained", f"{known}, or set lora=none"
+        yield Problem("adapted_layers", key, [], "at least one linear layer", why, remedy)
+    unknown = [name for name in names if name not in layers]
     for name in unknown:
         near = difflib.get_close_matches(name, layers, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        yield (
-            f"lora.target_modules contains {name}, which is not a linear layer of the decoder."
-            f"{meant}\nUse some of {', '.join(layers)}."
-        )
-    if unknown or not lora.target_modules:
+        remedy = f"Did you mean {near[0]}? {known}" if near else known
+        why = f"{name} is not a linear layer of the decoder"
+        yield Problem("adapted_layers", key, names, "linear layers", why, remedy)
+    if unknown or not names:
         return
-    smallest, name = min((min(layers[name]), name) for name in lora.target_modules)
+    smallest, name = min((min(layers[name]), name) for name in names)
     if lora.rank > smallest:
-        yield (
-            f"lora.rank = {lora.rank}, expected at most {smallest}, the smaller dimension of "
-            f"{name}: a higher rank adds parameters without effect.\n"
-            f"Set lora.rank={smallest}, or remove {name} from lora.target_modules."
-        )
+        expected = f"at most {smallest}, the smaller dimension of {name}"
+        why = "a higher rank adds parameters without effect"
+        remedy = f"Set lora.rank={smallest}, or remove {name} from {key}"
+        yield Problem("adapter_rank", "lora.rank", lora.rank, expected, why, remedy)

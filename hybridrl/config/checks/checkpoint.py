@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import expanded, reason_of
+from hybridrl.config.errors import Problem
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.schema import RunConfig
 
@@ -15,89 +16,85 @@ NONE, AUTO = "none", "auto"
 # Part of a directory's name that differs between starts.
 NEW_EACH_TIME = "${now:"
 METRIC = re.compile(r"-?\w+/\S+")
+BEST = "checkpoint.keep_best"
 
 
-def resume_problems(config: RunConfig) -> Iterator[str]:
+def restart_problems(config: RunConfig) -> Iterator[Problem]:
+    """Check that a run with restarts writes checkpoints."""
+    restarts = config.trainer.max_restarts
+    if restarts and not config.checkpoint.every_steps:
+        key, expected = "trainer.max_restarts", "0 with checkpoint.every_steps = 0"
+        why = "without checkpoints each restart would begin at the first step"
+        remedy = f"Set checkpoint.every_steps above 0, or {key}=0"
+        yield Problem("restarts", key, restarts, expected, why, remedy)
+
+
+def resume_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that the path to resume from exists and can be read."""
     if config.resume in (NONE, AUTO):
         return
     try:
-        problem = None if expanded(config.resume).exists() else "there is no such folder"
+        why = "" if expanded(config.resume).exists() else "there is no such folder"
     except (OSError, ValueError) as error:
-        problem = f"it cannot be read: {reason_of(error)}"
-    if problem is not None:
-        yield (
-            f"resume = {config.resume}, expected none, auto, or the path of a checkpoint or of a "
-            f"run: {problem} (seen from {Path.cwd()}).\n"
-            f"Set resume=<run>/checkpoints/step_<n>, or resume=<run> for its newest checkpoint."
-        )
+        why = f"it cannot be read: {reason_of(error)}"
+    if why:
+        expected = "none, auto, or the path of a checkpoint or of a run"
+        remedy = "Set resume=<run>/checkpoints/step_<n>, or resume=<run> for its newest checkpoint"
+        why += f" (seen from {Path.cwd()})"
+        yield Problem("resume_path", "resume", config.resume, expected, why, remedy)
 
 
-def auto_problem(resume: str, key: str, folder: str) -> str | None:
+def auto_problem(resume: str, key: str, folder: str) -> Problem | None:
     """Return the problem of resume=auto in a directory that is new at each start.
 
     `key` is hydra.run.dir, or hydra.sweep.dir in a sweep; `folder` its value, links unresolved.
     """
     if resume != AUTO or NEW_EACH_TIME not in folder:
         return None
-    return (
-        f"resume = auto, but {key} is not set: each start gets a new directory without "
-        f"checkpoints.\n"
-        f"Set {key}=<directory>, the same for each start, or type hybridrl resume <run>."
-    )
+    why = f"{key} is not set: each start gets a new directory without checkpoints"
+    remedy = f"Set {key}=<directory>, the same for each start, or type hybridrl resume <run>"
+    return Problem("resume_auto", "resume", AUTO, "", why, remedy)
 
 
-def restart_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a run with restarts writes checkpoints."""
-    restarts = config.trainer.max_restarts
-    if restarts and not config.checkpoint.every_steps:
-        yield (
-            f"trainer.max_restarts = {restarts} with checkpoint.every_steps = 0: without "
-            f"checkpoints each restart would begin at the first step.\n"
-            f"Set checkpoint.every_steps above 0, or trainer.max_restarts=0."
-        )
-
-
-def retention_problems(config: RunConfig) -> Iterator[str]:
+def retention_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that checkpoints before the last can have the metric of checkpoint.keep_best."""
     best = config.checkpoint.keep_best
     if best is None:
         return
     if not METRIC.fullmatch(best):
-        yield (
-            f"checkpoint.keep_best = {best}, expected a metric's name as in metrics.jsonl.\n"
-            f"Set checkpoint.keep_best=eval/accuracy, or null to keep only the newest."
-        )
+        expected = "a metric's name as in metrics.jsonl"
+        remedy = f"Set {BEST}=eval/accuracy, or null to keep only the newest"
+        yield Problem("metric_name", BEST, best, expected, "", remedy)
     elif best.removeprefix("-").startswith("eval/"):
-        yield from _evaluation_problems(config, best.removeprefix("-"))
+        yield from _evaluation_problems(config, best)
 
 
-def _evaluation_problems(config: RunConfig, name: str) -> Iterator[str]:
+def _evaluation_problems(config: RunConfig, best: str) -> Iterator[Problem]:
     """Check that evaluations give a metric, and that some fall on checkpoints."""
-    key = f"checkpoint.keep_best = {config.checkpoint.keep_best}"
     rules = ["", *(f"_{rule}" for rule in config.eval.rules)]
     ways = ["", "_greedy"] if config.eval.greedy else [""]
     ends = [f"{way}{rule}" for way in ways for rule in rules]
     names = [f"{what}{end}" for what in ("accuracy", "ci95") for end in ends]
     names += ["length_mean", "truncated_fraction", "failed"]
     names += ["nll"] if is_supervised(config) else []
-    own = name.removeprefix("eval/")
+    own = best.removeprefix("-").removeprefix("eval/")
     # Accuracies of tags depend on the data.
     may_be_of_a_tag = own.startswith("accuracy_") and own != "accuracy_greedy"
     if own not in names and not may_be_of_a_tag:
         near = difflib.get_close_matches(own, names, n=1)
         given = ", ".join(f"eval/{known}" for known in names)
-        hint = f"Did you mean eval/{near[0]}?" if near else f"Evaluations give {given}."
-        yield f"{key}: no evaluation gives this metric, so no checkpoint would be the best. {hint}"
+        remedy = f"Did you mean eval/{near[0]}?" if near else f"Evaluations give {given}"
+        why = "no evaluation gives this metric, so no checkpoint would be the best"
+        yield Problem("unknown_metric", BEST, best, "", why, remedy)
     elif _only_the_last_is_evaluated(config):
         every = config.checkpoint.every_steps
-        yield (
-            f"{key} with eval.every_steps = {config.eval.every_steps} and "
-            f"checkpoint.every_steps = {every}: of the checkpoints of "
-            f"{config.trainer.total_steps} steps only the last is evaluated, so better ones would "
-            f"be removed.\n"
-            f"Set eval.every_steps={every}, or checkpoint.keep_best to a metric of every step."
+        why = (
+            f"with eval.every_steps = {config.eval.every_steps} and checkpoint.every_steps = "
+            f"{every} only the last of the checkpoints is evaluated, so better ones would be "
+            f"removed"
         )
+        remedy = f"Set eval.every_steps={every}, or {BEST} to a metric of every step"
+        yield Problem("unevaluated_checkpoints", BEST, best, "", why, remedy)
 
 
 def _only_the_last_is_evaluated(config: RunConfig) -> bool:

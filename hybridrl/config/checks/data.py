@@ -1,12 +1,19 @@
-"""Checks of conf/data that do not read the files."""
+"""Checks of conf/data: keys that fit together, and files on disk, whose contents are not read."""
 
+import os
 import re
+import stat
 from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
-from hybridrl.config.checks.resources import file_problems
+from hybridrl.config.command.input_errors import expanded, is_address, reason_of
+from hybridrl.config.errors import ABSENT, Problem
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.schema import RunConfig
 
+DATA_SUFFIXES = (".jsonl", ".parquet")
 # Parameters of apply_chat_template that are not a template's own.
 RESERVED = {
     *("self", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -17,66 +24,96 @@ RESERVED = {
 _NAME = re.compile(r"[A-Za-z]\w*")
 
 
-def source_problems(config: RunConfig) -> Iterator[tuple[str, Iterator[str]]]:
+def source_problems(config: RunConfig) -> Iterator[tuple[str, Iterator[Problem]]]:
     """Yield the keys of sources, which are not read if they have problems, with the problems."""
-    data = vars(config.data)
     yield "data.mixture", mixture_problems(config)
-    for name in ("train_files", "eval_files"):
-        if name in data:
-            yield f"data.{name}", file_problems(f"data.{name}", data[name])
+    for key in ("data.train_files", "data.eval_files"):
+        yield key, _files_at(config, key)
 
 
-def reference_problems(config: RunConfig) -> Iterator[str]:
+def _files_at(config: RunConfig, key: str) -> Iterator[Problem]:
+    yield from file_problems(key, attrgetter(key)(config))
+
+
+def reference_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that data sets have worked solutions or answers, if prompts or training show them."""
-    data = config.data
+    data, key = config.data, "data.solution_key"
     why = f"data.few_shot = {data.few_shot} shows" if data.few_shot else ""
     if is_supervised(config):
         why = "algorithm=sft trains on"
-    shared = data.answer_key or data.solution_key
+    if not why or data.answer_key or data.solution_key:
+        return
     lacking = [
         f" of data.mixture.{name}"
         for name, part in data.mixture.items()
         if not (part.answer_key or part.solution_key)
     ]
     for where in lacking or [""] * (not data.mixture):
-        if why and not shared:
-            yield (
-                f"{why} worked solutions, but data.answer_key and data.solution_key{where} are "
-                f"null.\nSet data.solution_key=<column of the solution>."
-            )
+        shows = f"{why} worked solutions, and data.answer_key{where} is null, too"
+        remedy = f"Set {key}=<column of the solution>"
+        yield Problem("no_solutions", key, None, "a column", shows, remedy)
 
 
-def template_problems(config: RunConfig) -> Iterator[str]:
+def template_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that data.chat_template_kwargs are a template's own."""
     for name in sorted(RESERVED & config.data.chat_template_kwargs.keys()):
-        yield (
-            f"data.chat_template_kwargs.{name}: it is no argument of a chat template; hybridrl "
-            f"sets it.\nRemove it: '~data.chat_template_kwargs.{name}'"
-        )
+        key, why = f"data.chat_template_kwargs.{name}", "it is no argument of a chat template; "
+        why += "hybridrl sets it"
+        yield Problem("template_argument", key, ABSENT, "", why, f"Remove it: '~{key}'")
 
 
-def mixture_problems(config: RunConfig) -> Iterator[str]:
+def mixture_problems(config: RunConfig) -> Iterator[Problem]:
     """Check names, weights and sources of the data sets of data.mixture."""
     seen: dict[str, str] = {}
     for name, part in config.data.mixture.items():
         key = f"data.mixture.{name}"
         if not _NAME.fullmatch(name):
-            yield (
-                f"{key}: the name {name} is not allowed, expected letters, digits and _, beginning "
-                f"with a letter: it is part of metrics (reward/mean_<name>).\nRename it."
-            )
+            expected = "a name of letters, digits and _, beginning with a letter"
+            why = "it is part of metrics (reward/mean_<name>)"
+            yield Problem("mixture_name", key, ABSENT, expected, why, "Rename it")
         if (part.name is None) == (part.train_files is None):
-            found = "neither" if part.name is None else "both"
-            yield (
-                f"{key} has {found} of name and train_files, expected one: they are the source of "
-                f"the training problems.\nSet {key}.name or {key}.train_files."
-            )
+            expected = f"one of name and train_files, not {'both' if part.name else 'neither'}"
+            why, remedy = "they are the source of the problems", f"{key}.name or {key}.train_files"
+            yield Problem("mixture_source", key, ABSENT, expected, why, f"Set {remedy}")
         yield from file_problems(f"{key}.train_files", part.train_files)
         yield from file_problems(f"{key}.eval_files", part.eval_files)
         source = f"{part.name} {part.train_files}"
         if source in seen:
-            yield (
-                f"{key} and {seen[source]} read the same training problems "
-                f"({part.train_files or part.name}).\nRemove one and add its weight to the other."
-            )
+            why = f"{seen[source]} reads the same problems ({part.train_files or part.name})"
+            remedy = "Remove one and add its weight to the other"
+            yield Problem("mixture_twice", key, ABSENT, "", why, remedy)
         seen[source] = key
+
+
+def file_problems(key: str, value: Any) -> Iterator[Problem]:
+    """Check that the files of a path, a list of paths or None can be read."""
+    paths = value if isinstance(value, list) else [value]
+    if value is not None and not (paths and all(isinstance(p, str) and p for p in paths)):
+        expected = "a path or a list of paths such as [a.jsonl,b.jsonl]"
+        yield Problem("data_paths", key, value, expected)
+    elif value is not None:
+        for path in paths:
+            if problem := _file_problem(path):
+                expected, why, remedy = problem
+                yield Problem("data_file", key, path, expected, why, remedy)
+
+
+def _file_problem(path: str) -> tuple[str, str, str] | None:
+    """Return what is expected instead of a file, why, and the remedy; None if it can be read."""
+    if is_address(path):
+        why, remedy = "this is an address on the network", "Download it, and set the copy's path"
+        return "a local file", why, remedy
+    file = expanded(path)
+    try:
+        mode = file.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "", f"there is no such file (seen from {Path.cwd()})", ""
+    except (OSError, ValueError) as error:
+        return "", f"it cannot be read: {reason_of(error)}", ""
+    if stat.S_ISDIR(mode):
+        return "a file", "this is a folder", "Set the paths of its .jsonl or .parquet files"
+    if not stat.S_ISREG(mode):
+        return "a regular file", "this is a device or a pipe, and it is read more than once", ""
+    if file.suffix not in DATA_SUFFIXES:
+        return "a file that ends in .jsonl or .parquet", "", ""
+    return None if os.access(file, os.R_OK) else ("", "it cannot be read: Permission denied", "")

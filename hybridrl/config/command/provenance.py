@@ -8,6 +8,7 @@ from typing import Any, cast
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from hybridrl.config.errors import Problem
 from hybridrl.config.keys import leaves, raw_tree
 
 # Keys of which one makes a group's choice what it is.
@@ -66,7 +67,9 @@ def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> l
     return found
 
 
-def hidden_choices(overrides: Sequence[Override], recipes: Sequence[DictConfig]) -> Iterator[str]:
+def hidden_choices(
+    overrides: Sequence[Override], recipes: Sequence[DictConfig]
+) -> Iterator[Problem]:
     """Yield a problem for each typed choice of a group whose main key a recipe sets as well."""
     typed = {override.key_or_group for override in overrides}
     trees = [leaves(raw_tree(recipe)) for recipe in recipes]
@@ -75,11 +78,11 @@ def hidden_choices(overrides: Sequence[Override], recipes: Sequence[DictConfig])
         group = override.key_or_group
         for key in (f"{group}.{name}" for name in _MAIN_KEYS.get(group, ())):
             if key not in typed and any(name.startswith(f"{key}.") for name in own):
-                yield (
-                    f"{override.input_line}: has no effect: the recipe sets {key}, and keys of a "
-                    f"recipe stand above groups.\nRemove it, or set {key} on the command line, or "
-                    f"take it out of the recipe."
+                why = f"no effect: the recipe sets {key}, and keys of a recipe stand above groups"
+                remedy = (
+                    f"Remove it, or set {key} on the command line, or take it out of the recipe"
                 )
+                yield Problem("hidden_choice", str(override.input_line), why=why, remedy=remedy)
                 break
 
 

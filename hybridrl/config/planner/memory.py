@@ -144,7 +144,7 @@ def workload(config: RunConfig) -> Workload:
     rollout, world = config.rollout, max(1, training_ranks(config))
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     budget = max(config.actor.max_tokens_per_gpu, -(-longest // config.fsdp.ulysses_size))
-    mini_batch = -(-config.actor.mini_batch_size * longest // world)
+    mini_batch = -(-int(config.actor.mini_batch_size) * longest // world)
     return Workload(
         tokens=min(budget, mini_batch),
         micro_batches=-(-mini_batch // budget),

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import LARGEST_COUNT
-from hybridrl.config.command.report import shown
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, shown
 from hybridrl.config.planner.families import Family, HeadNorm, family_of, largest_position
 
 # Mandatory keys of config.json.

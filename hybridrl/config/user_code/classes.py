@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.choices import RewardSignature
-from hybridrl.config.errors import ConfigError, raised_problems
-from hybridrl.config.sections.data import DataConfig
+from hybridrl.config.errors import ConfigError, Problem, raised_problems
+from hybridrl.config.sections import DataConfig, FunctionConfig
 from hybridrl.config.user_code.files import FORMS, file_of, module_and_name, module_of
 from hybridrl.config.user_code.importing import check_import, check_itself, import_problem
 from hybridrl.config.user_code.signatures import (
@@ -124,9 +124,10 @@ def _is_found(module: str) -> bool:
     return package in sys.modules or (package != "" and find_spec(package) is not None)
 
 
-def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], list[str]]:
+def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], list[Problem]]:
     """Return each role's dataclass, the built-in one if its worker is wrong, and the problems."""
-    classes, problems = {}, []
+    classes: dict[str, type[schema.RoleConfig]] = {}
+    problems: list[Problem] = []
     for role, (_, built_in) in BUILT_IN.items():
         classes[role] = built_in
         path = OmegaConf.select(cfg, f"{role}.worker", throw_on_resolution_failure=False)
@@ -138,7 +139,7 @@ def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], l
     return classes, problems
 
 
-def reward_problems(config: schema.RunConfig) -> Iterator[str]:
+def reward_problems(config: schema.RunConfig) -> Iterator[Problem | str]:
     """Check reward functions and the names of evaluation rules."""
     for name in config.eval.rules:
         begin = name.partition("_")[0]
@@ -170,14 +171,14 @@ def _answer_problems(data: DataConfig, key: str, section: schema.FunctionConfig)
 
 def _reward_functions(
     config: schema.RunConfig,
-) -> Iterator[tuple[str, schema.FunctionConfig, RewardSignature]]:
+) -> Iterator[tuple[str, FunctionConfig, RewardSignature]]:
     """Yield key, section and signature of the reward function and of the evaluation rules."""
     yield "reward", config.reward, config.reward.signature
     for name, rule in config.eval.rules.items():
         yield f"eval.rules.{name}", rule, RewardSignature.auto
 
 
-def callback_problems(config: schema.RunConfig) -> Iterator[str]:
+def callback_problems(config: schema.RunConfig) -> Iterator[Problem | str]:
     """Check the callbacks."""
     for path in config.trainer.callbacks:
         yield from raised_problems(callback_class, path)

@@ -163,7 +163,7 @@ def _problems(function: str, arguments: tuple[Any, ...]) -> list[str]:
     try:
         return [str(text) for text in vars(importlib.import_module(module))[name](*arguments)]
     except ConfigError as error:
-        return error.problems
+        return error.texts
 
 
 def _described(error: BaseException) -> str:

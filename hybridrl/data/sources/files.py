@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.checks.resources import file_problems
+from hybridrl.config.checks.data import file_problems
 from hybridrl.config.command.input_errors import parse_json
 from hybridrl.data.sources.rows import Columns, Problem, Row, kind_of, problems_of
 from hybridrl.models.resolve import HUB_ERRORS, hub_snapshot
@@ -37,7 +37,7 @@ def read_problems(
     """Read problems of JSONL or Parquet files that config key `key` names; with messages."""
     problems, faults = list[Problem](), list[str]()
     for path in paths:
-        if wrong := list(file_problems(key, str(path))):
+        if wrong := [str(problem) for problem in file_problems(key, str(path))]:
             faults += wrong
             continue
         try:

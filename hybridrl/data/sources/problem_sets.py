@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.choices import Repeated
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.sections.data import SOURCE_KEYS, DataConfig, MixturePart
+from hybridrl.config.sections import SOURCE_KEYS, DataConfig, MixturePart
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.files import Split, hub_files, read_problems
 from hybridrl.data.sources.order import most_drawn

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import count
 
-from hybridrl.config.sections.data import DataConfig
+from hybridrl.config.sections import DataConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.order import most_drawn, pacing, shares, shuffled, whole_weights
 from hybridrl.data.sources.problem_sets import weights_of

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.config.sections.data import DataConfig
+from hybridrl.config.sections import DataConfig
 from hybridrl.data.sources.problem_sets import DataSet, left_out_text, load_problem_sets
 from hybridrl.data.sources.rows import Message, Problem, first_faults, with_examples
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
@@ -156,7 +156,7 @@ def examine_prompts(
     try:
         return load_prompts(config, model, max_prompt_tokens, max_answer_tokens), []
     except ConfigError as error:
-        return None, error.problems
+        return None, error.texts
 
 
 def _rendered(

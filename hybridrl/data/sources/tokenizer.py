@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from hybridrl.config.command.input_errors import parse_json
-from hybridrl.config.command.report import shown
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, shown
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.rows import Message
 from hybridrl.models.resolve import VOCABULARIES, plain_folder

@@ -42,7 +42,7 @@ def model_facts(path: str, needs_weights: bool) -> FolderFacts:
     try:
         return folder_facts(plain_folder(path), needs_weights)
     except ConfigError as error:
-        return FolderFacts("", error=error.problems[0])
+        return FolderFacts("", error=error.texts[0])
 
 
 def hub_facts(name: str, kind: str, needs_weights: bool = False) -> FolderFacts:

@@ -11,7 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
-from hybridrl.config.sections.data import DataConfig, MixturePart
+from hybridrl.config.sections import DataConfig, MixturePart
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
@@ -52,7 +52,7 @@ def check_tokenizer(node: str, model: ModelConfig, shape: ModelShape) -> list[Fi
         text = renderer.render([{"role": "user", "content": QUESTION}])
         ends = stop_token_ids(plain_folder(model.path))
     except ConfigError as error:
-        return [fail(TOKENIZER, node, error.problems[0], copy)]
+        return [fail(TOKENIZER, node, error.texts[0], copy)]
     except TemplateError as error:
         evidence = f"the chat template refuses a user's question: {error}"
         return [fail(TOKENIZER, node, evidence, copy)]
@@ -113,7 +113,7 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
         for key, rule in tried.items():
             found.append(_try_rule(node, key, rule, config, prompts))
     except ConfigError as error:
-        found.append(fail(REWARD, node, error.problems[0], "Correct reward.* or eval.rules.*"))
+        found.append(fail(REWARD, node, error.texts[0], "Correct reward.* or eval.rules.*"))
     except ProcessesError as error:
         advice = "Check the imports of the function's module"
         found.append(fail(REWARD, node, str(error), advice))

@@ -116,7 +116,7 @@ def open_ports(
         try:
             listeners.append(listen(address, ports))
         except (ConfigError, OSError) as error:
-            return None, error.problems[0] if isinstance(error, ConfigError) else str(error)
+            return None, error.texts[0] if isinstance(error, ConfigError) else str(error)
         return int(listeners[-1].getsockname()[1]), ""
 
     worker = first_free(address, workers)[0] if workers else None

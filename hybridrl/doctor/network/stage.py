@@ -91,7 +91,7 @@ def _on_sockets(
         given = given_port()
     except ConfigError as error:
         advice = "Unset MASTER_PORT, or set it to a free port."
-        return [*interfaces.judge(views), fail(ports.RENDEZVOUS, "all", error.problems[0], advice)]
+        return [*interfaces.judge(views), fail(ports.RENDEZVOUS, "all", error.texts[0], advice)]
     band = port_band(low, high) if given is None else range(given, given + 1)
     zero = nodes.rank_zero_node(addresses)
     meeting = {**addresses, **({zero: master} if master else {})}

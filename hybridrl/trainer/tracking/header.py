@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hybridrl.config.choices import Init, RewardSignature, Schedule
-from hybridrl.config.command.report import shown
+from hybridrl.config.errors import shown
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import (
     data_shards,
@@ -13,7 +13,7 @@ from hybridrl.config.planner.world import (
     world_size,
 )
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.sections.algorithm import FunctionConfig
+from hybridrl.config.sections import FunctionConfig
 from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
 from hybridrl.rewards.calls import reward_call
 

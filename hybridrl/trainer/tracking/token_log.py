@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.sections.algorithm import FunctionConfig
+from hybridrl.config.sections import FunctionConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged, in_chunks
 from hybridrl.data.sources.tokenizer import Decode

@@ -80,7 +80,7 @@ def test_evaluations_must_fall_on_checkpoints_where_some_are_removed():
         wrong |= {(total, checkpoint, evaluation)} if is_wrong else set()
         found = list(retention_problems(config))
         assert len(found) == is_wrong, (config.trainer, config.checkpoint)
-        assert all(f"Set eval.every_steps={checkpoint}, or" in text for text in found)
+        assert all(f"Set eval.every_steps={checkpoint}, or" in text for text in map(str, found))
     assert {(21, 10, 7), (70, 7, 10), (71, 10, 0)} < wrong and (71, 10, 7) not in wrong
     config.eval.every_steps, config.checkpoint.keep_best = 0, "reward/mean"
     assert not list(retention_problems(config))
@@ -95,6 +95,6 @@ def test_a_home_folder_may_be_a_tilde(tmp_path, monkeypatch):
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 def test_auto_wants_the_directory_to_be_given(key):
     problem = auto_problem("auto", key, "outputs/${now:%Y}")
-    assert problem is not None and f"Set {key}=<directory>" in problem
+    assert problem is not None and f"Set {key}=<directory>" in problem.remedy
     assert auto_problem("auto", key, "outputs/mine") is None
     assert auto_problem("none", key, "outputs/${now:%Y}") is None

@@ -105,5 +105,5 @@ def test_a_mistake_is_named(folder, path, words):
     with pytest.raises(ConfigError) as caught:
         check_import("reward.function", path.format(folder))
         locate("reward.function", path.format(folder))
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.texts
     assert words.format(folder) in problem

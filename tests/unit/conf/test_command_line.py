@@ -19,7 +19,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from hybridrl.app.sweep import JobResult, ranked
 from hybridrl.cli import COMMANDS
 from hybridrl.commands import init
-from hybridrl.config.command.command_line import names_hardware, parse_argv, precompose, quoted
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.overrides import names_hardware, precompose, quoted
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import is_on
 from hybridrl.main import conf_dir

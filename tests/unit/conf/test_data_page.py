@@ -3,7 +3,7 @@
 import re
 from dataclasses import fields
 
-from hybridrl.config.sections.data import DataConfig, MixturePart
+from hybridrl.config.sections import DataConfig, MixturePart
 from hybridrl.data.sources.order import START_SHARE
 from tests.support.composing import REPO
 

@@ -3,9 +3,9 @@
 import pytest
 
 from hybridrl.app.data import examine_data
-from hybridrl.config.command.report import Report
-from hybridrl.config.epochs import set_steps
 from tests.support.composing import examined, problems
+from hybridrl.config.errors import Report
+from hybridrl.config.validate import set_steps
 
 BASE = ["+recipe=gsm8k_grpo", "hardware=cpu"]
 
@@ -53,13 +53,13 @@ def test_what_depends_on_the_length_is_checked_once_it_is_known():
     result = examined([*BASE, "trainer.epochs=0.5", "actor.optim.warmup_steps=50"])
     assert result.report.problems == []
     set_steps(result.config, 6400, result.report)
-    (problem,) = result.report.problems
+    (problem,) = result.report.texts
     assert "trainer.total_steps = 50" in problem and "actor.optim.warmup_steps = 50" in problem
 
 
 def test_it_is_refused_beside_total_steps(tmp_path):
     (problem,) = problems(*BASE, "trainer.epochs=2", "trainer.total_steps=60")
-    assert "trainer.total_steps is set but has no effect with trainer.epochs = 2.0" in problem
+    assert "trainer.total_steps: no effect with trainer.epochs = 2.0" in problem
     (tmp_path / "recipe").mkdir()
     text = "# @package _global_\ntrainer: {total_steps: 60}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(text)

@@ -55,7 +55,7 @@ def test_no_warm_up_of_a_critic_that_is_not_there_is_no_mistake():
         (["algorithm.advantage=gro"], ["algorithm.advantage = gro", *NAMES, "dotted path"]),
         (
             ["algorithm.advantage=json.dumps"],
-            ["algorithm.advantage = json.dumps has unknown parameters obj", "response_mask"],
+            ["algorithm.advantage = json.dumps: it has unknown parameters obj", "response_mask"],
         ),
         (["algorithm.advantage=json.nothing"], ["json has no nothing"]),
         (["algorithm.advantage=math.pi"], ["math.pi, expected a function"]),

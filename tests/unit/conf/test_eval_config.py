@@ -36,7 +36,7 @@ def config_of(
 def problems_of(subject: Subject, *overrides: str, runs_code: bool = False) -> list[str]:
     with pytest.raises(ConfigError) as error:
         config_of(subject, *overrides, runs_code=runs_code)
-    return error.value.problems
+    return error.value.texts
 
 
 RUN = checkpoint_of(
@@ -116,7 +116,7 @@ def test_a_model_is_evaluated_with_the_defaults():
         (HUB, "data=nothing", "data has no nothing"),
         (RUN, "rollout.temprature=1", "Did you mean rollout.temperature?"),
         (RUN, "data.train_files=none.jsonl", "none.jsonl"),
-        (RUN, "rollout.tensor_parallel_size=3", "does not divide"),
+        (RUN, "rollout.tensor_parallel_size=3", "expected a divisor of"),
     ],
 )
 def test_a_mistake_says_what_to_do(subject, override, says):

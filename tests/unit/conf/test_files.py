@@ -11,7 +11,7 @@ from hybridrl.config import schema
 from hybridrl.config.annotations import Range
 from hybridrl.config.keys import leaves
 from hybridrl.config.schema_keys import fields_along
-from hybridrl.config.sections.tracking import HealthConfig
+from hybridrl.config.sections import HealthConfig
 from hybridrl.config.typed import optional_class
 from hybridrl.config.user_code.classes import BUILT_IN
 from tests.support.composing import GPU_NODE, LAPTOP, REPO, composed, examined

@@ -40,7 +40,7 @@ def refused(size, *overrides, machine):
         ["hardware=gpu", *FASTEST_SET, *overrides], machine=machine, model=SHAPES[size]
     )
     phases = rank_phases(found.config, found.shape, 80 * GIB)
-    told = [text for text in found.report.problems if "GiB" in text]
+    told = [text for text in found.report.texts if "GiB" in text]
     return told, {phase.name: phase.total for phase in phases}
 
 
@@ -108,12 +108,16 @@ def test_a_cache_larger_than_the_gpu_is_named_and_made_smaller():
 @pytest.mark.parametrize(
     ("given", "gib", "words"),
     [
-        ("rollout.tensor_parallel_size=8", 2048, "does not divide the model's 28 attention heads"),
-        ("rollout.tensor_parallel_size=2", 32, "of RAM for each of a node's 8 GPUs"),
+        (
+            "rollout.tensor_parallel_size=8",
+            2048,
+            "expected a divisor of the model's 28 attention heads",
+        ),
+        ("rollout.tensor_parallel_size=2", 32, "each of a node's 8 GPUs takes"),
     ],
 )
 def test_what_no_setting_helps_is_the_only_problem(given, gib, words):
     """Without choosing, this run does not fit into a GPU either."""
     overrides = ["hardware=gpu", "algorithm=grpo", given]
-    found = examined(overrides, machine=nodes(1, gib), model=SHAPES["7B"]).report.problems
+    found = examined(overrides, machine=nodes(1, gib), model=SHAPES["7B"]).report.texts
     assert len(found) == 1 and words in found[0], found

@@ -69,4 +69,4 @@ def test_one_data_set_without_answers_counts():
     (problem,) = problems(*BASE, NO_RULE, *parts)
     assert problem.startswith("reward.function = hybridrl.rewards.gsm8k.score")
     own = ["data.mixture.chats.answer_key=answer"]
-    assert not examined([*BASE, *parts, "+" + own[0]]).report.problems
+    assert not examined([*BASE, *parts, "+" + own[0]]).report.texts

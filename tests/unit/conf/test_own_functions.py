@@ -4,7 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybridrl.app.compose import conf_dir
-from hybridrl.config.command.command_line import parse_argv, precompose
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.command.overrides import precompose
 from hybridrl.config.command.own_functions import drop_inherited, override_leaves
 from hybridrl.config.keys import leaves
 from tests.support.composing import GPU_NODE, composed, examined, problems

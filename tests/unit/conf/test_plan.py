@@ -179,13 +179,13 @@ def test_small_models_keep_the_fastest_settings(overrides, machine):
 
 def test_the_memory_of_absent_gpus_counts_in_a_dry_run_alone():
     given = ["hardware=gpu", "cluster.gpus_per_node=8", "cluster.gpu_memory_gb=10", *FASTEST_SET]
-    (problem,) = examined([*given, "run.dry=true"]).report.problems
+    (problem,) = examined([*given, "run.dry=true"]).report.texts
     assert "the GPU has 10.0 GiB" in problem
     assert examined(given, machine=GPU_NODE).report.problems == []
     on_cpu = ["hardware=cpu", "run.dry=true", "cluster.gpu_memory_gb=80"]
-    (problem,) = examined([*on_cpu, "cluster.gpus_per_node=16"]).report.problems
+    (problem,) = examined([*on_cpu, "cluster.gpus_per_node=16"]).report.texts
     assert "cores" in problem
-    (problem,) = examined(["hardware=cpu", "fsdp.offload=7"]).report.problems
+    (problem,) = examined(["hardware=cpu", "fsdp.offload=7"]).report.texts
     assert "idle_all or null" in problem
 
 
@@ -277,7 +277,7 @@ def test_the_command_says_what_does_not_fit_and_what_does(empty_folder, capsys):
 def test_nonsense_is_refused_with_what_is_expected(empty_folder, arguments, words):
     with pytest.raises(ConfigError) as refused:
         plan(arguments)
-    assert words in refused.value.problems[0]
+    assert words in refused.value.texts[0]
 
 
 def gathers(*overrides, count=4, gib=141):

@@ -52,11 +52,14 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{LOSS}.function=gsop"], [f"{LOSS}.function = gsop", "ppo_clip, dual_clip", "=<name>"]),
         (
             [f"{LOSS}.function=json.dumps"],
-            ["json.dumps has unknown parameters obj", "Use only log_probs"],
+            ["json.dumps: it has unknown parameters obj", "Use only log_probs"],
         ),
         ([f"{LOSS}.function=json.nothing"], ["json has no nothing"]),
         ([f"+{LOSS}.args.clip_hi=0.3"], [f"{LOSS}.args.clip_hi", "Did you mean", "clip_high"]),
-        ([f"~{LOSS}.args.clip_high"], [f"{LOSS}.args.clip_high is missing", "algorithm/loss="]),
+        (
+            [f"~{LOSS}.args.clip_high"],
+            [f"{LOSS}.args.clip_high", "algorithm/loss="],
+        ),
         ([f"{LOSS}.args.clip_low=1.5"], [f"{LOSS}.args.clip_low = 1.5", "at most 1"]),
         ([f"{LOSS}.args.clip_high=much"], [f"{LOSS}.args.clip_high = much", "a number"]),
         (
@@ -70,7 +73,7 @@ CORRECTION = "algorithm.rollout_correction"
         (["algorithm.aggregation=token"], ["algorithm.aggregation = token", "sequence_mean"]),
         (
             ["algorithm/loss=dppo_kl", f"{CORRECTION}.high=5"],
-            [f"{CORRECTION}.high is set but has no effect", "dppo_kl"],
+            [f"{CORRECTION}.high: no effect", "dppo_kl"],
         ),
         ([f"{CORRECTION}.low=0.1"], [f"{CORRECTION}.low", "no effect", "method=mask"]),
         (
@@ -100,7 +103,7 @@ CORRECTION = "algorithm.rollout_correction"
             ["algorithm.max_sampling_rounds = 2", "responses_per_prompt = 1"],
         ),
         (["algorithm.max_sampling_rounds=0"], ["algorithm.max_sampling_rounds = 0", "at least 1"]),
-        (["++actor.algorithm.loss.function=gspo"], ["actor.algorithm", "copy", "set algorithm.*"]),
+        (["++actor.algorithm.loss.function=gspo"], ["actor.algorithm", "copy", "set algorithm"]),
         (["+actor.clip_ratio=0.1"], ["actor.clip_ratio", "unknown key"]),
     ],
     ids=lambda value: " ".join(value),

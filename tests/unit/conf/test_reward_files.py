@@ -132,7 +132,7 @@ def test_the_page_names_every_file():
 
 def test_concurrency_of_a_function_that_is_not_async_is_refused():
     (found,) = problems(*BASE, "reward.concurrency=256")
-    assert "reward.concurrency is set but has no effect" in found and "async" in found
+    assert "reward.concurrency: no effect" in found and "async" in found
     assert problems(*BASE, "reward=http", "reward.concurrency=256") == []
     args = "{url: 'http://127.0.0.1:1/', timeout_s: 1, retries: 0, token_env: null}"
     part = f"{{function: hybridrl.rewards.http.score, args: {args}, weight: 1}}"

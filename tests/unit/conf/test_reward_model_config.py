@@ -59,22 +59,26 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
 @pytest.mark.parametrize(
     ("overrides", "changes", "words"),
     [
-        ([], {"id2label": None}, ["reward_model.model.path = /rm has 2 labels, expected 1"]),
+        (
+            [],
+            {"id2label": None},
+            ["reward_model.model.path = /rm, expected 1 label", "it has 2 labels"],
+        ),
         ([], {"id2label": {"0": "a", "1": "b", "2": "c"}}, ["has 3 labels", "reward=http"]),
         ([], {"id2label": None, "num_labels": 5}, ["has 5 labels"]),
         (
             [],
             {"architectures": ["Qwen2ForCausalLM"]},
-            ["/rm is a Qwen2ForCausalLM", "ends in ForSequenceClassification", "reward.function"],
+            ["it is a Qwen2ForCausalLM", "ends in ForSequenceClassification", "reward.function"],
         ),
-        ([], {"architectures": None}, ["/rm is a model without a class"]),
+        ([], {"architectures": None}, ["it is a model without a class"]),
         ([], {"model_type": "gemma2"}, ["reward_model.model.path is a model of type gemma2"]),
         ([], {"quantization_config": {"bits": 4}}, ["reward_model.model.path is a quantized"]),
-        ([], {"vocab_size": 64}, ["/rm has 64 token ids", "policy's 65", "reward=http"]),
+        ([], {"vocab_size": 64}, ["it has 64", "policy's 65", "reward=http"]),
         (
             [],
             {"max_position_embeddings": 100},
-            ["expected at most 100", "another reward_model.model.path"],
+            ["a sum of at most 100", "another reward_model.model.path"],
         ),
         (
             ["cluster.gpus_per_node=2", "fsdp.ulysses_size=2", "actor.mini_batch_size=256"],
@@ -87,7 +91,7 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
         (["reward_model.weight=nan"], {}, ["reward_model.weight = nan", "neither infinite"]),
         (["reward_model.weight=much"], {}, ["reward_model.weight = much", "a number"]),
         (["+reward_model.wieght=1"], {}, ["wieght = 1", "Did you mean reward_model.weight"]),
-        (["++reward_model.fsdp.dp_shard=4"], {}, ["reward_model.fsdp is a copy", "set fsdp.*"]),
+        (["++reward_model.fsdp.dp_shard=4"], {}, ["reward_model.fsdp = dp_shard=4", "set fsdp"]),
         (
             ["reward_model.worker=hybridrl.workers.critic.CriticWorker"],
             {},
@@ -97,19 +101,19 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
     ids=lambda value: str(value)[:60],
 )
 def test_one_mistake_gets_one_problem(overrides, changes, words):
-    (found,) = with_reward_model(*overrides, **changes).report.problems
+    (found,) = with_reward_model(*overrides, **changes).report.texts
     missing = [word for word in words if word not in found]
     assert not missing, (missing, found)
 
 
 def test_a_reward_model_is_no_policy():
-    (problem,) = with_reward_model(policy=TINY | REWARD_HEAD).report.problems
-    assert "embedded is a Qwen2ForSequenceClassification, expected a language model" in problem
+    (problem,) = with_reward_model(policy=TINY | REWARD_HEAD).report.texts
+    assert "embedded, expected a language model: vLLM does not sample from a Qwen2ForS" in problem
 
 
 def test_it_asks_for_its_checkpoint():
-    (found,) = problems("hardware=cpu", "reward_model=default")
-    assert found.startswith("reward_model.model.path is missing.\nSet reward_model.model.path=")
+    found = named("hardware=cpu", "reward_model=default")
+    assert found == [("missing", "reward_model.model.path")]
 
 
 def test_no_reward_without_a_reward_model_is_refused():
@@ -118,8 +122,10 @@ def test_no_reward_without_a_reward_model_is_refused():
 
 
 def test_a_path_that_is_nowhere_is_told_of_the_reward_model():
+    of_nowhere = with_reward_model().config.reward_model
+    of_nowhere.model.path = "/nowhere"
     with pytest.raises(ValueError) as caught:
-        reward_model_shape("/nowhere", read_model_config)
+        reward_model_shape(of_nowhere, read_model_config)
     text = str(caught.value)
     assert "reward_model.model.path = /nowhere: /nowhere does not exist" in text
     assert "reward_model.model.path=/path/to/folder" in text and "reward_model=none" in text
@@ -175,7 +181,7 @@ def test_one_too_large_for_the_gpu_is_named():
         machine=GPU_NODE,
         policy=QWEN,
         **large,
-    ).report.problems
+    ).report.texts
     assert any(p.startswith("reward_model.model.path = /rm: score reward_model") for p in found)
 
 
@@ -213,5 +219,8 @@ def test_other_tokens_are_refused_before_anything_starts(tmp_path):
         check=False,
     )
     assert found.returncode == 2
-    assert f"reward_model.model.path = {tmp_path} has another vocabulary" in found.stderr
+    assert (
+        f"reward_model.model.path = {tmp_path}, expected the vocabulary of model.path"
+        in found.stderr
+    )
     assert "2 of 640 tokens differ" in found.stderr

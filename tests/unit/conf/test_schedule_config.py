@@ -103,7 +103,7 @@ def test_one_mistake_gets_one_problem(overrides, words):
 def test_twice_a_steps_prompts_are_in_flight_by_default(overrides, in_flight):
     """An engine decodes a step's responses at once; the others wait for a place, oldest first."""
     found = examined([*GRPO, "rollout.max_num_seqs=null", *overrides])
-    assert not found.report.problems
+    assert not found.report.texts
     rollout = found.config.rollout
     assert (rollout.max_in_flight, rollout.max_num_seqs) == (in_flight, 512)
 
@@ -112,7 +112,7 @@ def test_ranks_that_train_and_ranks_that_sample_are_counted_apart():
     """Two engines of two ranks are on the last 4 of 8, and the first 4 train."""
     own = ["cluster.gpus_per_node=8", "placement.rollout_gpus=4"]
     found = examined([*GRPO, SPLIT[0], *own, "rollout.tensor_parallel_size=2"])
-    assert not found.report.problems
+    assert not found.report.texts
     config = found.config
     assert (config.fsdp.dp_shard, training_ranks(config), num_engines(config)) == (4, 4, 2)
     config.placement.slots_on_nodes = [4, 4]

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from hybridrl.controller.worker_group import role_configs
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.plan.tables import plan
 from hybridrl.trainer.tracking.header import header_lines
@@ -18,17 +19,19 @@ LOSS = "algorithm.loss.function"
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm/loss=ppo_clip"], [f"{LOSS} = ppo_clip needs old_log_probs, advantages"]),
+        (
+            ["algorithm/loss=ppo_clip"],
+            [f"{LOSS} = ppo_clip, expected nll", "no old_log_probs, advantages"],
+        ),
         (["algorithm.kl.coef=0.1"], ["algorithm.kl.coef = 0.1", "expected 0"]),
         (
             ["rollout.responses_per_prompt=4"],
             ["rollout.responses_per_prompt = 4", "Set rollout.responses_per_prompt=1"],
         ),
-        (["rollout.temperature=0.7"], ["actor.temperature = 0.7", "Set actor.temperature=1"]),
         (["algorithm.lam=0.9"], ["algorithm.lam", "no effect", "algorithm.advantage = none"]),
         (
             ["algorithm.rollout_correction.high=3"],
-            ["algorithm.rollout_correction.high is set but has no effect", "advantage = none"],
+            ["algorithm.rollout_correction.high: no effect", "advantage = none"],
         ),
         (["tracking.token_samples=1"], ["tracking.token_samples", "no effect"]),
         (["critic.optim.lr=1e-3"], ["critic.optim.lr", "no effect"]),
@@ -42,12 +45,15 @@ def test_what_has_no_meaning_is_refused(overrides, words):
 
 def test_its_loss_is_refused_in_reinforcement_learning():
     (found,) = problems("hardware=cpu", "algorithm/loss=nll")
-    assert f"{LOSS} = nll ignores the reward" in found
+    assert f"{LOSS} = nll, expected a policy loss: it ignores the reward" in found
 
 
 def test_evaluation_may_have_another_temperature_and_answers_a_column_of_their_own():
-    overrides = ["rollout.temperature=0.7", "actor.temperature=1", "data.solution_key=solution"]
-    assert problems(*SFT, *overrides) == []
+    overrides = ["rollout.temperature=0.7", "data.solution_key=solution"]
+    found = examined([*SFT, *overrides])
+    assert found.report.problems == []
+    roles = role_configs(found.config)
+    assert (roles["actor"].temperature, roles["rollout"].temperature) == (1.0, 0.7)
 
 
 def test_engines_decode_all_held_out_problems_together():

@@ -135,7 +135,7 @@ def test_a_node_that_dies_is_an_answer(address):
 def test_who_called_in_is_named_when_one_is_missing(address):
     with serving(address, 1), pytest.raises(ConfigError) as raised:
         joined_probes(address, 3, timeout_s=1).__enter__()
-    (text,) = raised.value.problems
+    (text,) = raised.value.texts
     assert text.startswith("2 of 3 nodes called in within 1 s: 127.0.0.1")
     assert f"--join {address} --nodes 3" in text
 

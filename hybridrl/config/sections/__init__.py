@@ -1,1 +1,0 @@
-"""Sections of the typed config with many parts (schema.py has the others)."""
