@@ -22,7 +22,7 @@ from hybridrl.config.command.own_functions import drop_inherited, override_leave
 from hybridrl.config.command.provenance import hidden_choices, recipe_files
 from hybridrl.config.errors import ABSENT, Problem, as_problem, shown
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, leaves, other_names, raw_tree
-from hybridrl.config.schema_keys import known_keys, shared_by
+from hybridrl.config.schema_keys import is_read, known_keys, shared_by
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
 # Groups whose further choices come with packages.
@@ -276,9 +276,10 @@ def _key_problem(override: Override, base: DictConfig) -> Problem | None:
     key, text = override.key_or_group.replace("[", ".").replace("]", ""), str(override.input_line)
     if (shared := shared_by(key)) is not None:
         name, note = shared
-        why = f"{name} is no key: roles share {note.key} without copies, as {note.why}"
         target = key.replace(name, note.key, 1)
-        return Problem("copy", text, why=why, remedy=f"Set {target}={text.partition('=')[2]}")
+        if is_read(target):
+            why = f"{name} is no key: roles share {note.key} without copies, as {note.why}"
+            return Problem("copy", text, why=why, remedy=f"Set {target}={text.partition('=')[2]}")
     for leaf, value in leaves(raw_tree(base)).items():
         rest = key.removeprefix(f"{leaf}.")
         if f"{leaf}.".startswith(f"{key}.") or (rest != key and isinstance(value, list)):

@@ -68,8 +68,8 @@ def command(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 
 def overrides_of(*argv: str) -> list[str]:
-    """Problems of the overrides of an argv."""
-    return precompose(parse_argv(argv), conf_dir()).problems
+    """Messages of the problems of an argv's overrides."""
+    return [str(problem) for problem in precompose(parse_argv(argv), conf_dir()).problems]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def overrides_of(*argv: str) -> list[str]:
         (["seed=1,2"], ["several values need --multirun"]),
         (["-m", "actor.optim.lr=interval(1e-6,1e-4)"], ["intervals", "Type hydra/sweeper=optuna"]),
         (["-m", "hydra/launcher=nope"], ["hydra/launcher has no nope", "hybridrl[sweeps]"]),
-        (["actor.fsdp.dp_shard=2"], ["actor.fsdp is a link to fsdp", "Set fsdp.dp_shard=2"]),
+        (["actor.fsdp.dp_shard=2"], ["actor.fsdp is no key", "Set fsdp.dp_shard=2"]),
         (["actor.model.path=x"], ["Set model.path=x"]),
         (["actor.algorithm.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
         (["a=b=c'"], ["a=b=c': not an override"]),
@@ -185,9 +185,9 @@ def test_a_key_without_default_of_an_own_worker_needs_a_plus(tmp_path):
     own.write_text(OWN_ACTOR)
     worker = f"actor.worker={own}:ShortFirst"
     (found,) = overrides_of("hardware=cpu", worker, "actor.free_tokens=16")
-    assert found.endswith("Type +actor.free_tokens=16")
+    assert found.endswith("Type +actor.free_tokens=16.")
     (found,) = problems("hardware=cpu", "+recipe=gsm8k_grpo", worker)
-    assert f"actor.free_tokens is missing: ShortFirstConfig in {own} has no default" in found
+    assert f"it is missing, and ShortFirstConfig in {own} has no default" in found
 
 
 @pytest.mark.parametrize(
