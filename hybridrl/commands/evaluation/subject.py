@@ -25,9 +25,9 @@ from hybridrl.config.command.command_line import CommandLine, parse_argv
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
-from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine
+from hybridrl.config.schema_keys import SHARED
 from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.models.resolve import model_folder, read_model_config
 from hybridrl.trainer.tracking.provenance import HIDDEN
@@ -213,7 +213,7 @@ def _copy_section(
         cfg[section] = value
         return
     for key, item in value.items():
-        is_shared = section in LINKS and key in LINKS[section]
+        is_shared = f"{section}.{key}" in SHARED
         is_seed = key == "seed" and item == run["seed"]
         if is_shared or (is_seed and OmegaConf.is_interpolation(cfg[section], key)):
             continue

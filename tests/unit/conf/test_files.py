@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from hybridrl.config import schema
 from hybridrl.config.annotations import Range
 from hybridrl.config.keys import leaves
-from hybridrl.config.schema_keys import fields_along
+from hybridrl.config.schema_keys import fields_along, shared_by
 from hybridrl.config.sections import HealthConfig
 from hybridrl.config.typed import optional_class
 from hybridrl.config.user_code.classes import BUILT_IN
@@ -103,12 +103,12 @@ def test_the_first_page_has_the_accuracies_of_the_recipes_pages():
         ], name
 
 
-def test_the_composed_config_has_at_most_171_leaves():
+def test_the_composed_config_has_at_most_162_leaves():
     """Besides the thresholds, one for each health check."""
     cfg = composed(["+recipe=gsm8k_ppo", "hardware=cpu"])
     found = [*leaves(OmegaConf.to_container(cfg, resolve=False))]
     thresholds = [key for key in found if key.startswith("health.")]
-    assert len(found) - len(thresholds) <= 171
+    assert len(found) - len(thresholds) <= 162
     assert len(thresholds) == len(dataclasses.fields(HealthConfig))
 
 
@@ -146,7 +146,7 @@ def _schema_keys(cls: type, prefix: str = "") -> set[str]:
 
 
 def test_dataclasses_and_yaml_have_the_same_keys():
-    """With every optional section; roles get their adapters from the shared one, without a link."""
+    """With every optional section; what roles share are no keys of theirs."""
     sections = ["lora=default", "environment=calculator", *WITH_REWARD_MODEL]
     cfg = composed(["hardware=cpu", *sections])
     OmegaConf.set_struct(cfg, False)
@@ -158,11 +158,10 @@ def test_dataclasses_and_yaml_have_the_same_keys():
         "reward.args",
         "eval.rules",
         "algorithm.loss.args",
-        "actor.algorithm.loss.args",
     }
     found = {next((m for m in mappings if key.startswith(f"{m}.")), key) for key in leaves(tree)}
-    adapters = re.compile(r"^(actor|ref|rollout)\.lora\.")
-    assert found == {key for key in _schema_keys(schema.RunConfig) if not adapters.match(key)}
+    keys = {key for key in found if shared_by(key) is None}
+    assert keys == {key for key in _schema_keys(schema.RunConfig) if shared_by(key) is None}
 
 
 def test_dataclasses_have_no_defaults():
@@ -183,12 +182,10 @@ def test_every_number_has_a_range():
     """Shared nodes are checked where they stand, not in each role."""
     number = {int, float, int | float, int | None, float | None}
     number |= {list[float], list[int], list[int] | None}
-    shared = re.compile(r"^(actor|critic|ref|rollout|reward_model)\.(model|fsdp|lora|algorithm)\.")
-
     fields = {
         key: [*fields_along(key)][-1]
         for key in _schema_keys(schema.RunConfig)
-        if not shared.match(key)
+        if shared_by(key) is None
     }
     with_range = {k for k, f in fields.items() if any(isinstance(n, Range) for n in f.notes)}
     assert {key for key, field in fields.items() if field.hint in number} == with_range
