@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridrl.config.errors import raised_problems
+from hybridrl.config.errors import Problem, raised_problems
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import PromptBatch, RolloutBatch
@@ -104,7 +104,7 @@ def turn_tokens(
     return TurnTokens(load_tokenizer(model), ends, config.stop, config.role, options)
 
 
-def stop_problems(model: ModelConfig, config: EnvironmentConfig) -> list[str]:
+def stop_problems(model: ModelConfig, config: EnvironmentConfig) -> list[Problem]:
     """Return the problems of environment.stop with a model."""
     return raised_problems(turn_tokens, model, config)
 

@@ -18,6 +18,7 @@ from tests.support.composing import (
     TINY,
     composed,
     examined,
+    named,
     problems,
 )
 from tests.support.model_shapes import QWEN_7B

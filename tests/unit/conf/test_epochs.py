@@ -3,9 +3,9 @@
 import pytest
 
 from hybridrl.app.data import examine_data
-from tests.support.composing import examined, problems
 from hybridrl.config.errors import Report
 from hybridrl.config.validate import set_steps
+from tests.support.composing import examined, problems
 
 BASE = ["+recipe=gsm8k_grpo", "hardware=cpu"]
 

@@ -21,6 +21,7 @@ from tests.support.composing import (
     REPO,
     composed,
     examined,
+    named,
     problems,
 )
 from tests.support.model_shapes import QWEN, REWARD_HEAD, TINY
