@@ -32,7 +32,7 @@ from hybridrl.algorithms.masked import (
 )
 from hybridrl.algorithms.token_loss import Sums, TokenLoss
 from hybridrl.config.choices import KLEstimator
-from hybridrl.config.sections.algorithm import MAX_RELATIVE_KL_ERROR
+from hybridrl.config.sections import MAX_RELATIVE_KL_ERROR
 
 
 def value_loss(
