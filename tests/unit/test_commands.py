@@ -297,5 +297,5 @@ def test_check_refuses_a_recipes_keys_without_effect_as_training_does(tmp_path):
     (tmp_path / "recipe").mkdir()
     own = "# @package _global_\ndata: {solution_key: answer}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(own)
-    with pytest.raises(ConfigError, match=r"data\.solution_key is set but has no effect"):
+    with pytest.raises(ConfigError, match=r"data\.solution_key: no effect"):
         check._check(["--config-dir", str(tmp_path), "+recipe=mine", "--no-samples"])

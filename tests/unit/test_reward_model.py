@@ -96,7 +96,7 @@ def test_the_first_differing_token_is_named(tmp_path):
     """Five special tokens, then the words by alphabet: b is 6 for the one and c for the other."""
     policy, reward = words(tmp_path / "p", "a b c d"), words(tmp_path / "r", "a c d")
     (problem,) = vocabulary_problems(policy, reward)
-    assert f"reward_model.model.path = {reward} has another vocabulary" in problem
+    assert f"reward_model.model.path = {reward}, expected the vocabulary of" in str(problem)
     assert "token" in problem and "of 9 tokens differ" in problem
     assert "reward=http" in problem
 

@@ -143,4 +143,4 @@ def test_concurrency_of_a_function_that_is_not_async_is_refused():
 @pytest.mark.parametrize("name", ["custom", "verl", "trl"])
 def test_an_own_reward_starts_without_settings_and_asks_for_its_function(name):
     (found,) = problems(*BASE, f"reward={name}")
-    assert "reward.function is missing" in found
+    assert "reward.function, expected text: it is missing" in found
