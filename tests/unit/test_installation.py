@@ -57,7 +57,7 @@ def test_sleep_of_the_kv_cache_alone_needs_a_release_that_has_it(
     installed, version, sleep, refused
 ):
     installed("vllm", version)
-    expected = pytest.raises(ConfigError, match=r"rollout\.sleep = kv_cache, expected all or none with vllm")
+    expected = pytest.raises(ConfigError, match=r"rollout\.sleep = kv_cache, expected all")
     with expected if refused else nullcontext():
         check_installation(Accelerator.gpu, sleep)
 
