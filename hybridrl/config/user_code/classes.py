@@ -156,7 +156,7 @@ def reward_problems(config: schema.RunConfig) -> Iterator[Problem | str]:
             yield from _answer_problems(config.data, key, rule)
 
 
-def _answer_problems(data: DataConfig, key: str, section: schema.FunctionConfig) -> Iterator[str]:
+def _answer_problems(data: DataConfig, key: str, section: FunctionConfig) -> Iterator[str]:
     """Refuse a function that reads answers which the data does not have."""
     path = section.function
     if data.lacks_answers and reads_answer(function_at(key, path), section.args):
@@ -234,7 +234,7 @@ def agent_problems(config: schema.RunConfig) -> Iterator[str]:
 
 
 def _check_function(
-    key: str, section: schema.FunctionConfig, inputs: tuple[Any, ...], call: str
+    key: str, section: FunctionConfig, inputs: tuple[Any, ...], call: str
 ) -> Callable[..., Any]:
     """Check a function that is called with `inputs` and its args; return it."""
     path, args = section.function, section.args
