@@ -47,10 +47,10 @@ from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import QWEN2_5, VOCABULARY, make_model
 from benchmarks.timing import min_median_max, result
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import Requests
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import model_folder
-from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
@@ -115,42 +115,29 @@ class DrawnLengths(RolloutWorker):
 
     def build_engine(self) -> VLLMEngine:
         """Build the engine, without tokens that end a response."""
-        self.left: dict[tuple[int | None, ...], int] = {}
+        self.left: dict[tuple[str | int, ...], int] = {}
         folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, [], self.mesh.device_type)
 
-    def generate(self, prompts: PromptBatch) -> RolloutBatch:
-        """Sample one response for each row, up to what is left of its length."""
-        seeds, each = sample_seeds(self.config.seed, prompts), prompts.responses_per_prompt
-        index = torch.arange(len(prompts)).repeat_interleave(each)
-        longest = self.config.max_response_tokens
-        known = prompts.response_id
-        ids = [None] * len(index) if known is None else known[index].tolist()
-        limits = [
-            self.left.pop((name, *row.tolist()), None) or self._draw(seed)
-            for name, row, seed in zip(
-                ids, prompts.prompts.select(index).rows(), seeds, strict=True
+    def generate(self, requests: Requests) -> RolloutBatch:
+        """Sample each response up to what is left of its length."""
+        rows = [
+            one._replace(
+                max_tokens=self.left.pop((one.request_id, *one.prompt), None)
+                or self._draw(one.seed)
             )
+            for one in requests.requests
         ]
-        rows = replace(
-            prompts,
-            prompts=prompts.prompts.select(index),
-            prompt_id=prompts.prompt_id[index],
-            responses_per_prompt=1,
-            seeds=torch.tensor(seeds, dtype=torch.int64),
-            max_tokens=torch.tensor(limits, dtype=torch.int64),
-            expected_tokens=None,
-            first_sample=None,
-            engine=None,
-        )
-        batch = super().generate(rows)
+        batch = super().generate(replace(requests, requests=rows))
         if batch.unfinished is not None:
             # One without tokens is drawn again, by the same seed.
-            begun = batch.unfinished & (batch.responses.lengths > 0)
-            prefixes, responses = rows.prompts.rows(), batch.responses.rows()
-            for row in begun.nonzero().flatten().tolist():
-                tokens = torch.cat([prefixes[row], responses[row]]).tolist()
-                self.left[ids[row], *tokens] = limits[row] - len(responses[row])
+            parts = zip(rows, batch.responses.rows(), batch.unfinished.tolist(), strict=True)
+            self.left |= {
+                (one.request_id, *one.prompt, *tokens.tolist()): one.max_tokens - len(tokens)
+                for one, tokens, is_open in parts
+                if is_open and len(tokens)
+            }
+        longest = self.config.max_response_tokens
         return replace(batch, truncated=batch.responses.lengths >= longest)
 
     def _draw(self, seed: int) -> int:

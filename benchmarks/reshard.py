@@ -63,7 +63,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.regions import NamedShard, named_shards
-from hybridrl.rollout.vllm_engine import EnginePart
+from hybridrl.rollout.engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = shapes.SHAPES | {"tiny": shapes.TINY, "tiny_experts": shapes.TINY_EXPERTS}

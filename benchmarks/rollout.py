@@ -45,14 +45,13 @@ from benchmarks.configs import composed
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import min_median_max, result
 from hybridrl.config.planner.multicast import turn_off_multicast
-from hybridrl.data.batch import PromptBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Request, Requests
+from hybridrl.data.requests import SamplingParams as RequestParams
+from hybridrl.data.seeds import sample_seed
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.models.resolve import resolve_model
-from hybridrl.rollout.sampling import sample_seeds
-from hybridrl.rollout.vllm_compat import engine_core
-from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
-from hybridrl.rollout.vllm_scheduler import vllms_scheduler
+from hybridrl.rollout.engine import EnginePart
+from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}
@@ -207,28 +206,35 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
     """The three ways to the same number of tokens."""
     from vllm import SamplingParams, TokensPrompt
 
-    tokens = _prompts(args)
-    batch = PromptBatch(
-        prompts=Ragged.from_rows(list(tokens), torch.int64),
-        prompt_id=torch.arange(args.prompts),
-        step=1,
-        responses_per_prompt=args.responses,
-        temperature=1.0,
-        top_p=1.0,
-    )
-    rows, llm = tokens.tolist(), worker.engine._llm  # type: ignore[attr-defined]
+    rows, llm = _prompts(args).tolist(), worker.engine._llm  # type: ignore[attr-defined]
+    params, seed = RequestParams(1.0), worker.config.seed
+    requests = [
+        Request(f"{p}-{k}", row, sample_seed(seed, 1, p, k), args.response_tokens, params)
+        for p, row in enumerate(rows)
+        for k in range(args.responses)
+    ]
+    ids = torch.arange(args.prompts).repeat_interleave(args.responses)
+    batch = Requests(requests, ids, args.responses)
 
     def equal() -> Any:
         prompts = [TokensPrompt(prompt_token_ids=r) for r in rows for _ in range(args.responses)]
         params = [
-            SamplingParams(seed=seed, logprobs=0, flat_logprobs=True, **_common(args))
-            for seed in sample_seeds(worker.config.seed, batch)
+            SamplingParams(seed=one.seed, logprobs=0, flat_logprobs=True, **_common(args))
+            for one in requests
         ]
         return llm.generate(prompts, params, use_tqdm=False)
 
     def as_it_is(way: Callable[[], Any]) -> Any:
-        with vllms_scheduler(engine_core(llm)):
+        # Without what the engine puts in place of vLLM's methods.
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        names = "schedule", "update_from_output", "allocate_slots", "cache_blocks"
+        own = [vars(scheduler), vars(scheduler.kv_cache_manager)]
+        kept = [{name: members.pop(name) for name in names if name in members} for members in own]
+        try:
             return way()
+        finally:
+            for members, taken in zip(own, kept, strict=True):
+                members.update(taken)
 
     return {
         "worker": lambda: worker.generate(batch),

@@ -35,9 +35,10 @@ from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import Call, WorkerGroup, build_roles, call_together
-from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.batch import EngineStats, RolloutBatch
 from hybridrl.data.partition import partition_by_micro_batch
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Request, Requests, SamplingParams
 from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, schedule
 from hybridrl.data.shardable import Piece, Shardable
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
@@ -59,15 +60,14 @@ class Idle(Worker):
     config_class = IdleConfig  # type: ignore[assignment]
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts: PromptBatch) -> RolloutBatch:
+    def generate(self, requests: Requests) -> RolloutBatch:
         """Responses of zeros; made anew, which is not the driver's work but is waited for."""
-        each = prompts.responses_per_prompt
-        ids = prompts.prompt_id.repeat_interleave(each)
+        ids = requests.group_id
         lengths = torch.full((len(ids),), self.config.tokens)
         tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)
         responses = Ragged(tokens, lengths)
         return RolloutBatch(
-            prompts=prompts.prompts.select(torch.arange(len(prompts)).repeat_interleave(each)),
+            prompts=requests.prompts,
             responses=responses,
             response_mask=responses.like(torch.ones_like(tokens).bool()),
             rollout_log_probs=responses.like(tokens.float()),
@@ -146,21 +146,18 @@ def pool_config(ranks: int, folder: Path) -> PoolConfig:
     )
 
 
-def prompts_of(responses: int) -> PromptBatch:
-    """Prompts for so many responses."""
-    count = responses // RESPONSES_PER_PROMPT
-    return PromptBatch(
-        prompts=Ragged.from_rows([[1] * PROMPT_TOKENS] * count, torch.int32),
-        prompt_id=torch.arange(count),
-        step=1,
-        responses_per_prompt=RESPONSES_PER_PROMPT,
-        temperature=1.0,
-        top_p=1.0,
-    )
+def requests_for(responses: int) -> Requests:
+    """Requests for so many responses."""
+    params, ids = SamplingParams(1.0), torch.arange(responses) // RESPONSES_PER_PROMPT
+    prompts = [[1] * PROMPT_TOKENS for _ in range(responses // RESPONSES_PER_PROMPT)]
+    requests = [
+        Request(str(k), prompts[group], k, 512, params) for k, group in enumerate(ids.tolist())
+    ]
+    return Requests(requests, ids, RESPONSES_PER_PROMPT)
 
 
 def one_step(
-    groups: dict[str, WorkerGroup], prompts: PromptBatch, tokens: int, step: int, parts: Parts
+    groups: dict[str, WorkerGroup], prompts: Requests, tokens: int, step: int, parts: Parts
 ) -> None:
     """A step's traffic as the trainer makes it, then its scores and updates with data sent anew."""
     actor, critic, ref = (groups[name] for name in ("actor", "critic", "ref"))
@@ -202,7 +199,7 @@ def measure(config: PoolConfig, responses: int, tokens: int, steps: int) -> Part
     with ray_runtime(config.cluster, config.accelerator), Pool(config).join() as pool:
         names = ("rollout", "actor", "critic", "ref")
         groups = build_roles(pool, {name: IdleConfig(tokens=tokens) for name in names})
-        prompts = prompts_of(responses)
+        prompts = requests_for(responses)
         for step in range(-2, steps):
             one_step(groups, prompts, tokens, step, parts if step >= 0 else Parts())
     return parts

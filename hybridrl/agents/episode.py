@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 from hybridrl.agents.record import EpisodeRecord, Start
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.live import LiveRequest, Progress
+from hybridrl.data.requests import Progress, Request
 
 # Answers that are remembered, times the token sequences that are, where not all sequences are.
 ANSWERS = 32
@@ -166,7 +166,7 @@ class Begun(NamedTuple):
 
     completion: Completion
     start: Start
-    request: LiveRequest
+    request: Request
     ask: Ask
 
 

@@ -30,7 +30,7 @@ from hybridrl.agents.episode import (
 )
 from hybridrl.agents.record import Start
 from hybridrl.agents.text import ModelText, TextStream
-from hybridrl.data.live import FAILED, LiveRequest, Progress
+from hybridrl.data.requests import FAILED, Progress, Request, SamplingParams
 from hybridrl.data.seeds import derive_seed
 from hybridrl.rollout.tool_calls import ParseTools
 
@@ -38,11 +38,11 @@ from hybridrl.rollout.tool_calls import ParseTools
 class Engines(Protocol):
     """Rollout engines that sample continuously."""
 
-    def submit(self, request: LiveRequest) -> "asyncio.Queue[Progress]":
+    def submit(self, request: Request) -> "asyncio.Queue[Progress]":
         """Begin to sample; the queue receives the progress."""
         ...
 
-    def cancel(self, request: LiveRequest) -> None:
+    def cancel(self, request: Request) -> None:
         """Drop a request, unless it has ended."""
         ...
 
@@ -275,21 +275,27 @@ class Policy:
 
     def _request(
         self, episode: Episode, prompt: list[int], seed: int, ask: Ask, in_pieces: bool
-    ) -> LiveRequest:
+    ) -> Request:
         """Build the engine's request."""
         self._count += 1
         room = episode.settings.context - len(prompt)
-        sampling = dict(ask.sampling)
-        return LiveRequest(
+        more, defaults = dict(ask.sampling), episode.settings
+        # A grammar allows a stop token at its end alone.
+        stop = () if STRUCTURED in more else self.text.stop_token_ids(ask.stop)
+        params = SamplingParams(
+            temperature=more.pop("temperature", defaults.temperature),
+            top_p=more.pop("top_p", defaults.top_p),
+            stop_token_ids=stop,
+            more=more,
+        )
+        return Request(
             request_id=f"live-{self._count}",
-            engine=episode.engine,
             prompt=prompt,
             seed=seed,
             max_tokens=min(ask.max_tokens or room, room),
-            temperature=sampling.pop("temperature", episode.settings.temperature),
-            top_p=sampling.pop("top_p", episode.settings.top_p),
-            # A grammar allows a stop token at its end alone.
-            stop_token_ids=() if STRUCTURED in ask.sampling else self.text.stop_token_ids(ask.stop),
+            params=params,
+            engine=episode.engine,
             in_pieces=in_pieces,
-            sampling=sampling,
+            # vLLM would apply penalties and grammars to a rest as if it were the whole.
+            must_finish=bool(more),
         )

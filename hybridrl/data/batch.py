@@ -1,126 +1,28 @@
 """Batches of a training step.
 
-    PromptBatch     [P] prompts to sample from, one call of the rollout engines
+    Requests        [B] responses to sample in one call of the rollout engines (data/requests.py)
     RolloutBatch    [B] responses; each phase fills in fields; a micro-batch is a selection of rows
     ScheduledBatch  the same and its partition over ranks and micro-batches (data/schedule.py)
     RankBatch       one rank's rows of it, and the order of its micro-batches (data/schedule.py)
     Packed          a micro-batch as one model input [1, N] (distributed/forward/packing.py)
 
-Shapes:  P = prompts   B = P * responses_per_prompt   T_b = tokens of response b
+Shapes:  B = responses   T_b = tokens of response b
          token fields are ragged [B, T_b] (data/ragged.py)
 Units:   log-probs in nats; scores, rewards, values, advantages and returns in the reward's unit
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridrl.data.partition import balance
 from hybridrl.data.ragged import Ragged, concat
-from hybridrl.data.shardable import Piece, Shardable
 
 # Version of tokens that no weights have sampled.
 NO_VERSION = -1
-
-
-@dataclass(frozen=True)
-class PromptBatch(Shardable):
-    """Prompts to sample from in one call.
-
-    Sampling seeds derive from prompt_id, step, first_sample and turn.
-
-    Attributes:
-        prompts: ragged int32 [P, ...], token ids.
-        prompt_id: [P] int64, stable over the run.
-        step: training step, or evaluation at that step.
-        responses_per_prompt: samples of each prompt.
-        temperature: divides the logits; 0 decodes greedily.
-        top_p: probability mass of nucleus sampling; 1 samples from the whole distribution.
-        top_k: number of most probable tokens to sample from; None: all.
-        expected_tokens: [P] float64, cost by which prompts are partitioned over engines
-            (data/lengths.py); None: the prompts' own lengths.
-        first_sample: [P] int64, index of each prompt's first sample; None: 0.
-        turn: index of the turn of conversations.
-        returns_experts: the responses need `RolloutBatch.routed_experts`, if these are recorded.
-        max_tokens: [P] int64, longest response to each prompt; None: rollout.max_response_tokens.
-        stop_token_ids: tokens that end a response, besides the model's end tokens; they are part
-            of the response.
-        engine: [P] int64, index of the engine of each prompt, so that a conversation stays where
-            its prefix is cached; None: prompts are partitioned by cost.
-        seeds: [P] int64, one per response in place of the derived ones; needs one response per
-            prompt.
-        token_budget: an engine stops once it has sampled this many tokens per prompt in the mean;
-            responses without an end are `unfinished` then. None: every response is finished.
-        enough_ended: an engine also stops once this share of its responses has ended; None: not.
-        must_finish: [P] bool, responses that are finished whatever ends the others; None: none.
-        response_id: [P] int64; an engine holds unfinished responses with their keys and values, and
-            goes on with those of the next call that have the same id and tokens. It needs `seeds`.
-            None: no response is held.
-    """
-
-    prompts: Ragged
-    prompt_id: Tensor
-    step: int
-    responses_per_prompt: int
-    temperature: float
-    top_p: float
-    top_k: int | None = None
-    expected_tokens: Tensor | None = None
-    first_sample: Tensor | None = None
-    turn: int = 0
-    returns_experts: bool = False
-    max_tokens: Tensor | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    engine: Tensor | None = None
-    seeds: Tensor | None = None
-    token_budget: float | None = None
-    enough_ended: float | None = None
-    must_finish: Tensor | None = None
-    response_id: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def engines(self, num_engines: int) -> list[int]:
-        """Return the engine of each prompt."""
-        of_prompt = [0] * len(self)
-        for engine, part in enumerate(self._partition(num_engines)):
-            for prompt in part:
-                of_prompt[prompt] = engine
-        return of_prompt
-
-    def pieces(self, num_shards: int) -> list[list[Piece]]:
-        """Return each engine's prompts: by `engine`, or in equal counts with balanced cost."""
-        return [[partial(self._select, part)] for part in self._partition(num_shards)]
-
-    def join(self, results: Sequence["RolloutBatch"]) -> "RolloutBatch":
-        """Return the engines' responses, those of each prompt together, in order of `prompts`."""
-        each = self.responses_per_prompt
-        by_engine = [prompt for part in self._partition(len(results)) for prompt in part]
-        rows = torch.tensor([prompt * each + k for prompt in by_engine for k in range(each)])
-        batches = [
-            replace(result, engine=torch.full((len(result),), engine))
-            for engine, result in enumerate(results)
-        ]
-        joined = RolloutBatch.concat(batches, rows.argsort())
-        return replace(joined, engines=tuple(stats for batch in results for stats in batch.engines))
-
-    def _select(self, part: list[int]) -> "PromptBatch":
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        selected = {name: value[part] for name, value in tensors.items()}
-        return replace(self, prompts=self.prompts.select(part), **selected)
-
-    def _partition(self, num_shards: int) -> list[list[int]]:
-        if self.engine is not None:
-            of_prompt = self.engine.tolist()
-            return [[p for p, e in enumerate(of_prompt) if e == k] for k in range(num_shards)]
-        cost = self.prompts.lengths if self.expected_tokens is None else self.expected_tokens
-        return balance(range(len(self)), cost.tolist(), num_shards)
 
 
 @dataclass(frozen=True)
@@ -358,10 +260,6 @@ class RolloutBatch:
 def expert_dtype(num_experts: int) -> torch.dtype:
     """Return the smallest dtype of `RolloutBatch.routed_experts`."""
     return torch.uint8 if num_experts < 256 else torch.int16
-
-
-# Answers prompts; the responses to each prompt lie together.
-Generate = Callable[[PromptBatch], RolloutBatch]
 
 
 class Totals(NamedTuple):

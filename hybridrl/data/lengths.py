@@ -2,13 +2,8 @@
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from hybridrl.data.batch import PromptBatch
 
 # Weight in a recent mean of what is a step older.
 DECAY = 0.9
@@ -36,23 +31,6 @@ class Mean:
 
 
 NONE = Mean()
-
-
-def expected_tokens(
-    prompt_lengths: Sequence[int],
-    prompt_ids: Sequence[int],
-    seen: Mapping[int, Mean],
-    overall: Mean,
-    responses_per_prompt: int,
-) -> Tensor:
-    """Predict the tokens that each prompt costs its engine: [P] float64.
-
-    The prompt counts once (prefix caching). Each response is expected to have the mean length of
-    the prompt's earlier responses (`seen`), or of all responses (`overall`) if the prompt is new.
-    """
-    responses = [seen.get(prompt_id, overall).value for prompt_id in prompt_ids]
-    means = torch.tensor(responses, dtype=torch.float64)
-    return torch.tensor(prompt_lengths) + responses_per_prompt * means
 
 
 @dataclass
@@ -100,16 +78,16 @@ class ResponseLengths:
         self.in_parts = Mean(*state.get("in_parts", ()))
         self.__post_init__()
 
-    def expect(self, prompts: PromptBatch) -> PromptBatch:
-        """Return the prompts with their expected_tokens."""
-        expected = expected_tokens(
-            prompts.prompts.lengths.tolist(),
-            prompts.prompt_id.tolist(),
-            self._known,
-            self._overall,
-            prompts.responses_per_prompt,
-        )
-        return replace(prompts, expected_tokens=expected)
+    def expect(
+        self, prompt_ids: Sequence[int], prompt_lengths: Sequence[int], each: int
+    ) -> list[float]:
+        """Predict the tokens that each prompt with `each` responses costs its engine.
+
+        The prompt counts once (prefix caching). A response is expected to have the mean length of
+        the prompt's earlier responses, or of all responses if the prompt is new.
+        """
+        means = [self._known.get(prompt_id, self._overall).value for prompt_id in prompt_ids]
+        return [n + each * mean for n, mean in zip(prompt_lengths, means, strict=True)]
 
     @property
     def mean(self) -> float:

@@ -1,9 +1,9 @@
 """Generation with vLLM inside the training process; the only folder that imports vllm.
 
-- vllm_engine.py: the engine that workers use; start.py: start of vLLM and its arguments
-- requests.py, sampling.py: requests to the engine core, seeds and stop tokens
+- engine.py: the seam, an engine's methods; sampler.py, live.py: the loop over its decoding steps
+- vllm_engine.py, vllm_steps.py: vLLM as an engine; start.py: its start and arguments
 - trace.py, adapters.py: trace of the weight loader, LoRA inside vLLM's layers
-- vllm_compat.py: all private names of vLLM
+- vllm_compat.py, vllm_experts.py, vllm_routing.py: further private names of vLLM
 
 Weights are moved in reshard/, called by workers/rollout.py.
 """

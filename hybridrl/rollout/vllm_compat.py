@@ -1,6 +1,6 @@
 """Private and version-dependent names of vLLM: switches, hooks and patches.
 
-vllm_scheduler.py, vllm_routing.py and vllm_experts.py have those of one purpose each.
+vllm_steps.py, vllm_routing.py and vllm_experts.py have those of one purpose each.
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which
@@ -11,17 +11,15 @@ import gc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
@@ -44,74 +42,26 @@ _WORKERS = {
 # Modules that a start imports, by device type.
 MODULES = {device: ("vllm.entrypoints.llm", module) for device, (module, _) in _WORKERS.items()}
 
-# (module, attribute) of classes and functions in use. Attributes of instances cannot be listed:
+# Classes and functions in use, by module. Attributes of instances cannot be listed:
 # llm.llm_engine.engine_core.engine_core.scheduler, worker.model_runner, layer.quant_method, and of
 # a scheduler's requests.
 NAMES: tuple[tuple[str, str], ...] = (
-    ("vllm.v1.engine", "EngineCoreRequest"),
-    ("vllm.v1.engine", "FinishReason.STOP"),
-    ("vllm.v1.engine", "FinishReason.LENGTH"),
-    ("vllm.v1.engine", "EngineCoreOutput.request_id"),
-    ("vllm.v1.engine", "EngineCoreOutput.finish_reason"),
-    ("vllm.v1.engine", "EngineCoreOutput.new_token_ids"),
-    ("vllm.v1.engine", "EngineCoreOutputs.outputs"),
-    ("vllm.v1.engine.core_client", "InprocClient.abort_requests"),
-    ("vllm.v1.engine.core_client", "InprocClient.add_request"),
-    ("vllm.v1.engine.core_client", "InprocClient.get_output"),
-    ("vllm.v1.engine.core_client", "InprocClient.sleep"),
-    ("vllm.v1.engine.core_client", "InprocClient.wake_up"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.has_requests"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.pause_state"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.all_token_ids"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.new_block_ids"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.num_computed_tokens"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.num_output_tokens"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.resumed_req_ids"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.finished_req_ids"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.has_structured_output_requests"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.num_scheduled_tokens"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.preempted_req_ids"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_cached_reqs"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_new_reqs"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_spec_decode_tokens"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.total_num_scheduled_tokens"),
-    ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids"),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.cache_blocks"),
-    ("vllm.v1.request", "RequestStatus.RUNNING"),
-    ("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index"),
-    ("vllm.v1.outputs", "ModelRunnerOutput.sampled_token_ids"),
-    ("vllm.v1.outputs", "ModelRunnerOutput.logprobs"),
-    ("vllm.v1.outputs", "LogprobsLists.logprobs"),
-    ("vllm.exceptions", "VLLMValidationError"),
-    ("vllm.sampling_params", "SamplingParams.eos_token_id"),
-    ("vllm.sampling_params", "SamplingParams.repetition_detection"),
-    ("vllm.sampling_params", "StructuredOutputsParams._backend"),
+    ("vllm.config", "CompilationConfig.compilation_time CompilationConfig.compute_hash"),
+    ("vllm.device_allocator", "get_mem_allocator_instance"),
+    ("vllm.device_allocator.cumem", "AllocationData.handle AllocationData.tag"),
+    ("vllm.distributed.parallel_state", "get_tp_group GroupCoordinator.cpu_group"),
     ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
-    ("vllm.tool_parsers", "ToolParserManager.get_tool_parser"),
-    ("vllm.tool_parsers", "ToolParserManager.list_registered"),
-    ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init"),
-    ("vllm.v1.structured_output.backend_xgrammar", "validate_xgrammar_grammar"),
+    ("vllm.exceptions", "VLLMValidationError"),
+    ("vllm.model_executor.layers.linear", "LinearMethodBase.apply"),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
+    ("vllm.model_executor.models.registry", "_run_in_subprocess"),
+    ("vllm.sampling_params", "StructuredOutputsParams._backend"),
+    ("vllm.tool_parsers", "ToolParserManager.get_tool_parser ToolParserManager.list_registered"),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend.get_supported_head_sizes"),
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
-    ("vllm.model_executor.models.registry", "_run_in_subprocess"),
-    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
-    ("vllm.model_executor.layers.linear", "LinearMethodBase.apply"),
-    ("vllm.distributed.parallel_state", "get_tp_group"),
-    ("vllm.distributed.parallel_state", "GroupCoordinator.cpu_group"),
-    ("vllm.config", "CompilationConfig.compilation_time"),
-    ("vllm.config", "CompilationConfig.compute_hash"),
-    ("vllm.device_allocator", "get_mem_allocator_instance"),
-    ("vllm.device_allocator.cumem", "AllocationData.handle"),
-    ("vllm.device_allocator.cumem", "AllocationData.tag"),
+    ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init"),
+    ("vllm.v1.structured_output.backend_xgrammar", "validate_xgrammar_grammar"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model GPUModelRunner.get_model"),
     *((module, f"{name}.{part}") for module, name in _WORKERS.values() for part in WORKER_PARTS),
 )
 
@@ -269,42 +219,6 @@ def tensor_parallel_group() -> dist.ProcessGroup:
     return get_tp_group().cpu_group
 
 
-def engine_core(llm: Any) -> Any:
-    """Return the client of an `LLM`'s engine core, which runs in this process."""
-    return llm.llm_engine.engine_core
-
-
-def finish_steps(core: Any) -> Iterator[Sequence[Any]]:
-    """Yield the outputs of queued steps, of which asynchronous scheduling leaves one behind."""
-    core.sleep(level=0, mode="keep")  # open requests begin no further step
-    while core.engine_core.batch_queue:
-        yield core.get_output().outputs
-    core.wake_up(["scheduling"])
-
-
-def forget_ended(core: Any) -> None:
-    """Run empty steps until vLLM's model runner has dropped all aborted requests."""
-    while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
-        core.get_output()
-
-
-def core_request(request_id: str, prompt: list[int], params: Any, salt: str | None = None) -> Any:
-    """Build a request with an id of its own; requests of one `salt` share cached prefixes."""
-    from vllm.v1.engine import EngineCoreRequest
-
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=salt,
-        data_parallel_rank=None,
-    )
-
-
 def structured_outputs(fields: dict[str, Any]) -> Any:
     """Build vLLM's StructuredOutputsParams for the backend xgrammar."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -324,39 +238,6 @@ def enable_grammars(core: Any, model: ModelConfig) -> None:
     if vars(manager).get("tokenizer") is None:
         manager.vllm_config.structured_outputs_config.disable_any_whitespace = True
         manager.tokenizer = load_tokenizer(model)
-
-
-class StepLogProbs:
-    """Log-probs of each decoding step, kept before the scheduler splits them by request.
-
-    With hundreds of sequences the split takes a tenth of a decoding step, for which a GPU waits.
-    vLLM reads a step's log-probs once, in `Scheduler.update_from_output`.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[str, int] = {}
-        self._log_probs: NDArray[np.float32] | None = None
-
-    @contextmanager
-    def recorded(self, core: Any) -> Iterator[None]:
-        """Within this context, record the steps of an engine core."""
-        scheduler = core.engine_core.scheduler
-        update = scheduler.update_from_output
-
-        def record(scheduled: Any, output: Any) -> Any:
-            self._rows = output.req_id_to_index
-            self._log_probs = None if output.logprobs is None else output.logprobs.logprobs
-            output.logprobs = None
-            return update(scheduled, output)
-
-        with patch.object(scheduler, "update_from_output", record):
-            yield
-
-    def of(self, request_ids: Sequence[str]) -> NDArray[np.float32]:
-        """Return the last step's log-probs of sampled tokens, one per request."""
-        assert self._log_probs is not None, "vLLM sampled without log-probs"
-        # One column: with logprobs=0 the sampled token's alone.
-        return self._log_probs[[self._rows[request_id] for request_id in request_ids], 0]
 
 
 def asleep_bytes(tag: str) -> int:

@@ -3,40 +3,31 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from enum import Enum
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import PromptBatch
-from hybridrl.data.live import DriverAddress, Served
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Request, SamplingParams
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
 from hybridrl.rollout.adapters import add_adapters
-from hybridrl.rollout.live import LiveRequests, connected
-from hybridrl.rollout.requests import Generated, Requests
-from hybridrl.rollout.sampling import check_ranks_agree, sample_seeds
+from hybridrl.rollout.engine import EnginePart, Step
+from hybridrl.rollout.sampler import Call
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places, trace_loader
-from hybridrl.rollout.vllm_scheduler import relieve_scheduler
+from hybridrl.rollout.vllm_steps import CoreSteps
 
 logger = logging.getLogger(__name__)
-
-
-class EnginePart(Enum):
-    """Parts of an engine that wake separately; weights first."""
-
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
 
 
 # Parts that `sleep` frees.
@@ -137,10 +128,13 @@ class VLLMEngine:
                 self._llm = LLM(model=str(folder), **options)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
-        self._stop_token_ids = stop_token_ids
-        core = vllm_compat.engine_core(self._llm)
-        relieve_scheduler(core)
-        self._requests = Requests(core, stop_token_ids, self._experts)
+        self._stop_token_ids = list(stop_token_ids)
+        self._core = self._llm.llm_engine.engine_core
+        self._steps = CoreSteps(self._core)
+        if self._experts is not None:
+            self._experts.record(self._core)
+        self._open: set[str] = set()
+        self._syncs = 0
         with times.part("first sampling"):
             self._warm_up()
         compiling = vllm_compat.compile_seconds(self._llm)
@@ -160,39 +154,26 @@ class VLLMEngine:
         live = live_tensors(self._model)
         return {name: tensor for name, tensor in live.items() if name in self.trace.parameters}
 
-    def check(self) -> None:
-        """Raise RuntimeError if the address of one of `tensors` has changed."""
-        found = places(self._model)
-        moved = [name for name in self.trace.parameters if found.get(name) != self._places[name]]
-        if moved:
-            raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
-
     def wake(self, part: EnginePart) -> None:
-        """Allocate a sleeping part's memory: weights undefined, KV cache empty, weights first."""
-        if part in self.awake:
-            return
+        """Allocate a sleeping part's memory: weights undefined, KV cache empty, weights first.
+
+        Raises:
+            RuntimeError: the address of one of `tensors` has changed.
+        """
         if part is EnginePart.KV_CACHE:
             assert EnginePart.WEIGHTS in self.awake, "weights wake first"
-        if self._on_gpu:
+        if part not in self.awake and self._on_gpu:
             free, _ = torch.cuda.mem_get_info()
             if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
                 torch.cuda.empty_cache()
             with vllm_compat.keeping_cache():
                 self._llm.wake_up(tags=[part.value])
         self.awake |= {part}
-
-    def reset_prefix_cache(self, version: int) -> None:
-        """Discard the prefix cache, or hide it from new requests while some are held.
-
-        `version` is that of the weights from now on.
-
-        Raises:
-            RuntimeError: vLLM has other open requests.
-        """
-        self._requests.salt += 1
-        self._requests.version = version
-        if not self._requests.held and not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM still holds requests from before the reshard")
+        if part is EnginePart.WEIGHTS:
+            now = places(self._model)
+            moved = [name for name in self.trace.parameters if now.get(name) != self._places[name]]
+            if moved:
+                raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
     def sleep(self) -> None:
         """Free the parts that rollout.sleep names; the KV cache includes the prefix cache."""
@@ -204,40 +185,79 @@ class VLLMEngine:
             self._llm.sleep(level=2)
         else:
             # The release requires a paused scheduler that knows no request.
-            vllm_compat.forget_ended(vllm_compat.engine_core(self._llm))
+            self._steps.forget_ended()
             self._llm.sleep(level=0)
             self._llm.release_kv_cache_memory()
 
-    def generate(self, prompts: PromptBatch) -> Generated:
-        """Sample `responses_per_prompt` responses of each prompt.
+    def sync(self) -> None:
+        """Discard the prefix cache, or hide it from new requests while some are open.
 
         Raises:
-            RuntimeError: the engine is asleep (vLLM would wait forever), or its ranks sampled
-                different tokens.
-            ValueError: a prompt is longer than rollout.max_prompt_tokens.
+            RuntimeError: vLLM has other open requests.
         """
-        self._check_awake()
-        self._check_lengths(prompts)
-        generated = self._sample(prompts)
-        rows = generated.responses.values, generated.responses.lengths
-        check_ranks_agree(self._config.tensor_parallel_size, *rows)
-        return generated
+        self._syncs += 1
+        if not self._open and not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM still holds requests from before the reshard")
 
-    def serve(self, driver: DriverAddress, version: int) -> Served:
-        """Sample the driver's requests by weights number `version`; raise as `generate`."""
-        self._check_awake()
-        core, config = vllm_compat.engine_core(self._llm), self._config
-        live = LiveRequests(core, config.model, self._stop_token_ids, version)
-        with connected(driver, config.tensor_parallel_size) as channel:
-            return live.serve(channel)
+    @property
+    def peers(self) -> ProcessGroup | None:
+        """Group of the engine's ranks on CPUs; None if there is one rank."""
+        if self._config.tensor_parallel_size == 1:
+            return None
+        return vllm_compat.tensor_parallel_group()
 
-    def _check_awake(self) -> None:
-        if self.awake != set(EnginePart):
-            raise RuntimeError("the rollout engine is asleep; reshard wakes it")
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Open requests."""
+        params: Any = None
+        for index, request in enumerate(requests):
+            if params is None or request.params is not requests[index - 1].params:
+                params = self._params(request)
+            own = copy(params)
+            own.max_tokens, own.seed = request.max_tokens, request.seed
+            self._steps.add(request.request_id, request.prompt, own, str(self._syncs))
+            self._open.add(request.request_id)
 
-    def _sample(self, prompts: PromptBatch) -> Generated:
-        seeds = sample_seeds(self._config.seed, prompts)
-        return self._requests.generate(prompts, seeds, self._max_tokens(prompts).tolist())
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Drop open requests."""
+        self._steps.cancel(request_ids)
+        self._open.difference_update(request_ids)
+
+    def step(self) -> Step:
+        """Decode a token of open requests."""
+        step = self._steps.step()
+        self._open.difference_update(step.ended)
+        return step
+
+    def drain(self) -> Iterator[Step]:
+        """Yield the results of queued steps."""
+        for step in self._steps.drain():
+            self._open.difference_update(step.ended)
+            yield step
+
+    def take_experts(self, request_ids: Sequence[str]) -> Ragged | None:
+        """Return `RolloutBatch.routed_experts` of ended requests; None if they are not recorded."""
+        return None if self._experts is None else self._experts.take(request_ids)
+
+    def _params(self, request: Request) -> Any:
+        """Return vLLM's parameters of a request."""
+        from vllm import SamplingParams
+
+        params = request.params
+        more = dict(params.more)
+        if fields := more.pop("structured_outputs", None):
+            vllm_compat.enable_grammars(self._core, self._config.model)
+            more["structured_outputs"] = vllm_compat.structured_outputs(fields)
+        return SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or 0,  # 0: all
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=[*self._stop_token_ids, *params.stop_token_ids],
+            logprobs=0,  # the sampled token's alone
+            detokenize=False,
+            **more,
+        )
 
     def _adapt(self, runner: Any) -> None:
         """Check and trace a loaded model; add adapters and recorder, if any, before it is compiled.
@@ -258,37 +278,11 @@ class VLLMEngine:
 
         vLLM's own warm-up of sampling computes other log-probs with other kernels.
         """
-        one = PromptBatch(
-            prompts=Ragged.from_rows([[0]], torch.int32),
-            prompt_id=torch.zeros(1, dtype=torch.int64),
-            step=0,
-            responses_per_prompt=1,
-            temperature=self._config.temperature,
-            top_p=self._config.top_p,
-            max_tokens=torch.tensor([2]),
-        )
+        params = SamplingParams(self._config.temperature, self._config.top_p)
         assert self._config.max_num_seqs is not None
         for size in WARM_UP_SIZES:
             if size <= self._config.max_num_seqs:
-                self._sample(replace(one, responses_per_prompt=size))
-
-    def _max_tokens(self, prompts: PromptBatch) -> Tensor:
-        """Return the length limit of the responses to each prompt."""
-        if prompts.max_tokens is None:
-            return torch.full((len(prompts),), self._config.max_response_tokens)
-        return prompts.max_tokens
-
-    def _check_lengths(self, prompts: PromptBatch) -> None:
-        limit, lengths = self._config.max_prompt_tokens, prompts.prompts.lengths
-        max_tokens = self._max_tokens(prompts)
-        assert (lengths > 0).all(), "an empty prompt"
-        assert (max_tokens > 0).all(), "no token may be sampled"
-        # Later prompts of a conversation include the part of its response that is used up.
-        first = (lengths + max_tokens - self._config.max_response_tokens).tolist()
-        long = [
-            f"prompt {prompt} has {length}"
-            for prompt, length in zip(prompts.prompt_id.tolist(), first, strict=True)
-            if length > limit
-        ]
-        if long:
-            raise ValueError(f"rollout.max_prompt_tokens={limit}, but {', '.join(long)} tokens")
+                call = Call(self)
+                call.admit([Request(f"{size}-{k}", [0], k, 2, params) for k in range(size)])
+                call.to_the_end()
+                self.take_experts([*call.responses])

@@ -22,9 +22,8 @@ from hybridrl.models.resolve import read_model_config
 NAMES: tuple[tuple[str, str], ...] = (
     (
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
-        "CPUUnquantizedExperts.process_weights_after_loading",
+        "CPUUnquantizedExperts.process_weights_after_loading CPUUnquantizedExperts.apply",
     ),
-    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),
 )
 # Name of vLLM's backend whose layout is the loader's.
 BACKEND = "TRITON"

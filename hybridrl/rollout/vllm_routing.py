@@ -9,11 +9,9 @@ finds in the prefix cache have their experts there, too: those of the forward th
 vLLM's own `enable_return_routed_experts` does not run on CPUs. NAMES are the private names in use.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,18 +22,15 @@ from hybridrl.data.batch import expert_dtype
 from hybridrl.data.ragged import Ragged, joined
 
 NAMES: tuple[tuple[str, str], ...] = (
-    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
+    (
+        "vllm.v1.core.sched.output",
+        "CachedRequestData.req_ids NewRequestData.req_id NewRequestData.block_ids "
+        "NewRequestData.num_computed_tokens",
+    ),
     ("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter.set_capture_fn"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model"),
-    ("vllm.v1.core.sched.output", "SchedulerOutput.num_scheduled_tokens"),
-    ("vllm.v1.core.sched.output", "NewRequestData.req_id"),
-    ("vllm.v1.core.sched.output", "NewRequestData.block_ids"),
-    ("vllm.v1.core.sched.output", "NewRequestData.num_computed_tokens"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.req_ids"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.resumed_req_ids"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.new_block_ids"),
-    ("vllm.v1.core.sched.output", "CachedRequestData.num_computed_tokens"),
+    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
     ("vllm.v1.outputs", "ModelRunnerOutput.req_ids"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model"),
 )
 
 
@@ -67,9 +62,8 @@ class RoutedExperts:
     def _capture(self, layer: int, ids: Tensor) -> None:
         self._buffer[: len(ids), layer] = ids + 1
 
-    @contextmanager
-    def recorded(self, core: Any) -> Iterator[None]:
-        """Within this context, record the steps of an engine core."""
+    def record(self, core: Any) -> None:
+        """Record the steps of an engine core from now on."""
         scheduler, runner = core.engine_core.scheduler, self._runner
         execute, update = runner.execute_model, scheduler.update_from_output
 
@@ -91,11 +85,7 @@ class RoutedExperts:
                         self._done[one.request_id] = self._table[slots[:end]]
             return of_clients
 
-        with (
-            patch.object(runner, "execute_model", copy_after),
-            patch.object(scheduler, "update_from_output", record),
-        ):
-            yield
+        runner.execute_model, scheduler.update_from_output = copy_after, record
 
     def _record(self, scheduled: Any, request_ids: Sequence[str]) -> None:
         """Store a step's rows, whose requests are in the order of `request_ids`."""

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
-from typing import Any
 
 from hybridrl.controller.signals import Preemption
-from hybridrl.data.batch import Generate, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import SamplingParams
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
-from hybridrl.trainer.episodes.base import request_of
+from hybridrl.trainer.episodes.base import GenerateWhole, Wanted
 from hybridrl.trainer.record import Evaluation, Observer, Responses, Row, is_due
 from hybridrl.trainer.rewarding import Rewarded, RewardSource, reward_items
 from hybridrl.trainer.sampling.rollouts import Rollouts
@@ -21,7 +21,7 @@ MAX_TAG_VALUES = 8
 # The normal distribution has 95 % of its mass within so many standard deviations.
 Z95 = 1.96
 
-GREEDY = {"temperature": 0.0, "top_p": 1.0}
+GREEDY = SamplingParams(temperature=0.0)
 # Scores of responses, with their failures.
 Scored = Rewarded | ScoreResult
 
@@ -50,18 +50,12 @@ class Evaluator:
         self.prompts = prompts
         self._rewards = rewards
         self._rules = {f"_{name}": rule for name, rule in rules.items()}
-        self._temperature = temperature
-        self._top_p = top_p
-        self._top_k = top_k
+        self._params = SamplingParams(temperature, top_p, top_k)
         self._greedy = greedy
         self._samples = samples
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
 
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        return {"temperature": self._temperature, "top_p": self._top_p, "top_k": self._top_k}
-
-    def evaluate(self, step: int, generate: Generate, *, is_end: bool = False) -> Evaluation:
+    def evaluate(self, step: int, generate: GenerateWhole, *, is_end: bool = False) -> Evaluation:
         """Sample and score responses to the held-out problems; accuracies are mean scores.
 
         Args:
@@ -80,7 +74,7 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: scores that raised or hung, over all rules.
         """
-        sampled, whole, results = self._scored(self._sampling, step, generate)
+        sampled, whole, results = self._scored(self._params, step, generate)
         responses, metrics = {"sampled": sampled}, Row()
         for group, members in self._groups.items():
             for rule, result in results.items():
@@ -102,25 +96,19 @@ class Evaluator:
         }
         return Evaluation(fmean(results[""].scores), metrics, responses)
 
-    def _best(self, scores: Sequence[float], step: int, generate: Generate) -> ScoreResult:
+    def _best(self, scores: Sequence[float], step: int, generate: GenerateWhole) -> ScoreResult:
         """Sample further responses; return the best score of each problem, `scores` included."""
         more = self._samples - 1
-        request = request_of(
-            self.prompts,
-            step,
-            **self._sampling,
-            samples=more,
-            first_sample=1,
-        )
+        wanted = Wanted(self.prompts, step, self._params, more, first=1)
         prompts = [prompt for prompt in self.prompts for _ in range(more)]
-        batch = generate(request)
+        batch = generate(wanted)
         rest = self._rewards.score(prompts, batch.select(batch.last_of_episodes))
         of_problem = [rest.scores[start : start + more] for start in range(0, len(prompts), more)]
         best = [max(first, *others) for first, others in zip(scores, of_problem, strict=True)]
         return ScoreResult(best, rest.failures)
 
     def _scored(
-        self, sampling: Mapping[str, Any], step: int, generate: Generate
+        self, params: SamplingParams, step: int, generate: GenerateWhole
     ) -> tuple[Responses, RolloutBatch, dict[str, Scored]]:
         """Sample and score one episode to each problem.
 
@@ -128,7 +116,7 @@ class Evaluator:
             The last response of each episode, whole episodes, and scores by suffix of their
             metrics, "" for the training reward.
         """
-        batch = generate(request_of(self.prompts, step, **sampling))
+        batch = generate(Wanted(self.prompts, step, params))
         last = batch.select(batch.last_of_episodes)
         rewarded, results = score_by_rules(self._rewards, self._rules, self.prompts, last)
         return Responses(self.prompts, last, rewarded), batch.by_episode(), results

@@ -5,15 +5,15 @@ from contextlib import ExitStack
 from functools import partial
 
 from hybridrl.config.choices import Schedule
-from hybridrl.config.schema import RunConfig
+from hybridrl.config.schema import RolloutConfig, RunConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import PromptBatch
+from hybridrl.data.requests import Generate
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.base import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
-from hybridrl.trainer.episodes.base import Episodes, Generator, whole_episodes
+from hybridrl.trainer.episodes.base import Episodes, Generator, Wanted, whole_episodes
 from hybridrl.trainer.episodes.conversations import (
     Conversations,
     Environment,
@@ -65,7 +65,7 @@ def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:
         conversations = Conversations(pool, tokens, decode, limits, failures)
         return TurnEpisodes(config.rollout, conversations, partial(rollout.call, "generate"))
 
-    return Environment(episodes, failures, PromptBatch.engines)
+    return Environment(episodes, failures, Wanted.engines)
 
 
 def open_rewards(
@@ -88,11 +88,16 @@ def generator_for(
     """Return the generation of whole responses; `stack` ends what it opens."""
     if environment is None:
         call = partial(rollout.call, "generate")
-        return Generator(TurnEpisodes(config.rollout, Turns(), call), call)
+        return one_turn(config.rollout, call)
     episodes = environment.episodes(rollout, decode, stack)
-    by_id = {prompt.prompt_id: prompt for prompt in [*prompts.train, *prompts.held_out]}
     placed = environment.engines, rollout.num_shards
-    return Generator(episodes, partial(whole_episodes, episodes, by_id, *placed))
+    return Generator(episodes, partial(whole_episodes, episodes, *placed))
+
+
+def one_turn(config: RolloutConfig, call: Generate) -> Generator:
+    """Return the generation of responses of one turn, which are one call of the engines."""
+    episodes = TurnEpisodes(config, Turns(), call)
+    return Generator(episodes, lambda wanted: call(wanted.requests(config)))
 
 
 def open_source(parts: SourceParts) -> StepSource:

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
-from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
-from hybridrl.data.live import DriverAddress, Served
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import DriverAddress, Requests, Served
 from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.experts import parameter_shapes
 from hybridrl.distributed.mesh import device_of
@@ -21,9 +20,11 @@ from hybridrl.models.resolve import model_folder
 from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
-from hybridrl.rollout.requests import Generated
+from hybridrl.rollout.engine import Engine, EnginePart
+from hybridrl.rollout.live import serve
+from hybridrl.rollout.sampler import Sampler
 from hybridrl.rollout.vllm_compat import MODULES
-from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
+from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.shadow import ShadowCopy
 
@@ -44,8 +45,10 @@ class RolloutWorker(Worker):
     def __init__(self, config: RolloutConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
         self.engine = self.build_engine()
+        self.sampler = Sampler(self.engine, config)
         self.weight_version: int | None = None
         self.shadow: ShadowCopy | None = None
+        self.resharder: Resharder | None = None
 
     @classmethod
     def ranks_per_shard(cls, config: Any) -> int:
@@ -58,7 +61,7 @@ class RolloutWorker(Worker):
         prepare(device_type, enforce_eager=config.enforce_eager)
         return MODULES[device_type]
 
-    def build_engine(self) -> VLLMEngine:
+    def build_engine(self) -> Engine:
         """Build the engine, with arbitrary weights."""
         folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, stop_token_ids(folder), self.mesh.device_type)
@@ -89,6 +92,8 @@ class RolloutWorker(Worker):
             self.shadow = ShadowCopy(self.engine.trace, self.engine.tensors(), self.config)
             return
         self.actor = roles["actor"]
+        if not self.engine.sources:  # it takes no weights
+            return
         shards = self.actor.named_shards()
         known = {shard.name: shard.shape for shard in shards}
         assert parameter_shapes(self.engine.sources).items() <= known.items()
@@ -117,30 +122,29 @@ class RolloutWorker(Worker):
             self.actor.begin()
         with timer.part("wake_weights_s"):
             self.engine.wake(EnginePart.WEIGHTS)
-        self.engine.check()
-        metrics = self.resharder.sync(
-            version, verify=self.config.verify_reshard, kept=self.engine.keeps_weights
-        )
+        metrics: dict[str, float] = {}
+        if self.resharder is not None:
+            verify, kept = self.config.verify_reshard, self.engine.keeps_weights
+            metrics = self.resharder.sync(version, verify=verify, kept=kept)
         with timer.part("offload_s"):
             self.others_rest()
         with timer.part("wake_kv_s"):
             self.engine.wake(EnginePart.KV_CACHE)
         with timer.part("reset_prefix_cache_s"):
-            self.engine.reset_prefix_cache(version)
+            self.engine.sync()
         self.weight_version = version
         return timer.seconds | metrics | {"total_s": timer.total()}
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts: PromptBatch) -> RolloutBatch:
-        """Sample responses to this engine's prompts, with vLLM's log-probs, grouped by prompt.
+    def generate(self, requests: Requests) -> RolloutBatch:
+        """Sample the responses that this engine is asked for, with their log-probs.
 
         All ranks of an engine return the same responses.
 
         Raises:
             RuntimeError: no reshard yet, or the weights were discarded since.
         """
-        self._make_ready()
-        return self._batch(prompts, self.engine.generate(prompts))
+        return self.sampler.generate(requests, self._ready())
 
     @on_all_ranks(Dispatch.BROADCAST)
     def serve(self, driver: DriverAddress) -> Served:
@@ -150,17 +154,15 @@ class RolloutWorker(Worker):
             ConnectionError: the driver has closed the connection.
             RuntimeError: as `generate`.
         """
-        self._make_ready()
-        assert self.weight_version is not None
-        return self.engine.serve(driver, self.weight_version)
+        return serve(self.engine, driver, self._ready())
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate_ahead(self, prompts: PromptBatch, version: int | None) -> RolloutBatch:
+    def generate_ahead(self, requests: Requests, version: int | None) -> RolloutBatch:
         """Sample as `generate`, while weights `version` arrive for `swap`; None: none arrive."""
         assert self.shadow is not None, "the engine shares its ranks with the actor"
         if version is not None:
             self.shadow.begin(version)
-        return self.generate(prompts)
+        return self.generate(requests)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def swap(self, version: int) -> dict[str, float]:
@@ -179,9 +181,9 @@ class RolloutWorker(Worker):
         metrics: dict[str, float] = {}
         if version != self.weight_version:
             self.weight_version = None
-            self.engine.check()
+            self.engine.wake(EnginePart.WEIGHTS)
             metrics = self.shadow.swap(version)
-        self.engine.reset_prefix_cache(version)
+        self.engine.sync()
         self.weight_version = version
         return metrics
 
@@ -197,32 +199,10 @@ class RolloutWorker(Worker):
             self.weight_version = None
         return self.weight_version
 
-    def _make_ready(self) -> None:
-        """Offload other roles and wake the KV cache."""
+    def _ready(self) -> int:
+        """Offload other roles and wake the KV cache; return the version of the weights."""
         if self.weight_version is None:
             raise RuntimeError("generate before reshard: the engine has no valid weights")
         self.others_rest()
         self.engine.wake(EnginePart.KV_CACHE)
-
-    def _batch(self, prompts: PromptBatch, generated: Generated) -> RolloutBatch:
-        assert self.weight_version is not None
-        each = [i for i in range(len(prompts)) for _ in range(prompts.responses_per_prompt)]
-        responses = generated.responses
-        stats = EngineStats(
-            len(responses.values),
-            generated.seconds,
-            generated.first_token_s,
-            generated.old_kv_tokens,
-        )
-        return RolloutBatch(
-            prompts=prompts.prompts.select(each),
-            responses=responses,
-            response_mask=Ragged(torch.ones_like(responses.values).bool(), responses.lengths),
-            rollout_log_probs=generated.log_probs,
-            group_id=prompts.prompt_id[each],
-            weight_version=torch.full((len(each),), self.weight_version),
-            truncated=generated.truncated,
-            unfinished=generated.unfinished,
-            routed_experts=generated.routed_experts if prompts.returns_experts else None,
-            engines=(stats,),
-        )
+        return self.weight_version

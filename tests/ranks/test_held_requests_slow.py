@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType
 from hybridrl.models.vocabulary import stop_token_ids
-from hybridrl.rollout import vllm_compat
-from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
+from hybridrl.rollout.engine import EnginePart
+from hybridrl.rollout.sampler import Sampler
+from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
 from tests.support.held_requests import in_parts, joined
 from tests.support.launch import run_on_ranks
 from tests.support.reshard_cases import Case, prompts, rollout_config, write_folders
@@ -41,12 +42,12 @@ def look(folder: Path) -> dict[str, Any]:
         engine.wake(part)
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     engine._model.load_weights(weights.items())
-    core = vllm_compat.engine_core(engine._llm)
+    core = engine._core
     queue, scheduler = core.engine_core.batch_queue, core.engine_core.scheduler
     found = in_parts(engine) | {"queued": queue.maxlen}
-    engine.generate(replace(prompts(), token_budget=2.5))
+    Sampler(engine, config).generate(replace(prompts(), token_budget=2.5), 0)
     knows = [scheduler.has_requests()]
-    vllm_compat.forget_ended(core)
+    engine._steps.forget_ended()
     return found | {"knows_aborted": [*knows, scheduler.has_requests()], "left": len(queue)}
 
 
@@ -59,7 +60,7 @@ def test_the_token_of_a_queued_step_is_neither_lost_nor_sampled_again(tmp_path):
     assert seen["knows_aborted"] == [True, False] and seen["left"] == 0
     # With a budget of 2.5 tokens each, the third is sampled, and the fourth is queued.
     assert seen["parts"][0][1].responses.lengths.tolist() == [4, 4, 4]
-    for field in ("responses", "log_probs"):
+    for field in ("responses", "rollout_log_probs"):
         rows = vars(seen["whole"])[field].rows()
         for row, other in zip(joined(seen["parts"], field), rows, strict=True):
             torch.testing.assert_close(row, other, rtol=0, atol=1e-5)

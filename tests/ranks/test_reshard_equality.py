@@ -169,7 +169,7 @@ def check_guards(case, one, rank, ranks):
         assert message.count("\n") == 1, "other parameters are right"
     assert "before reshard" in one["early"]
     assert "before reshard" in one["asleep"]
-    assert "prompt 40 has 145" in one["long"]
+    assert "response 1-40-0 has 145" in one["long"]
     assert "this rank's shard has shape" in one["shape"]
     assert one["shared_memory"] == []
     if ranks > 1:

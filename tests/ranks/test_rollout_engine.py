@@ -7,6 +7,7 @@ parts only count as gone: tests/ranks/test_rollout_gpu.py looks at the memory.
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType, SleepMode
-from hybridrl.data.batch import PromptBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Generate, Requests
 from hybridrl.models.vocabulary import stop_token_ids
-from hybridrl.rollout.sampling import sample_seeds
-from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
+from hybridrl.rollout.engine import EnginePart
+from hybridrl.rollout.sampler import Sampler
+from hybridrl.rollout.vllm_engine import VLLMEngine
 from tests.support.code_in_checkpoints import bring_code
 from tests.support.held_requests import in_parts, joined, over_a_change
 from tests.support.launch import run_on_ranks
@@ -32,7 +33,7 @@ from tests.support.reshard_cases import (
     rollout_config,
     write_folders,
 )
-from tests.support.scheduler_runs import assert_same, both_ways
+from tests.support.scheduler_runs import assert_same, both_ways, vllms_own
 
 # An engine that is collected takes the process group with it.
 KEPT: list[VLLMEngine] = []
@@ -58,102 +59,92 @@ def look(folder: Path) -> dict[str, Any]:
     config = rollout_config(Case("qwen2", DType.float32, tp=1), folder)
     engine = VLLMEngine(config, folder, stop_token_ids(folder), "cpu")
     KEPT.append(engine)
+    generate = partial(Sampler(engine, config).generate, version=0)
     seen: dict[str, Any] = {"log": log.lines, "built": engine.awake}
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     engine.wake(EnginePart.WEIGHTS)
     engine._model.load_weights(weights.items())
-    seen["half"] = error_of(lambda: engine.generate(prompts()))
+    seen["half"] = error_of(lambda: generate(prompts()))
     engine.wake(EnginePart.KV_CACHE)
-    seen["first"] = engine.generate(prompts())
-    none = replace(prompts(), prompts=Ragged.from_rows([], torch.int64), prompt_id=torch.empty(0))
-    seen["nothing"] = engine.generate(none)
-    seen["turns"] = in_turns(engine)
-    seen["budget"] = with_budget(engine)
-    seen["long"] = error_of(lambda: engine.generate(replace(longest(), max_tokens=None)))
-    seen["schedulers"] = both_ways(engine)
-    seen["plain"] = plain_generate(engine, config.seed, folder)
+    seen["first"] = generate(prompts())
+    seen["nothing"] = generate(prompts(count=0))
+    seen["turns"] = in_turns(generate)
+    seen["budget"] = with_budget(engine, generate)
+    seen["long"] = error_of(lambda: generate(longest(MAX_RESPONSE)))
+    seen["schedulers"] = both_ways(engine, generate)
+    seen["plain"] = plain_generate(engine, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
         config.sleep = mode
         engine.sleep()
         seen[f"asleep_{mode}"] = engine.awake
-        seen[f"error_{mode}"] = error_of(lambda: engine.generate(prompts()))
+        seen[f"error_{mode}"] = error_of(lambda: generate(prompts()))
         engine.sleep()
         for part in EnginePart:
             engine.wake(part)
-        engine.reset_prefix_cache(0)
-        seen[f"after_{mode}"] = engine.generate(prompts())
+        engine.sync()
+        seen[f"after_{mode}"] = generate(prompts())
     seen["held"] = in_parts(engine)
     other = AutoModelForCausalLM.from_pretrained(folder.parent / "B", dtype=torch.float32)
     seen["changed"] = over_a_change(engine, other.state_dict())
     return seen
 
 
-def longest() -> PromptBatch:
+def longest(max_tokens: int) -> Requests:
     """A prompt that leaves no more than five tokens of the context."""
-    rows = [[1] * (MAX_PROMPT + MAX_RESPONSE - 5)]
-    return PromptBatch(
-        prompts=Ragged.from_rows(rows, torch.int64),
-        prompt_id=torch.tensor([9]),
-        step=1,
-        responses_per_prompt=1,
-        temperature=1.0,
-        top_p=1.0,
-        max_tokens=torch.tensor([5]),
-    )
+    return prompts(rows=[[1] * (MAX_PROMPT + MAX_RESPONSE - 5)], max_tokens=max_tokens, each=1)
 
 
-def in_turns(engine: VLLMEngine) -> dict[str, Any]:
+def in_turns(generate: Generate) -> dict[str, Any]:
     """Greedy responses at once and in two parts, and sampled ones cut by length and token."""
-    greedy = replace(prompts(temperature=0.0), responses_per_prompt=1)
-    whole = engine.generate(greedy)
-    first = engine.generate(replace(greedy, max_tokens=torch.tensor([3, 4, 5])))
-    rows = zip(greedy.prompts.rows(), first.responses.rows(), strict=True)
-    grown = Ragged.from_rows([torch.cat(row) for row in rows], torch.int64)
-    rest = MAX_RESPONSE - torch.tensor([3, 4, 5])
-    second = engine.generate(replace(greedy, prompts=grown, max_tokens=rest, turn=1))
+    greedy = prompts(temperature=0.0, each=1)
+    whole = generate(greedy)
+    first = generate(prompts(temperature=0.0, each=1, max_tokens=[3, 4, 5]))
+    pairs = zip(greedy.requests, first.responses.rows(), strict=True)
+    grown = [request.prompt + row.tolist() for request, row in pairs]
+    rest = [MAX_RESPONSE - count for count in (3, 4, 5)]
+    second = generate(prompts(temperature=0.0, each=1, rows=grown, max_tokens=rest))
     stop = int(whole.responses.rows()[2][6])
-    stopped = engine.generate(replace(greedy, stop_token_ids=(stop,)))
+    stopped = generate(prompts(temperature=0.0, each=1, stop=(stop,)))
     return {
         "whole": whole,
         "parts": (first, second),
-        "most_probable": engine.generate(replace(prompts(), responses_per_prompt=1, top_k=1)),
+        "most_probable": generate(prompts(each=1, top_k=1)),
         "stop": stop,
         "stopped": stopped,
-        "to_the_end": engine.generate(longest()),
+        "to_the_end": generate(longest(5)),
     }
 
 
-def with_budget(engine: VLLMEngine) -> dict[str, Any]:
+def with_budget(engine: VLLMEngine, generate: Generate) -> dict[str, Any]:
     """Responses at once, and cut by a budget of which the second takes no notice; then at once."""
-    request = replace(prompts(), responses_per_prompt=1)
-    whole = engine.generate(request)
-    must = torch.tensor([False, True, False])
-    cut = engine.generate(replace(request, token_budget=2.5, must_finish=must))
-    early = engine.generate(replace(request, token_budget=2.5))
-    engine.reset_prefix_cache(0)
-    return {"whole": whole, "cut": cut, "early": early, "again": engine.generate(request)}
+    request = prompts(each=1)
+    whole = generate(request)
+    cut = generate(prompts(each=1, token_budget=2.5, must_finish=[False, True, False]))
+    early = generate(replace(request, token_budget=2.5))
+    engine.sync()
+    return {"whole": whole, "cut": cut, "early": early, "again": generate(request)}
 
 
-def plain_generate(engine: VLLMEngine, seed: int, folder: Path) -> list[Any]:
+def plain_generate(engine: VLLMEngine, folder: Path) -> list[Any]:
     """The same responses by the method that vLLM's users call."""
     from vllm import SamplingParams, TokensPrompt
 
-    request = prompts()
+    requests = prompts().requests
     params = [
         SamplingParams(
             temperature=1.0,
             max_tokens=MAX_RESPONSE,
             stop_token_ids=stop_token_ids(folder),
-            seed=one,
+            seed=one.seed,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
         )
-        for one in sample_seeds(seed, request)
+        for one in requests
     ]
-    rows = [row for row in request.prompts.rows() for _ in range(request.responses_per_prompt)]
-    inputs = [TokensPrompt(prompt_token_ids=row.tolist()) for row in rows]
-    outputs = [done.outputs[0] for done in engine._llm.generate(inputs, params, use_tqdm=False)]
+    inputs = [TokensPrompt(prompt_token_ids=one.prompt) for one in requests]
+    with vllms_own(engine):
+        outputs = [done.outputs[0] for done in engine._llm.generate(inputs, params, use_tqdm=False)]
     return [(list(o.token_ids), o.logprobs.logprobs, o.finish_reason) for o in outputs]
 
 
@@ -176,7 +167,7 @@ def test_same_tokens_and_log_probs_as_vllm_generate(seen):
     for index, (tokens, log_probs, reason) in enumerate(seen["plain"]):
         assert ours.responses.rows()[index].tolist() == tokens
         torch.testing.assert_close(
-            ours.log_probs.rows()[index], torch.tensor(log_probs), rtol=0, atol=1e-5
+            ours.rollout_log_probs.rows()[index], torch.tensor(log_probs), rtol=0, atol=1e-5
         )
         assert bool(ours.truncated[index]) == (reason == "length")
 
@@ -188,7 +179,7 @@ def test_the_scheduler_does_what_vllms_own_does(seen):
 
 def test_an_engine_without_prompts_returns_nothing(seen):
     """A round of resampling may have fewer prompts than there are engines."""
-    assert len(seen["nothing"].responses) == len(seen["nothing"].log_probs) == 0
+    assert len(seen["nothing"].responses) == len(seen["nothing"].rollout_log_probs) == 0
     assert seen["nothing"].truncated.tolist() == []
 
 
@@ -201,7 +192,7 @@ def test_a_response_in_two_parts_is_the_response(seen):
     """Tokens and log-probs, whatever of the first part is cached."""
     whole, (first, second) = seen["turns"]["whole"], seen["turns"]["parts"]
     assert first.responses.lengths.tolist() == [3, 4, 5] and first.truncated.all()
-    for field in ("responses", "log_probs"):
+    for field in ("responses", "rollout_log_probs"):
         rows = zip(vars(first)[field].rows(), vars(second)[field].rows(), strict=True)
         joined = torch.cat([torch.cat(row) for row in rows])
         torch.testing.assert_close(joined, vars(whole)[field].values, rtol=0, atol=1e-5)
@@ -214,7 +205,7 @@ def test_a_response_ends_at_a_further_stop_token_and_keeps_it(seen):
         turns["whole"].responses.rows(),
         turns["stopped"].responses.rows(),
         turns["stopped"].truncated,
-        turns["stopped"].log_probs.rows(),
+        turns["stopped"].rollout_log_probs.rows(),
         strict=True,
     ):
         tokens = whole.tolist()
@@ -230,7 +221,7 @@ def test_a_budget_ends_responses_but_those_that_must_finish(seen):
     assert cut.responses.lengths[1] == whole.responses.lengths[1]
     assert early.responses.lengths.tolist() == [3, 3, 3]  # decoded together, 7.5 tokens in all
     for part in (cut, early, again):
-        for field in ("responses", "log_probs"):
+        for field in ("responses", "rollout_log_probs"):
             rows = zip(vars(part)[field].rows(), vars(whole)[field].rows(), strict=True)
             for row, other in rows:
                 torch.testing.assert_close(row, other[: len(row)], rtol=0, atol=1e-5)
@@ -240,33 +231,35 @@ def test_a_budget_ends_responses_but_those_that_must_finish(seen):
 def test_a_held_response_is_the_response(seen):
     """It keeps its place in the random stream, whatever the seeds of later calls."""
     whole, parts = seen["held"]["whole"], seen["held"]["parts"]
-    assert len(parts) > 2 and [p.old_kv_tokens > 0 for _, p in parts] == [False, True, True, True]
-    for field in ("responses", "log_probs"):
+    old = [part.engines[0].old_kv_tokens > 0 for _, part in parts]
+    assert len(parts) > 2 and old == [False, True, True, True]
+    for field in ("responses", "rollout_log_probs"):
         for row, other in zip(joined(parts, field), vars(whole)[field].rows(), strict=True):
             torch.testing.assert_close(row, other, rtol=0, atol=1e-5)
 
 
 def test_only_held_responses_see_keys_and_values_of_earlier_weights(seen):
     """The new response's prompt is longer than a block, which the prefix cache has of them."""
-    mixed, anew = (seen["changed"][name].log_probs.rows() for name in ("mixed", "anew"))
+    mixed, anew = (seen["changed"][name].rollout_log_probs.rows() for name in ("mixed", "anew"))
     for row, other in zip(mixed[:3], anew[:3], strict=True):
         assert abs(row[0] - other[0]) > 1e-3
     torch.testing.assert_close(mixed[3], anew[3], rtol=0, atol=1e-5)
     held = int(seen["changed"]["mixed"].responses.lengths[:3].sum())
-    assert (seen["changed"]["mixed"].old_kv_tokens, seen["changed"]["anew"].old_kv_tokens) == (
-        held,
-        0,
-    )
+    old = [seen["changed"][name].engines[0].old_kv_tokens for name in ("mixed", "anew")]
+    assert old == [held, 0]
     assert not seen["changed"]["open"]
 
 
 def test_a_conversation_may_fill_the_context_but_not_exceed_it(seen):
     assert 1 <= int(seen["turns"]["to_the_end"].responses.lengths) <= 5
-    assert f"max_prompt_tokens={MAX_PROMPT}, but prompt 9 has 151" in seen["long"]
+    assert (
+        f"max_prompt_tokens={MAX_PROMPT}, but the prompt of response 1-40-0 has 151" in seen["long"]
+    )
 
 
 def test_the_first_token_comes_before_the_last(seen):
-    assert 0 < seen["first"].first_token_s < seen["first"].seconds
+    (stats,) = seen["first"].engines
+    assert 0 < stats.first_token_s < stats.seconds
 
 
 def test_what_sleeps_is_what_the_config_names(seen):

@@ -6,6 +6,7 @@ Each case starts a process of its own, because vLLM's sleeping memory allows one
 import gc
 import os
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.checks.installation import OLDEST_FOR_KV_CACHE_SLEEP
 from hybridrl.config.choices import DType, SleepMode
-from hybridrl.rollout.requests import Generated
-from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.rollout.engine import EnginePart
+from hybridrl.rollout.sampler import Sampler
+from hybridrl.rollout.vllm_engine import VLLMEngine
 from tests.support.launch import run_on_ranks
 from tests.support.reshard_cases import Case, error_of, prompts, rollout_config
 from tests.support.scheduler_runs import assert_same, both_ways
@@ -51,28 +54,28 @@ def nap(folder: Path, mode: SleepMode, enforce_eager: bool) -> dict[str, Any]:
     config = rollout_config(case, folder, sleep=mode, kv_cache_mb=KV_CACHE_MB)
     engine = VLLMEngine(config, folder, [], "cuda")
     KEPT.append(engine)
+    generate = partial(Sampler(engine, config).generate, version=0)
     seen: dict[str, Any] = {"built": engine.awake, "built_mb": free_mb()}
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     wake(engine, weights)
-    seen["before"] = engine.generate(prompts(temperature=0.0))
-    seen["schedulers"] = both_ways(engine)
+    seen["before"] = generate(prompts(temperature=0.0))
+    seen["schedulers"] = both_ways(engine, generate)
     awake_mb = free_mb()
     places = {name: tensor.data_ptr() for name, tensor in engine.tensors().items()}
     seen["naps"] = []
     for _ in range(3):
-        engine.generate(replace(prompts(), token_budget=2.5))  # leaves aborted requests
+        generate(replace(prompts(), token_budget=2.5))  # leaves aborted requests
         engine.sleep()
         asleep_mb = free_mb()
         kept = EnginePart.WEIGHTS in engine.awake
-        error = error_of(lambda: engine.generate(prompts()))
+        error = error_of(lambda: generate(prompts()))
         wake(engine, {} if kept else weights)
-        engine.check()
         seen["naps"].append(
             {
                 "given_back_mb": asleep_mb - awake_mb,
                 "taken_again_mb": asleep_mb - free_mb(),
                 "error": error,
-                "after": engine.generate(prompts(temperature=0.0)),
+                "after": generate(prompts(temperature=0.0)),
             }
         )
     seen["kept_mb"], seen["short_mb"] = kept_beside_a_waking_engine(engine)
@@ -99,10 +102,10 @@ def wake(engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
     engine.wake(EnginePart.WEIGHTS)
     engine._model.load_weights(weights.items())
     engine.wake(EnginePart.KV_CACHE)
-    engine.reset_prefix_cache(0)
+    engine.sync()
 
 
-def equal(one: Generated, other: Generated) -> bool:
+def equal(one: RolloutBatch, other: RolloutBatch) -> bool:
     return torch.equal(one.responses.values, other.responses.values)
 
 

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.config.choices import DType, RouterReplay
-from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.rollout import RolloutWorker
@@ -44,7 +43,7 @@ def recorded_and_replayed(folder):
     actors = {m: ActorWorker(actor_config(folder, spec, router_replay=m), mesh) for m in MODES}
     worker.connect({"actor": actors[MODES[0]]})
     worker.reshard(1)
-    batch = worker.generate(replace(prompts(temperature=0.8), responses_per_prompt=8))
+    batch = worker.generate(prompts(temperature=0.8, each=8))
     seen = {}
     for mode, actor in actors.items():
         sizes = {"num_ranks": 1, "mini_batch_size": len(batch), "max_tokens": 600}
@@ -87,11 +86,10 @@ def preempted(folder):
     actor.take_weights(folder / "A")
     worker.reshard(1)
     rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(121 + i)] for i in range(6)]
-    long = replace(prompts(), prompts=Ragged.from_rows(rows, torch.int64), responses_per_prompt=1)
     scheduler = worker.engine._llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
     with patch.object(scheduler, "_preempt_request", side_effect=preempt) as count:
-        batch = worker.generate(replace(long, prompt_id=torch.arange(6)))
+        batch = worker.generate(prompts(rows=rows, each=1))
     return count.call_count, differing_experts(batch, folder / "A")
 
 

@@ -20,7 +20,7 @@ from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.live import LiveRequest, Message, Progress
+from hybridrl.data.requests import Message, Progress, Request
 from hybridrl.models.resolve import absolute_path
 from tests.support.run_configs import run_config
 
@@ -40,13 +40,13 @@ class Sampled(LiveEngines):
 
     def __init__(self, group: WorkerGroup) -> None:
         super().__init__(group)
-        self.requests: dict[str, LiveRequest] = {}
+        self.requests: dict[str, Request] = {}
         self.admitted: Counter[str] = Counter()
         self.runs = 0
         self.tokens: dict[str, list[tuple[int, float]]] = {}
 
     def _send(self, engine: int, message: Message) -> None:
-        if isinstance(message, LiveRequest) and engine in self._engines:
+        if isinstance(message, Request) and engine in self._engines:
             self.requests.setdefault(message.request_id, message)
             self.admitted[message.request_id] += 1
         super()._send(engine, message)

@@ -34,14 +34,16 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Span, SpanLog, TimedResult
 from hybridrl.controller.placement import Host, Slot
 from hybridrl.controller.worker_group import WorkerGroup, Workers
-from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.batch import EngineStats, RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Requests
 from hybridrl.data.schedule import RankBatch
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.health.measures import MarkedTokens
 from hybridrl.health.observer import HealthChecks
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.build import LoopParts, build_loop
+from hybridrl.trainer.factory import one_turn
 from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Evaluation, Observer, Row, RunHandle, StepRecord
 from hybridrl.trainer.rewarding import Rewarded
@@ -98,7 +100,7 @@ class Idle(Worker):
     """A role of any kind; `Ranks` answers for it."""
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts: PromptBatch) -> RolloutBatch:
+    def generate(self, requests: Requests) -> RolloutBatch:
         """Responses."""
         raise NotImplementedError
 
@@ -201,14 +203,14 @@ class Ranks:
             (self._version,) = call.args
         return {"reshard": {"s": 0.0}, "sleep": None, "update": {f"{role}/loss": 0.0}}[method]
 
-    def _rollout(self, prompts: PromptBatch) -> RolloutBatch:
-        ids = prompts.prompt_id.repeat_interleave(EACH)
+    def _rollout(self, requests: Requests) -> RolloutBatch:
+        ids = requests.group_id
         sample = torch.arange(len(ids)) % EACH
         lengths = self._lengths[(ids * EACH + sample) % len(self._lengths)]
         total = int(lengths.sum())
         responses = Ragged(self._tokens[:total], lengths)
         return RolloutBatch(
-            prompts=prompts.prompts.select([i for i in range(len(prompts)) for _ in range(EACH)]),
+            prompts=requests.prompts,
             responses=responses,
             response_mask=responses.like(self._mask[:total]),
             rollout_log_probs=responses.like(self._noise[0][:total]),
@@ -332,7 +334,7 @@ def train(config: RunConfig, responses: int, *, keeps_batch: bool = False) -> tu
         shape=model_shape(read_model_config(config.model.path)),
         workers=workers,
         prompts=driver,
-        generator=partial(groups["rollout"].call, "generate"),
+        generator=one_turn(config.rollout, partial(groups["rollout"].call, "generate")),
         rewards=driver,
         evaluator=driver,
         checkpoints=driver,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybridrl.data.ragged import Ragged
 from hybridrl.rewards import gsm8k
-from hybridrl.rollout.vllm_engine import EnginePart
+from hybridrl.rollout.engine import EnginePart
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
@@ -34,8 +34,9 @@ def is_last(batch):
 class WithoutEndTokens(RolloutWorker):
     """Cuts the end tokens off."""
 
-    def _batch(self, prompts, generated):
-        batch = super()._batch(prompts, generated)
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate(self, prompts):
+        batch = super().generate(prompts)
         is_long = batch.responses.spread(batch.responses.lengths > 1)
         return keeping(batch, ~(is_last(batch) & is_long))
 
@@ -62,8 +63,9 @@ class HalfTheSeeds(RolloutWorker):
 class OtherLogProbs(RolloutWorker):
     """vLLM's log-probs are off by 0.08 nats."""
 
-    def _batch(self, prompts, generated):
-        batch = super()._batch(prompts, generated)
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate(self, prompts):
+        batch = super().generate(prompts)
         shifted = batch.responses.like(batch.rollout_log_probs.values - 0.08)
         return replace(batch, rollout_log_probs=shifted)
 

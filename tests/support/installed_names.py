@@ -4,12 +4,13 @@ from importlib import import_module
 
 
 def missing(names):
-    """Return the (module, attribute) pairs that the installed packages lack, each with a reason.
+    """Return the modules' attributes that the installed packages lack, each with a reason.
 
-    A field of a dataclass without a default is not an attribute of the class, but annotated.
+    A pair may name several. A field of a dataclass without a default is not an attribute of the
+    class, but annotated.
     """
     found = []
-    for module, path in names:
+    for module, path in [(module, path) for module, paths in names for path in paths.split()]:
         try:
             owner = import_module(module)
         except ImportError as error:

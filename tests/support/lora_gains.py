@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType, SleepMode
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Requests, SamplingParams
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.reshard.copies import region_view
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.rollout import RolloutWorker
+from tests.support.batches import requests_of
 from tests.support.reshard_cases import Case, build_worker
 from tests.support.role_configs import (
     actor_config,
@@ -154,18 +156,12 @@ def build(
     return worker, actor
 
 
-def requests(size: Size) -> PromptBatch:
+def requests(size: Size) -> Requests:
     """Prompts of random tokens."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, 150, (size.prompts * PROMPT_TOKENS,), generator=generator)
-    return PromptBatch(
-        prompts=Ragged(tokens, torch.full((size.prompts,), PROMPT_TOKENS)),
-        prompt_id=torch.arange(size.prompts),
-        step=1,
-        responses_per_prompt=size.each,
-        temperature=1.0,
-        top_p=1.0,
-    )
+    rows = tokens.view(size.prompts, PROMPT_TOKENS).tolist()
+    return requests_of(rows, SamplingParams(1.0), max_tokens=size.tokens, each=size.each)
 
 
 def learn(actor: ActorWorker, batch: RolloutBatch, step: int) -> None:

@@ -6,6 +6,7 @@ the other, and each time compared with what vLLM loads from a checkpoint of the 
 
 import copy
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,19 +25,19 @@ from transformers import (
 from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
-from hybridrl.data.batch import PromptBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Requests, SamplingParams
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
-from hybridrl.rollout.sampling import check_ranks_agree
+from hybridrl.rollout.sampler import Peers
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
 from tests.support import role_configs
+from tests.support.batches import requests_of
 from tests.support.role_configs import fsdp_config, model_config
 from tests.support.tiny_hf import ALL, LONG_ROPE, spread
 
@@ -178,17 +179,22 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
     return role_configs.rollout_config(folder, **(values | changes))
 
 
-def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:
-    rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(LENGTHS[i])] for i in range(count)]
-    return PromptBatch(
-        prompts=Ragged.from_rows(rows, torch.int64),
-        prompt_id=torch.arange(count) + 40,
-        step=3,
-        responses_per_prompt=2,
-        temperature=temperature,
-        top_p=1.0,
-        returns_experts=True,
-    )
+def prompts(
+    temperature: float = 1.0,
+    count: int = 3,
+    *,
+    rows: Sequence[list[int]] | None = None,
+    top_k: int | None = None,
+    stop: tuple[int, ...] = (),
+    max_tokens: int | Sequence[int] = MAX_RESPONSE,
+    each: int = 2,
+    **call: Any,
+) -> Requests:
+    if rows is None:
+        rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(LENGTHS[i])] for i in range(count)]
+    params = SamplingParams(temperature, top_k=top_k, stop_token_ids=stop)
+    options = {"max_tokens": max_tokens, "each": each, "first_id": 40, "step": 3}
+    return requests_of(rows, params, **options, returns_experts=True, **call)
 
 
 def run_cases(cases: list[Case], root: Path, device_type: str) -> dict[str, dict[str, Any]]:
@@ -316,9 +322,7 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
     def resharder(shards: Any, bucket_mb: int) -> Resharder:
         return Resharder(shards, *side, bucket_mb)
 
-    long = replace(
-        prompts(), prompts=Ragged.from_rows([[1] * (MAX_PROMPT + 1), [1], [1]], torch.int64)
-    )
+    long = prompts(rows=[[1] * (MAX_PROMPT + 1), [1], [1]])
     cut = [replace(shard, local=lambda s=shard: s.local()[:-1]) for shard in shards]
     wrong_shards = resharder(cut, 1)
 
@@ -326,9 +330,11 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
         actor.begin()
         wrong_shards.sync(1, verify=True)
 
+    peers = Peers(engine.peers)
+    peers.note([rank])
     return {
         "buckets": error_of(lambda: resharder(shards, 1 + rank)),
-        "tokens": error_of(lambda: check_ranks_agree(worker.config.tensor_parallel_size, [rank])),
+        "tokens": error_of(lambda: peers.of_first([])),
         "long": error_of(lambda: worker.generate(long)),
         "shape": error_of(sync_cut_shards),
     }

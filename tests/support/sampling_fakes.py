@@ -1,40 +1,31 @@
-"""Prompts and an engine whose responses are a function of prompt and sample."""
+"""Prompts and engines whose responses are a function of prompt and sample."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Request
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.episodes.base import Wanted
 from hybridrl.trainer.sampling.source import Generation, SourceParts
+from tests.support.fake_engine import CONFIG, FakeEngines
 
 
 def prompt(number: int) -> Prompt:
     return Prompt(number, [number, 0], f"p{number}", f"q{number}", {"answer": ""}, {})
 
 
-def generate(request: PromptBatch) -> RolloutBatch:
+def script(request: Request) -> list[int]:
     """Each response is [prompt, sample] and as many more tokens as the sample's index."""
-    each = request.responses_per_prompt
-    first = int(request.first_sample[0])
-    samples = range(first, first + each)
-    ids = request.prompt_id.tolist()
-    rows = [[number, sample, *[9] * (sample % 3)] for number in ids for sample in samples]
-    responses = Ragged.from_rows(rows, torch.int64)
-    return RolloutBatch(
-        prompts=request.prompts.select([i for i in range(len(request)) for _ in samples]),
-        responses=responses,
-        response_mask=responses.like(torch.ones_like(responses.values).bool()),
-        rollout_log_probs=responses.like(-torch.ones(len(responses.values))),
-        group_id=request.prompt_id.repeat_interleave(each),
-        weight_version=torch.zeros(len(rows), dtype=torch.int64),
-        truncated=torch.zeros(len(rows), dtype=torch.bool),
-        engines=(EngineStats(10 * len(rows), 2.0, 0.5), EngineStats(0, 0.0, 0.0)),
-    )
+    _, number, sample = map(int, request.request_id.split("-"))
+    return [number, sample, *[9] * (sample % 3)]
+
+
+def generate(wanted: Wanted) -> RolloutBatch:
+    """Responses of two engines."""
+    return FakeEngines(script, 2).generate(wanted.requests(CONFIG))
 
 
 def decode(rows: list[list[int]]) -> list[str]:

@@ -2,17 +2,14 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from hybridrl.data.ragged import Ragged
-from hybridrl.rollout.vllm_compat import core_request, engine_core, forget_ended
+from hybridrl.data.requests import Generate
 from hybridrl.rollout.vllm_engine import VLLMEngine
-from hybridrl.rollout.vllm_scheduler import vllms_scheduler
 from tests.support.reshard_cases import prompts
 
 STEPS, MOST_OPEN, STOP = 1500, 12, 3
@@ -21,13 +18,31 @@ LENGTHS, MOST_TOKENS = (1, 15, 16, 17, 110, 120), 40
 MORE_BLOCKS = 4
 
 
-def both_ways(engine: VLLMEngine) -> list[dict[str, Any]]:
+@contextmanager
+def vllms_own(engine: VLLMEngine, *, records: bool = False) -> Iterator[None]:
+    """Within this context, undo what the engine replaces in vLLM's scheduler.
+
+    With `records`, log-probs are still read, so that the engine can sample.
+    """
+    scheduler = engine._core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    replaced = [(scheduler, "schedule"), (manager, "allocate_slots"), (manager, "cache_blocks")]
+    replaced += [] if records else [(scheduler, "update_from_output")]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(engine._steps, "_adds_tokens", False))
+        for owner, name in replaced:
+            own = getattr(type(owner), name).__get__(owner)
+            stack.enter_context(patch.object(owner, name, own))
+        yield
+
+
+def both_ways(engine: VLLMEngine, generate: Generate) -> list[dict[str, Any]]:
     """What the engine's scheduler does, and what vLLM's does."""
     found = []
     for by_vllm in (False, True):
-        with vllms_scheduler(engine_core(engine._llm)) if by_vllm else nullcontext():
+        with vllms_own(engine, records=True) if by_vllm else nullcontext():
             found.append(
-                {"generated": sampled(engine)}
+                {"generated": sampled(engine, generate)}
                 | {f"schedules {depth}": schedules(engine, depth) for depth in (1, 2)}
             )
     return found
@@ -57,10 +72,10 @@ def of_class(scheduler: Any, kind: type) -> Iterator[None]:
     scheduler.__class__ = own
 
 
-def sampled(engine: VLLMEngine) -> dict[str, Any]:
+def sampled(engine: VLLMEngine, generate: Generate) -> dict[str, Any]:
     """Sample responses that cross the ends of blocks; note the blocks that are asked for."""
-    engine.reset_prefix_cache(0)
-    pool, asked = engine_core(engine._llm).engine_core.scheduler.kv_cache_manager.block_pool, []
+    engine.sync()
+    pool, asked = engine._core.engine_core.scheduler.kv_cache_manager.block_pool, []
     take = pool.get_new_blocks
 
     def get_new_blocks(count: int) -> Any:
@@ -68,11 +83,8 @@ def sampled(engine: VLLMEngine) -> dict[str, Any]:
         return take(count)
 
     rows = [[length] * length for length in (10, 16, 117, 122)]
-    request = replace(
-        prompts(), prompts=Ragged.from_rows(rows, torch.int64), prompt_id=torch.arange(len(rows))
-    )
     with patch.object(pool, "get_new_blocks", get_new_blocks):
-        responses = engine.generate(request).responses
+        responses = generate(prompts(rows=rows)).responses
     return {
         "tokens": responses.values,
         "responses": len(responses),
@@ -91,10 +103,10 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.outputs import ModelRunnerOutput
 
-    core = engine_core(engine._llm)
-    forget_ended(core)
-    engine.reset_prefix_cache(0)
-    scheduler, draw = core.engine_core.scheduler, random.Random(depth)
+    steps = engine._steps
+    steps.forget_ended()
+    engine.sync()
+    scheduler, draw = engine._core.engine_core.scheduler, random.Random(depth)
     pool = scheduler.kv_cache_manager.block_pool
     seen: dict[str, Any] = {"steps": [], "outputs": [], "repeated": 0, "updated": 0}
     seen["vllm"] = version
@@ -123,10 +135,10 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
                     detokenize=False,
                 )
                 prompt = [5] * length
-                core.add_request(core_request(f"{depth}-{count}", prompt, params))
+                steps.add(f"{depth}-{count}", prompt, params)
                 count += 1
             if scheduler.requests and draw.random() < 0.02:
-                core.abort_requests([draw.choice([*scheduler.requests])])
+                steps.cancel([draw.choice([*scheduler.requests])])
             scheduled = scheduler.schedule()
             seen["steps"].append(plain(scheduled))
             seen["repeated"] += scheduled.scheduled_new_reqs is new
@@ -137,14 +149,12 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
                 ids = [*scheduled.num_scheduled_tokens]
                 tokens = [[draw.choice((STOP, *range(10, 90)))] for _ in ids]
                 output = ModelRunnerOutput(ids, {name: at for at, name in enumerate(ids)}, tokens)
-                for outputs in scheduler.update_from_output(scheduled, output).values():
-                    seen["outputs"].append(
-                        sorted(
-                            (one.request_id, one.new_token_ids, str(one.finish_reason))
-                            for one in outputs.outputs
-                        )
-                    )
-        core.abort_requests([*scheduler.requests])
+                by_client = scheduler.update_from_output(scheduled, output)
+                outputs = [one for outputs in by_client.values() for one in outputs.outputs]
+                ended = [(o.request_id, o.new_token_ids, str(o.finish_reason)) for o in outputs]
+                added = [(name, [token], "None") for name, token in steps._added.items()]
+                seen["outputs"].append(sorted(ended + added))
+        steps.cancel([*scheduler.requests])
     pool.free_blocks(taken)
     scheduler.schedule()  # the model has never heard of the last ones
     return seen

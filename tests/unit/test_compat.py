@@ -9,14 +9,14 @@ import pytest
 
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
-from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
+from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing, vllm_steps
 from tests.support.installed_names import missing
 
 pytestmark = pytest.mark.full
 
 
 def test_a_missing_name_is_listed():
-    names = [("json", "loads"), ("json", "JSONDecoder.gone"), ("json.gone", "loads")]
+    names = [("json", "loads JSONDecoder.gone dumps"), ("json.gone", "loads")]
     assert [text.partition(":")[0] for text in missing(names)] == [
         "json.JSONDecoder.gone",
         "json.gone",
@@ -35,7 +35,7 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
-    names = vllm_compat.NAMES + vllm_experts.NAMES + vllm_routing.NAMES
+    names = vllm_compat.NAMES + vllm_steps.NAMES + vllm_experts.NAMES + vllm_routing.NAMES
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"

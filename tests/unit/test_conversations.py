@@ -7,21 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.batch import EngineStats, Generate, PromptBatch, RolloutBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import Requests, SamplingParams
 from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.turns import TurnTokens
 from hybridrl.environments.base import EnvironmentReply, StepRequest, StepResult
 from hybridrl.processes.messages import FailureKind
-from hybridrl.trainer.episodes.base import whole_episodes
+from hybridrl.trainer.episodes.base import GenerateWhole, Wanted, whole_episodes
 from hybridrl.trainer.episodes.conversations import (
     MAX_REASONS,
     Conversations,
@@ -31,85 +29,67 @@ from hybridrl.trainer.episodes.conversations import (
 )
 from hybridrl.trainer.episodes.turns import TurnEpisodes
 from hybridrl.trainer.timing.engines import turn_metrics
+from tests.support.fake_engine import FakeEngines
 from tests.support.talking import AB, ABA, ELEVEN, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
 SEED = 7
 
 
-class Engines:
-    """Samples what a script says; prompt p's answers come from engine p % 2."""
+# Prompt, sample and turn of each seed.
+DRAWN = {
+    sample_seed(SEED, 1, p, k, *(("turn", turn) if turn else ())): (p, k, turn)
+    for p in range(5)
+    for k in range(8)
+    for turn in range(5)
+}
+
+
+class Engines(FakeEngines):
+    """Two engines; the response of a prompt, sample and turn is scripted."""
 
     def __init__(self, script: Callable[[int, int, int], list[int]]) -> None:
-        self.script = script
-        self.requests: list[PromptBatch] = []
-        # Prompt, sample and turn of each seed.
-        self.drawn = {
-            sample_seed(SEED, 1, p, k, *(("turn", turn) if turn else ())): (p, k, turn)
-            for p in range(5)
-            for k in range(8)
-            for turn in range(5)
-        }
-
-    def __call__(self, request: PromptBatch) -> RolloutBatch:
-        """Row (prompt id, sample, turn): the scripted ids, cut at the row's limit."""
-        self.requests.append(request)
-        self.turns = [self.drawn[seed][2] for seed in request.seeds.tolist()]
-        rows = [self.script(*self.drawn[seed]) for seed in request.seeds.tolist()]
-        limits = request.max_tokens.tolist()
-        cut = [len(row) > limit for row, limit in zip(rows, limits, strict=True)]
-        rows = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
-        responses = Ragged.from_rows(rows, torch.int32)
-        stats = EngineStats(len(responses.values), 2.0, 0.5 + self.turns[0])
-        return RolloutBatch(
-            prompts=request.prompts,
-            responses=responses,
-            response_mask=responses.like(torch.ones_like(responses.values).bool()),
-            rollout_log_probs=responses.like(-1.0 - responses.values),
-            group_id=request.prompt_id,
-            weight_version=torch.full((len(rows),), 5),
-            truncated=torch.tensor(cut),
-            engine=request.engine,
-            engines=(stats, stats),
+        super().__init__(
+            lambda request: script(*DRAWN[request.seed]), 2, log_prob=lambda ids: -1.0 - ids[-1]
         )
+        self.holds = 5
 
 
 def prompt(number: int, **example: str) -> Prompt:
     return Prompt(number, [A] * (1 + number % 3), "a", "q", example, {})
 
 
-def generator(sample_turn, environments, prompts, limits, failures) -> Generate:
+def generator(sample_turn, environments, limits, failures) -> GenerateWhole:
     conversations = Conversations(
         environments, TurnTokens(TOKENIZER, [END], ["="], "user"), decode, limits, failures
     )
     rollout = SimpleNamespace(seed=SEED, max_response_tokens=limits.max_tokens, keep_kv=False)
     episodes = TurnEpisodes(rollout, conversations, sample_turn)
-    by_id = {one.prompt_id: one for one in prompts}
-    engines = lambda asked, count: (asked.prompt_id % count).tolist()  # noqa: E731
-    return partial(whole_episodes, episodes, by_id, engines, 2)
+    engines = lambda asked, count: [one.prompt_id % count for one in asked.prompts]  # noqa: E731
+    return partial(whole_episodes, episodes, engines, 2)
 
 
-def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatch:
-    return PromptBatch(
-        prompts=Ragged.from_rows([prompt(p).token_ids for p in ids], torch.int32),
-        prompt_id=torch.tensor(ids),
-        step=1,
-        responses_per_prompt=each,
-        temperature=1.0,
-        top_p=1.0,
-        **more,
-    )
+def wanted(prompts: Sequence[Prompt], each: int = 1, first: int = 0) -> Wanted:
+    return Wanted(prompts, 1, SamplingParams(1.0), each, first)
 
 
 def talk(
-    script, asked=None, *, environments=None, max_turns=4, max_tokens=40, greeting="", failures=None
+    script,
+    ids=(3,),
+    each=1,
+    first=0,
+    *,
+    environments=None,
+    max_turns=4,
+    max_tokens=40,
+    greeting="",
+    failures=None,
 ):
     """The rollout of a script with an environment; its engines and environments."""
     environments = environments or Here("tests.support.environment_cases.Counts", turns=3)
-    engines, asked = Engines(script), asked or request()
-    prompts = [prompt(number, greeting=greeting) for number in asked.prompt_id.tolist()]
-    limits = Limits(max_turns, max_tokens)
-    generate = generator(engines, environments, prompts, limits, failures or FailureReasons())
-    return generate(asked), engines, environments
+    engines, limits = Engines(script), Limits(max_turns, max_tokens)
+    generate = generator(engines.generate, environments, limits, failures or FailureReasons())
+    prompts = [prompt(number, greeting=greeting) for number in ids]
+    return generate(wanted(prompts, each, first)), engines, environments
 
 
 def always(*ids: int) -> Callable[[int, int, int], list[int]]:
@@ -147,7 +127,7 @@ def test_sampled_ids_are_kept_whatever_they_would_be_read_as(turns):
     heard = [TOKENIZER.encode(f"{k}:{text}") for k, text in enumerate(environments.heard, 1)]
     history = [A]
     for turn, ids in enumerate(sampled):
-        assert engines.requests[turn].prompts.values.tolist() == history
+        assert engines.calls[turn].prompts.values.tolist() == history
         history += [*ids, *heard[turn]]
     assert environments.heard == decode(sampled)
 
@@ -161,7 +141,8 @@ def test_conversations_come_back_in_the_order_of_their_prompts():
     """Sample k of prompt p says "a=" in its first k turns and then p + 1 times "b"."""
     rollout, engines, _ = talk(
         lambda p, sample, turn: [A, STOP] if turn < sample else [B] * (p + 1) + [STOP],
-        request((1, 0, 2), each=3, first_sample=torch.tensor([0, 0, 0])),
+        (1, 0, 2),
+        each=3,
         environments=Here("tests.support.environment_cases.Misbehaves"),
         max_turns=3,
         max_tokens=100,
@@ -180,25 +161,26 @@ def test_conversations_come_back_in_the_order_of_their_prompts():
     ):
         turns = [[A, STOP]] * sample + [[B] * (group + 1) + [STOP]] * (3 - sample)
         assert row[mask].tolist() == [token for turn in turns for token in turn]
-    assert [len(asked) for asked in engines.requests] == [9, 9, 9]
+    assert [len(asked) for asked in engines.calls] == [9, 9, 9]
 
 
 def test_turns_are_asked_for_by_response_where_the_conversation_began():
-    asked = request((1, 0, 2), each=2, first_sample=torch.tensor([4, 4, 4]))
     ends_first = lambda p, sample, turn: [A, STOP]  # noqa: E731
-    _, engines, _ = talk(ends_first, asked, max_tokens=30)
-    first, second, third = engines.requests
-    for turn, one in enumerate(engines.requests):
-        drawn = [engines.drawn[seed] for seed in one.seeds.tolist()]
+    _, engines, _ = talk(ends_first, (1, 0, 2), each=2, first=4, max_tokens=30)
+    first, _, third = engines.calls
+    for turn, one in enumerate(engines.calls):
+        drawn = [DRAWN[request.seed] for request in one.requests]
         assert drawn == [(p, sample, turn) for p in (1, 0, 2) for sample in (4, 5)]
-        assert one.prompt_id.tolist() == [1, 1, 0, 0, 2, 2]
-        assert one.engine.tolist() == [1, 1, 0, 0, 0, 0]
-        assert one.stop_token_ids == (STOP,) and one.token_budget is None
-    assert first.max_tokens.tolist() == [30] * 6
+        assert one.group_id.tolist() == [1, 1, 0, 0, 2, 2]
+        assert [request.engine for request in one.requests] == [1, 1, 0, 0, 0, 0]
+        assert {request.params.stop_token_ids for request in one.requests} == {(STOP,)}
+        assert one.token_budget is None
+    left = [[request.max_tokens for request in one.requests] for one in engines.calls]
+    assert left[0] == [30] * 6
     # 2 sampled and 3 heard of 30; then 4 more, or one less where "2" and ":" are unknown
-    assert second.max_tokens.tolist() == [25] * 6
+    assert left[1] == [25] * 6
     used = third.prompts.lengths - first.prompts.lengths
-    assert torch.equal(third.max_tokens, 30 - used)
+    assert left[2] == (30 - used).tolist()
 
 
 def test_all_of_a_conversation_has_one_budget():
@@ -228,17 +210,17 @@ def test_after_the_last_turn_nothing_more_is_heard():
 
 
 def test_an_opening_is_heard_before_the_first_turn_and_counts_in_the_budget():
-    rollout, engines, _ = talk(always(A, STOP), request((3, 4), each=2), greeting="ba", max_turns=1)
+    rollout, engines, _ = talk(always(A, STOP), (3, 4), each=2, greeting="ba", max_turns=1)
     batch, opening = rollout, TOKENIZER.encode("ba")
     assert all(row.tolist() == [*opening, A, STOP] for row in batch.responses.rows())
     assert all(row.tolist() == [False] * 2 + [True] * 2 for row in batch.response_mask.rows())
-    assert [row.tolist() for row in engines.requests[0].prompts.rows()] == [
+    assert [row.tolist() for row in engines.calls[0].prompts.rows()] == [
         [A, *opening],
         [A, *opening],
         [A, A, *opening],
         [A, A, *opening],
     ]
-    assert engines.requests[0].max_tokens.tolist() == [38] * 4
+    assert [request.max_tokens for request in engines.calls[0].requests] == [38] * 4
     assert batch.prompts.lengths.tolist() == [1, 1, 2, 2]
 
 
@@ -258,8 +240,8 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 
     environments, failures = Fails("tests.support.environment_cases.Misbehaves"), FailureReasons()
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
-    generate = generator(engines, environments, PROMPTS, Limits(2, 40), failures)
-    batch = generate(request((0, 1), each=2))
+    generate = generator(engines.generate, environments, Limits(2, 40), failures)
+    batch = generate(wanted(PROMPTS[:2], each=2))
     assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
     assert batch.turns.tolist() == [2, 2, 1, 1]
     prompts = [PROMPTS[p] for p in (0, 0, 1, 1)]
@@ -297,20 +279,21 @@ def test_reasons_are_counted_once_each_and_kept_in_bounds():
 def test_stale_weights_between_turns_are_noticed():
     engines = Engines(always(A, STOP))
 
-    def changing(asked: PromptBatch) -> RolloutBatch:
-        rollout = engines(asked)
-        version = rollout.weight_version + engines.turns[0]
-        return replace(rollout, weight_version=version)
+    def changing(requests: Requests) -> RolloutBatch:
+        engines.holds += 1
+        return engines.generate(requests)
 
     with pytest.raises(AssertionError, match="the weights changed"):
         environments = Here("tests.support.environment_cases.Misbehaves")
-        generator(changing, environments, PROMPTS, Limits(2, 40), FailureReasons())(request((0,)))
+        generate = generator(changing, environments, Limits(2, 40), FailureReasons())
+        generate(wanted(PROMPTS[:1]))
 
 
 def test_engines_and_environments_are_timed_over_all_turns():
     rollout, *_ = talk(always(A, STOP))
-    for engine in rollout.engines:
-        assert (engine.tokens, engine.seconds, engine.first_token_s) == (6, 6.0, 0.5)
+    idle, engine = rollout.engines
+    assert (engine.tokens, engine.seconds, engine.first_token_s) == (6, 6.0, 0.5)
+    assert (idle.tokens, idle.seconds) == (0, 0.0)
     assert rollout.engine.tolist() == [1]
     metrics = turn_metrics(rollout)
     assert metrics["environment/seconds"] == rollout.environment_s > 0.0

@@ -6,10 +6,11 @@ Responses here are a function of prompt and sample, so that every reward is know
 import pytest
 import torch
 
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.processes.messages import Failure, FailureKind
 from hybridrl.rewards.scorer import ScoreResult
+from hybridrl.trainer.episodes.base import Wanted
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.rewarding import (
@@ -87,8 +88,10 @@ def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones():
 def test_engines_are_timed_over_all_rounds():
     result, _ = sampled(mixed={1, 3, 4, 6})
     first, second = result.batch.engines
-    assert (first.tokens, first.seconds, first.first_token_s) == (140, 6.0, 0.5)
-    assert second.tokens == 0
+    # Samples 0 and 1 have 5 tokens, 2 and 3 have 6, 4 and 5 have 7.
+    assert first.tokens + second.tokens == 4 * 5 + 2 * 6 + 7
+    # The last round has one prompt, which one engine samples.
+    assert (first.seconds, first.first_token_s, second.seconds) == (6.0, 0.5, 4.0)
 
 
 def test_one_round_scores_nothing_while_sampling():
@@ -102,17 +105,17 @@ def test_one_round_scores_nothing_while_sampling():
 def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
     source, rewarder = Source(), FunctionRewards(decode, Scorer({2}))
     remax = config(rounds=1, prompts=3, advantage="remax")
-    requests: list[PromptBatch] = []
+    requests: list[Wanted] = []
 
-    def noting(request: PromptBatch) -> RolloutBatch:
+    def noting(request: Wanted) -> RolloutBatch:
         requests.append(request)
         return generate(request)
 
     source.next = 1
     result = open_source(source_parts(remax, source.take, noting, rewarder)).take(1)
     sampled, greedy = requests
-    assert (sampled.temperature, sampled.responses_per_prompt) == (1.0, EACH)
-    assert (greedy.temperature, greedy.responses_per_prompt) == (0.0, 1)
+    assert (sampled.params.temperature, sampled.each) == (1.0, EACH)
+    assert (greedy.params.temperature, greedy.each) == (0.0, 1)
     shaped = run_config("algorithm.overlong.buffer_tokens=4", "algorithm.overlong.penalty=0.5")
     shaped.rollout.max_response_tokens = 4  # a greedy response has 2: (4 - 4 - 2) / 4 * 0.5
     rewards = baseline_rewards(shaped, rewarder, result.prompts, result.greedy)

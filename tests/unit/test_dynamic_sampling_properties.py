@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.rewards.scorer import ScoreResult
+from hybridrl.trainer.episodes.base import Wanted
 from hybridrl.trainer.factory import open_source
 from hybridrl.trainer.rewarding import FunctionRewards
 from hybridrl.trainer.sampling.source import StepSource
@@ -62,10 +63,9 @@ class Chance:
         self.taken += count
         return [prompt(number % self.pool) for number in range(self.taken - count, self.taken)]
 
-    def generate(self, request: PromptBatch) -> RolloutBatch:
-        firsts = request.first_sample.tolist()
-        self.rounds.append(list(zip(request.prompt_id.tolist(), firsts, strict=True)))
-        return generate(request)
+    def generate(self, wanted: Wanted) -> RolloutBatch:
+        self.rounds.append([(prompt.prompt_id, wanted.first) for prompt in wanted.prompts])
+        return generate(wanted)
 
     def score(self, items):
         pairs = [tuple(map(int, text.split()[:2])) for _, text, *_ in items]

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import ScoreResult
+from hybridrl.trainer.episodes.base import Wanted
 from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
 from hybridrl.trainer.rewarding import FunctionRewards
 from tests.support.batches import batch_of
@@ -52,12 +53,12 @@ class Engine:
     """Answers with the prepared responses and notes the requests."""
 
     def __init__(self) -> None:
-        self.requests: list[PromptBatch] = []
+        self.requests: list[Wanted] = []
 
-    def __call__(self, request: PromptBatch) -> RolloutBatch:
-        self.requests.append(request)
-        rows = GREEDY if request.temperature == 0 else SAMPLED
-        if request.responses_per_prompt > 1:
+    def __call__(self, wanted: Wanted) -> RolloutBatch:
+        self.requests.append(wanted)
+        rows = GREEDY if wanted.params.temperature == 0 else SAMPLED
+        if wanted.each > 1:
             rows = FURTHER
         batch = batch_of([len(row) for row in rows])
         responses = Ragged.from_rows(rows, torch.int64)
@@ -116,14 +117,13 @@ def test_requests_are_sampled_as_in_training_then_greedy():
     engine = Engine()
     evaluator(top_k=5).evaluate(10, engine)
     sampled, greedy = engine.requests
-    assert (sampled.top_k, greedy.top_k) == (5, None)
-    assert (sampled.temperature, sampled.top_p) == (0.7, 0.9)
-    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+    assert (sampled.params.top_k, greedy.params.top_k) == (5, None)
+    assert (sampled.params.temperature, sampled.params.top_p) == (0.7, 0.9)
+    assert (greedy.params.temperature, greedy.params.top_p) == (0.0, 1.0)
     for request in engine.requests:
         assert request.step == 10
-        assert request.responses_per_prompt == 1
-        assert request.prompt_id.tolist() == [100, 101, 102, 103]
-        assert [row.tolist() for row in request.prompts.rows()] == [[i, i] for i in range(4)]
+        assert (request.each, request.first) == (1, 0)
+        assert request.prompts == PROMPTS
 
 
 def test_the_best_of_several_samples_counts_before_and_after_training():
@@ -133,9 +133,9 @@ def test_the_best_of_several_samples_counts_before_and_after_training():
     assert metrics["eval/accuracy_best_of_3"] == 0.75
     assert metrics["eval/ci95_best_of_3"] == pytest.approx(0.75 - 0.3006, abs=1e-4)
     one, further = engine.requests
-    assert (one.responses_per_prompt, further.responses_per_prompt) == (1, 2)
-    assert further.first_sample.tolist() == [1] * 4
-    assert (further.temperature, further.top_p) == (0.7, 0.9)
+    assert (one.each, further.each) == (1, 2)
+    assert further.first == 1
+    assert (further.params.temperature, further.params.top_p) == (0.7, 0.9)
     between = evaluator(greedy=False, samples=3).evaluate(5, engine).metrics
     assert {**between, "eval/accuracy_best_of_3": 0.75}.keys() < metrics.keys()
     assert len(engine.requests) == 3

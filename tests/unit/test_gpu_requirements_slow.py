@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
+from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing, vllm_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -27,9 +27,10 @@ NEWER_RUNNER = tuple(
     if module == "vllm.v1.worker.gpu_model_runner"
 )
 # Names in the pinned release, and in the oldest supported one, whose experts have other kernels.
+OLDEST = vllm_compat.NAMES + vllm_steps.NAMES
 VLLM_RELEASES = [
-    (PINS["vllm"], vllm_compat.NAMES + vllm_experts.NAMES + vllm_routing.NAMES + NEWER_RUNNER),
-    ("0.25.1", vllm_compat.NAMES),
+    (PINS["vllm"], OLDEST + vllm_experts.NAMES + vllm_routing.NAMES + NEWER_RUNNER),
+    ("0.25.1", OLDEST),
 ]
 
 

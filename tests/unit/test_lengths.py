@@ -1,21 +1,18 @@
-"""Expected tokens of prompts: hand-worked estimates, and prompts dealt by what was learned."""
+"""Expected tokens of prompts: hand-worked estimates, and means that follow a change."""
 
 import pytest
-import torch
 
-from hybridrl.data.batch import PromptBatch
-from hybridrl.data.lengths import Mean, ResponseLengths, expected_tokens
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.lengths import Mean, ResponseLengths
 
 
 def test_hand_worked():
     # Seen: 10 + 4 * (6 / 2); new: 7 + 4 * (30 / 5).
-    estimate = expected_tokens([10, 7], [3, 8], {3: Mean(2, 6)}, Mean(5, 30), 4)
-    assert estimate.tolist() == [22.0, 31.0]
+    lengths = ResponseLengths({3: Mean(2, 6)}, Mean(5, 30))
+    assert lengths.expect([3, 8], [10, 7], 4) == [22.0, 31.0]
 
 
 def test_before_the_first_response_prompts_count_alone():
-    assert expected_tokens([10, 7], [3, 8], {}, Mean(), 4).tolist() == [10.0, 7.0]
+    assert ResponseLengths().expect([3, 8], [10, 7], 4) == [10.0, 7.0]
 
 
 def test_lengths_are_learned_by_prompt():
@@ -51,19 +48,3 @@ def test_budgets_count_evaluations_only_until_something_was_sampled_in_parts():
     restored = ResponseLengths()
     restored.restore(lengths.state())
     assert lengths.mean == restored.mean == 5
-
-
-def test_long_answers_are_spread_over_engines():
-    """Prompts 0 and 1 are known to be answered at length, 2 and 3 in few words."""
-    lengths = ResponseLengths()
-    lengths.learn(range(4), [90, 80, 2, 3])
-    prompts = PromptBatch(
-        prompts=Ragged.from_rows([[0], [0], [0] * 5, [0] * 6], torch.int64),
-        prompt_id=torch.arange(4),
-        step=2,
-        responses_per_prompt=1,
-        temperature=1.0,
-        top_p=1.0,
-    )
-    dealt = [part.prompt_id.tolist() for part in lengths.expect(prompts).shard(2)]
-    assert dealt == [[0, 2], [1, 3]]

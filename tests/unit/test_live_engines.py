@@ -13,17 +13,19 @@ import pytest
 
 from hybridrl.agents.training.engines import PORTION, LiveEngines
 from hybridrl.data.batch import EngineStats
-from hybridrl.data.live import (
+from hybridrl.data.requests import (
     DriverAddress,
-    LiveRequest,
     Progress,
+    Request,
+    SamplingParams,
     Served,
     decode_message,
     encode,
 )
 from hybridrl.rollout.live import Channel
+from hybridrl.rollout.sampler import Peers
 
-REQUEST = LiveRequest("0", 0, [1, 2], 5, 9, 1.0, 1.0)
+REQUEST = Request("0", [1, 2], 5, 9, SamplingParams(1.0))
 
 
 @dataclass
@@ -86,7 +88,7 @@ def test_only_who_knows_the_secret_is_an_engine():
 def test_tokens_come_in_their_order_however_late_they_are_passed_on():
     """More than are passed on at once, and a second message before the first is through."""
     count = 3 * PORTION
-    requests = [LiveRequest(str(k), 0, [k], k, 9, 1.0, 1.0, in_pieces=True) for k in range(count)]
+    requests = [Request(str(k), [k], k, 9, REQUEST.params, in_pieces=True) for k in range(count)]
 
     def engine(driver: DriverAddress) -> None:
         with connected(driver) as link, link.makefile("rb") as received:
@@ -150,7 +152,7 @@ def test_failures_end_a_run():
 
 def test_an_engine_ends_when_the_driver_is_gone():
     ours, theirs = socket.socketpair()
-    channel = Channel(theirs, 1)
+    channel = Channel(theirs, Peers(None))
     assert channel.receive(blocks=False) == []
     ours.sendall(encode(REQUEST))
     assert channel.receive(blocks=True) == [REQUEST]

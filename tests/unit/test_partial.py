@@ -1,7 +1,6 @@
 """Partial rollouts on simulated engines: no token is lost or too old, lengths have no bias."""
 
 import math
-from dataclasses import dataclass, field
 from itertools import cycle
 
 import pytest
@@ -9,102 +8,52 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Request
 from hybridrl.trainer.episodes.base import Generator
 from hybridrl.trainer.episodes.responses import Group, Response
 from hybridrl.trainer.episodes.turns import TurnEpisodes, Turns
-from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.partial import GroupsInFlight, due
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
+from tests.support.fake_engine import FakeEngines
 from tests.support.sampling_fakes import in_flight_config, prompt, source_parts
 
 EACH = 2
 
 
-@dataclass
-class Engines(SplitEngine):
+class Engines(FakeEngines):
     """Engines whose responses have drawn lengths; a response's first token is its number.
 
     Attributes:
         lengths: of all responses, by number.
-        numbers: of responses without tokens so far, by seed.
-        ids: response_id of each response, by number.
-        weight_version: as that of a HybridEngine.
-        holds: number of the weights that sample, with ranks of two kinds.
+        numbers: of responses, by their first seed.
+        names, named: names of responses by number, numbers by name.
     """
 
-    num_engines: int
-    longest: int
-    lengths: list[int] = field(default_factory=list)
-    numbers: dict[int, int] = field(default_factory=dict)
-    weight_version: int = 0
-    holds: int = 0
-    ids: dict[int, int] = field(default_factory=dict)
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
+    def __init__(self, num_engines: int, longest: int) -> None:
+        super().__init__(self.script, num_engines)
+        self.longest = longest
+        self.lengths: list[int] = []
+        self.numbers: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+        self.named: dict[str, int] = {}
+        self.generator = torch.Generator().manual_seed(3)
 
     def draw(self) -> int:
         """A log-normal length whose maximum is many times its mean."""
         drawn = math.exp(2 + float(torch.randn((), generator=self.generator)))
         return min(self.longest, max(1, int(drawn)))
 
-    @property
-    def num_shards(self) -> int:
-        return self.num_engines
-
-    def begin(self, method: str, request: PromptBatch, arriving: int | None):
-        """Sample with the weights that are there; they change by `swap` alone."""
-        assert method == "generate_ahead" and arriving in (None, self.holds + 1)
-        batch = self.generate(request)
-        return lambda: batch
-
-    def send(self):
-        return self.weight_version
-
-    def swap(self, sent: int | None) -> dict[str, float]:
-        self.holds = self.holds if sent is None else sent
-        return {"split/swap_s": 0.0}
-
-    def generate(self, request: PromptBatch) -> RolloutBatch:
-        """Decode each engine's rows together until its budget is spent."""
-        sampled: list[list[int]] = [[] for _ in range(len(request))]
-        ends = []
-        prefixes = request.prompts.rows()
-        for row, seed in zip(prefixes, request.seeds.tolist(), strict=True):
-            if len(row) == 2 and seed not in self.numbers:
-                self.numbers[seed] = len(self.lengths)
-                self.lengths.append(self.draw())
-            number = int(row[2]) if len(row) > 2 else self.numbers[seed]
-            ends.append((number, self.lengths[number] - (len(row) - 2)))
-        # A response has one id in all calls, and no other has it.
-        for (number, _), response_id in zip(ends, request.response_id.tolist(), strict=True):
-            assert self.ids.setdefault(number, response_id) == response_id
-        assert len({*self.ids.values()}) == len(self.ids)
-        for engine in range(self.num_engines):
-            rows = (request.engine == engine).nonzero().flatten().tolist()
-            budget = len(rows) * request.token_budget
-            while any(len(sampled[r]) < ends[r][1] for r in rows):
-                needed = any(request.must_finish[r] and len(sampled[r]) < ends[r][1] for r in rows)
-                if sum(len(sampled[r]) for r in rows) >= budget and not needed:
-                    break
-                for row in rows:
-                    if len(sampled[row]) < ends[row][1]:
-                        at = len(prefixes[row]) - 2 + len(sampled[row])
-                        sampled[row].append(at if at else ends[row][0])
-        responses = Ragged.from_rows(sampled, torch.int32)
-        open_rows = [len(tokens) < end for tokens, (_, end) in zip(sampled, ends, strict=True)]
-        return RolloutBatch(
-            prompts=request.prompts,
-            responses=responses,
-            response_mask=responses.like(torch.ones_like(responses.values).bool()),
-            rollout_log_probs=responses.like(-responses.values.float()),
-            group_id=request.prompt_id,
-            weight_version=torch.full((len(request),), self.holds),
-            truncated=torch.tensor(ends)[:, 1] == self.longest,
-            unfinished=torch.tensor(open_rows),
-            engines=(EngineStats(len(responses.values), 1.0, 0.1),) * self.num_engines,
-        )
+    def script(self, request: Request) -> list[int]:
+        start = len(request.prompt) - 2
+        if not start and request.seed not in self.numbers:
+            self.numbers[request.seed] = len(self.lengths)
+            self.lengths.append(self.draw())
+        number = request.prompt[2] if start else self.numbers[request.seed]
+        # A response has one name in all calls, and no other has it.
+        assert self.names.setdefault(number, request.request_id) == request.request_id
+        assert self.named.setdefault(request.request_id, number) == number
+        return [at or number for at in range(start, self.lengths[number])]
 
 
 def run(

@@ -12,7 +12,7 @@ from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.training.episodes import ProgramEpisodes
 from hybridrl.config.choices import OtherSampling
 from hybridrl.data.batch import EngineStats, RolloutBatch
-from hybridrl.data.live import Served
+from hybridrl.data.requests import Served
 from hybridrl.environments.programs import Reward
 from hybridrl.processes.messages import Failure, FailureKind
 from hybridrl.trainer.episodes.base import Generator

@@ -1,13 +1,14 @@
 """Conversations in flight: turns that are cut go on, and environments survive a checkpoint."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hybridrl.data.batch import EngineStats, PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Request, Requests
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.turns import TurnTokens
@@ -19,10 +20,10 @@ from hybridrl.trainer.episodes.responses import encode as encode_groups
 from hybridrl.trainer.episodes.turns import TurnEpisodes
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.sampling.dynamic import DynamicSampling
-from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
+from tests.support.fake_engine import FakeEngines
 from tests.support.sampling_fakes import in_flight_config, source_parts
 from tests.support.talking import AB, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
@@ -35,80 +36,31 @@ def log_prob(prefix: list[int]) -> float:
     return -(derive_seed(*prefix) % 4096) / 4096
 
 
-@dataclass
-class Engines(SplitEngine):
+class Engines(FakeEngines):
     """Engines whose next token is drawn by the seed; turns end by chance.
 
     Attributes:
-        weight_version: as that of a HybridEngine.
         sampled: tokens in all.
         cut: turns that calls have cut after some of their tokens.
         in_flight: of each step, the unfinished responses that it leaves.
     """
 
-    num_engines: int = 2
-    weight_version: int = 0
-    holds: int = 0
-    sampled: int = 0
-    cut: int = 0
-    in_flight: list[list[Response]] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(self.script, 2, log_prob=log_prob)
+        self.sampled = self.cut = 0
+        self.in_flight: list[list[Response]] = []
 
-    @property
-    def num_shards(self) -> int:
-        return self.num_engines
+    def script(self, request: Request) -> list[int]:
+        drawn, tokens = torch.Generator().manual_seed(request.seed), [A]
+        while tokens[-1] not in (STOP, END):
+            tokens.append(POLICY[int(torch.randint(len(POLICY), (), generator=drawn))])
+        return tokens[1:]
 
-    def begin(self, method: str, request: PromptBatch, arriving: int | None):
-        return lambda: self.generate(request)
-
-    def send(self):
-        return self.weight_version
-
-    def swap(self, sent):
-        self.holds = sent
-        return {}
-
-    def generate(self, request: PromptBatch) -> RolloutBatch:
-        prompts = [row.tolist() for row in request.prompts.rows()]
-        rows: list[list[int]] = [[] for _ in prompts]
-        open_rows = set(range(len(rows)))
-        drawn = [torch.Generator().manual_seed(seed) for seed in request.seeds.tolist()]
-        limits = request.max_tokens.tolist()
-        for engine in range(self.num_engines):
-            mine = (request.engine == engine).nonzero().flatten().tolist()
-            budget, enough = len(mine) * request.token_budget, len(mine) * request.enough_ended
-            while here := [row for row in mine if row in open_rows]:
-                spent = sum(len(rows[row]) for row in mine) >= budget
-                spent = spent or len(mine) - len(here) >= enough
-                if spent and not any(request.must_finish[row] for row in here):
-                    break
-                for row in here:
-                    choice = int(torch.randint(len(POLICY), (), generator=drawn[row]))
-                    rows[row].append(POLICY[choice])
-                    ends = POLICY[choice] in (STOP, END)
-                    if ends or len(rows[row]) == limits[row]:
-                        open_rows.remove(row)
-        self.sampled += sum(map(len, rows))
-        self.cut += sum(bool(rows[row]) for row in open_rows)
-        responses = Ragged.from_rows(rows, torch.int32)
-        log_probs = [
-            [log_prob([*prefix, *row[: k + 1]]) for k in range(len(row))]
-            for prefix, row in zip(prompts, rows, strict=True)
-        ]
-        is_cut = [
-            len(row) == limit and row[-1] not in (STOP, END)
-            for row, limit in zip(rows, limits, strict=True)
-        ]
-        return RolloutBatch(
-            prompts=request.prompts,
-            responses=responses,
-            response_mask=responses.like(torch.ones_like(responses.values).bool()),
-            rollout_log_probs=Ragged.from_rows(log_probs, torch.float32),
-            group_id=request.prompt_id,
-            weight_version=torch.full((len(rows),), self.holds),
-            truncated=torch.tensor(is_cut),
-            unfinished=torch.tensor([row in open_rows for row in range(len(rows))]),
-            engines=(EngineStats(len(responses.values), 1.0, 0.1),) * self.num_engines,
-        )
+    def generate(self, requests: Requests) -> RolloutBatch:
+        batch = super().generate(requests)
+        self.sampled += len(batch.responses.values)
+        self.cut += int((batch.responses.lengths[batch.unfinished] > 0).sum())
+        return batch
 
 
 def prompt(number: int) -> Prompt:

@@ -1,63 +1,30 @@
 """Sampling seeds depend on nothing but their arguments; stop tokens come from all files."""
 
 import json
-from dataclasses import replace
+from hashlib import blake2b
 
 import pytest
-import torch
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.batch import PromptBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.seeds import sample_seed
 from hybridrl.models.vocabulary import stop_token_ids
-from hybridrl.rollout.sampling import sample_seeds
 
-
-def batch(ids=(4, 9, 2), step=7, responses=3):
-    rows = [[1] * (k + 1) for k in range(len(ids))]
-    return PromptBatch(
-        Ragged.from_rows(rows, torch.int64), torch.tensor(ids), step, responses, 1.0, 1.0
-    )
+# Parts of a response's seed by turn.
+TURNS = ((), ("turn", 1), ("turn", 2), ("turn", 3))
 
 
 def test_seeds_are_distinct_and_fit_an_int64():
-    seeds = sample_seeds(0, batch(ids=tuple(range(100)), responses=8))
-    assert len(seeds) == len(set(seeds)) == 800
+    seeds = [sample_seed(0, 7, p, k, *t) for p in range(100) for k in range(8) for t in TURNS]
+    assert len(seeds) == len(set(seeds)) == 3200
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_seeds_do_not_depend_on_what_else_is_in_the_batch():
-    whole = sample_seeds(0, batch())
-    parts = [sample_seeds(0, batch(ids=(i,))) for i in (4, 9, 2)]
-    assert whole == parts[0] + parts[1] + parts[2]
-
-
-def test_seeds_depend_on_run_step_and_sample():
-    assert not set(sample_seeds(0, batch())) & set(sample_seeds(1, batch()))
-    assert not set(sample_seeds(0, batch())) & set(sample_seeds(0, batch(step=8)))
-    more = replace(batch(ids=(4,)), responses_per_prompt=5)
-    assert sample_seeds(0, more)[:3] == sample_seeds(0, batch(ids=(4,)))
+    assert not {*seeds} & {sample_seed(1, 7, p, k) for p in range(100) for k in range(8)}
+    assert not {*seeds} & {sample_seed(0, 8, p, k) for p in range(100) for k in range(8)}
 
 
 def test_the_seed_is_the_documented_one():
     """BLAKE2b of "0/sample/7/4/0", first 8 bytes, big-endian, shifted right by one."""
-    from hashlib import blake2b
-
     digest = blake2b(b"0/sample/7/4/0", digest_size=8).digest()
-    assert sample_seeds(0, batch())[0] == int.from_bytes(digest, "big") >> 1
-
-
-def test_seeds_go_by_each_prompts_own_sample():
-    apart = replace(batch(responses=1), first_sample=torch.tensor([2, 0, 1]))
-    whole = sample_seeds(0, batch())
-    assert sample_seeds(0, apart) == [whole[2], whole[3], whole[7]]
-
-
-def test_every_turn_of_a_conversation_has_seeds_of_its_own():
-    """The first turn's are those of a response without turns."""
-    turns = [sample_seeds(0, replace(batch(), turn=turn)) for turn in range(4)]
-    assert turns[0] == sample_seeds(0, batch())
-    assert len({seed for turn in turns for seed in turn}) == 4 * 9
+    assert sample_seed(0, 7, 4, 0) == int.from_bytes(digest, "big") >> 1
 
 
 def write(folder, **files):

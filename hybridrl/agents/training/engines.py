@@ -1,8 +1,8 @@
 """Rollout engines under the endpoint: requests go in at any time, while others are sampled.
 
-Requests and tokens pass between the endpoint's event loop and the engines directly (data/live.py);
-the driver's main thread waits for the call in which the engines serve. What is open at its end goes
-on in the next: as a request with the tokens so far as its prompt.
+Requests and tokens pass between the endpoint and the engines directly (data/requests.py); the
+driver's main thread waits for the call in which the engines serve. What is open at its end goes on
+in the next: as a request with the tokens so far as its prompt.
 """
 
 import asyncio
@@ -12,18 +12,17 @@ from asyncio import StreamReader, StreamWriter
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
-from hybridrl.data.live import (
+from hybridrl.data.requests import (
     TICK,
     DriverAddress,
-    LiveRequest,
     Message,
     Progress,
+    Request,
     Served,
     decode_progress,
     encode,
@@ -43,14 +42,13 @@ TICK_S = 1.0
 class OpenRequest(NamedTuple):
     """A request that is being sampled, and its tokens so far."""
 
-    request: LiveRequest
+    request: Request
     tokens: list[int]
 
-    def rest(self) -> LiveRequest:
+    def rest(self) -> Request:
         """Return the request that continues it."""
         request, count = self.request, len(self.tokens)
-        return replace(
-            request,
+        return request._replace(
             prompt=[*request.prompt, *self.tokens],
             max_tokens=request.max_tokens - count,
             seed=derive_seed(request.seed, "after", count) if count else request.seed,
@@ -86,7 +84,7 @@ class LiveEngines:
         """Number of engines."""
         return self._rollout.num_shards
 
-    def submit(self, request: LiveRequest) -> "asyncio.Queue[Progress]":
+    def submit(self, request: Request) -> "asyncio.Queue[Progress]":
         """Begin to sample; between two runs, with the next one."""
         queue = self._queues[request.request_id] = asyncio.Queue()
         self._open[request.request_id] = OpenRequest(request, [])
@@ -94,7 +92,7 @@ class LiveEngines:
             self._send(request.engine, request)
         return queue
 
-    def cancel(self, request: LiveRequest) -> None:
+    def cancel(self, request: Request) -> None:
         """Drop a request, unless it has ended."""
         self._queues.pop(request.request_id, None)
         if self._open.pop(request.request_id, None) is not None:

@@ -25,12 +25,13 @@ from hybridrl.agents.training.endpoint import Endpoint, check_address
 from hybridrl.agents.training.programs import Outcome, ProgramPool, task_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import SamplingParams
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.programs import Job, Reward
 from hybridrl.processes.messages import Failure, FailureKind
-from hybridrl.trainer.episodes.base import Episodes, Grown, Sampling, Until
+from hybridrl.trainer.episodes.base import Episodes, Grown, Until, Wanted
 from hybridrl.trainer.episodes.conversations import Environment, FailureReasons
 from hybridrl.trainer.episodes.responses import (
     EpisodeState,
@@ -108,12 +109,12 @@ class ProgramEpisodes:
         """Return empty responses; their programs begin with the next growth."""
         return [Response.empty() for _ in prompts]
 
-    def grow(self, groups: Sequence[Group], until: Until, sampling: Sampling) -> Grown:
+    def grow(self, groups: Sequence[Group], until: Until, params: SamplingParams) -> Grown:
         """Sample for the programs until `until.finished` groups have ended, the needed among them.
 
         It is asked again when a program has ended.
         """
-        running = {place: self._running(groups, place, sampling) for place in unfinished(groups)}
+        running = {place: self._running(groups, place, params) for place in unfinished(groups)}
 
         def is_enough() -> bool:
             is_open = {g for (g, _), one in running.items() if not one.outcome.done()}
@@ -144,7 +145,9 @@ class ProgramEpisodes:
         version = self._endpoint.engines.served[0].weight_version
         return batch_of(results, version, self._endpoint.end_token)
 
-    def _running(self, groups: Sequence[Group], place: Place, sampling: Sampling) -> RunningProgram:
+    def _running(
+        self, groups: Sequence[Group], place: Place, params: SamplingParams
+    ) -> RunningProgram:
         """Return the program of an episode, started if it is new or its driver has ended."""
         group, state = groups[place[0]], groups[place[0]].responses[place[1]].episode
         if isinstance(state, RunningProgram):
@@ -154,7 +157,7 @@ class ProgramEpisodes:
             secrets.token_urlsafe(16),
             (self._seed, "agent", group.step, group.prompt.prompt_id, sample),
             group.engine,
-            replace(endpoint.settings, temperature=sampling.temperature, top_p=sampling.top_p),
+            replace(endpoint.settings, temperature=params.temperature, top_p=params.top_p),
         )
         job = Job(task_of(group.prompt), endpoint.server.url, episode.key)
         (outcome,) = self._programs.begin([job])
@@ -246,7 +249,7 @@ def open_agent(config: RunConfig, stack: ExitStack) -> Environment:
         score, seed = config.reward.failed_score, config.rollout.seed
         return ProgramEpisodes(endpoint, seed, pool, failures, score)
 
-    def engines(request: PromptBatch, num_engines: int) -> list[int]:
-        return [place % num_engines for place in range(len(request))]
+    def engines(wanted: Wanted, num_engines: int) -> list[int]:
+        return [place % num_engines for place in range(len(wanted.prompts))]
 
     return Environment(episodes, failures, engines)

@@ -18,7 +18,7 @@ from hybridrl.agents.text import ModelText
 from hybridrl.agents.training.programs import ProgramPool, task_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.importing import is_ours
-from hybridrl.data.live import LiveRequest, Progress
+from hybridrl.data.requests import Progress, Request
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.environments.programs import KEY, Job
@@ -40,13 +40,13 @@ class Silent:
     def __init__(self) -> None:
         self.asked: Future[None] = Future()
 
-    def submit(self, request: LiveRequest) -> "asyncio.Queue[Progress]":
+    def submit(self, request: Request) -> "asyncio.Queue[Progress]":
         """Note a request."""
         if not self.asked.done():
             self.asked.set_result(None)
         return asyncio.Queue()
 
-    def cancel(self, request: LiveRequest) -> None:
+    def cancel(self, request: Request) -> None:
         """Do nothing."""
 
 

@@ -21,10 +21,11 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.requests import SamplingParams
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.trainer.episodes.base import request_of
-from hybridrl.trainer.evaluate import GREEDY, Scored, score_by_rules
+from hybridrl.trainer.episodes.base import Wanted
+from hybridrl.trainer.evaluate import Scored, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.workers.reference import PolicyConfig
 
@@ -68,7 +69,7 @@ class Evaluation:
     def sampling(self) -> dict[str, Any]:
         """temperature, top_p and top_k (None: all tokens)."""
         if self.greedy:
-            return {**GREEDY, "top_k": None}
+            return {"temperature": 0.0, "top_p": 1.0, "top_k": None}
         rollout = self.config.rollout
         how = {"temperature": rollout.temperature, "top_p": rollout.top_p}
         return {**how, "top_k": self.config.eval.top_k}
@@ -115,14 +116,14 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
         log = stack.enter_context((evaluation.output / COMPLETIONS).open("w", encoding="utf-8"))
         rollout = rollout_engines(config, subject, evaluation.output, stack)
         generate = generator_for(config, environment, rollout, evaluation.prompts, decode, stack)
-        lengths = ResponseLengths()
+        lengths, params = ResponseLengths(), SamplingParams(**evaluation.sampling)
         totals = Totals({rule: [[] for _ in asked] for rule in ("", *rules)})
         assert config.rollout.max_num_seqs is not None, "derived before"
         per_call = ROUNDS_PER_CALL * num_engines(config) * config.rollout.max_num_seqs
         for first, count in passes(evaluation.samples, len(asked), per_call):
             start = time.perf_counter()
-            how = evaluation.sampling | {"samples": count, "first_sample": first}
-            batch = generate(lengths.expect(request_of(asked, subject.step, **how)))
+            wanted = Wanted(asked, subject.step, params, count, first)
+            batch = generate(wanted.balanced(lengths))
             seconds, last = time.perf_counter() - start, batch.select(batch.last_of_episodes)
             batch = batch.by_episode()
             lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())

@@ -8,25 +8,81 @@ Sources (trainer/sampling) decide which groups grow, and until when.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from hybridrl.data.batch import CallStats, Generate, PromptBatch, RolloutBatch, total_stats
-from hybridrl.data.ragged import Ragged
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.data.batch import CallStats, RolloutBatch, total_stats
+from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.partition import balance
+from hybridrl.data.requests import Request, Requests, SamplingParams
+from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.episodes.responses import Group, Response
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Distribution from which tokens are sampled: as in `PromptBatch`."""
+class Wanted:
+    """Whole responses to sample, `each` to each prompt.
 
-    temperature: float
-    top_p: float
-    top_k: int | None = None
+    Attributes:
+        step: training step, or evaluation at that step.
+        params: distribution of their tokens.
+        first: index of the first response among all to its prompt in the step; seeds derive from
+            it.
+        expected_tokens: cost of each prompt on its engine; None: its length.
+        returns_experts: training needs `RolloutBatch.routed_experts`, if these are recorded.
+    """
+
+    prompts: Sequence[Prompt]
+    step: int
+    params: SamplingParams
+    each: int = 1
+    first: int = 0
+    expected_tokens: Sequence[float] | None = None
+    returns_experts: bool = False
+
+    def balanced(self, lengths: ResponseLengths) -> "Wanted":
+        """Return the same with the tokens that are expected by known lengths."""
+        ids = [prompt.prompt_id for prompt in self.prompts]
+        known = lengths.expect(ids, [len(one.token_ids) for one in self.prompts], self.each)
+        return replace(self, expected_tokens=known)
+
+    def engines(self, count: int) -> list[int]:
+        """Return the engine of each prompt, by cost."""
+        cost = self.expected_tokens or [len(prompt.token_ids) for prompt in self.prompts]
+        parts = balance(range(len(cost)), cost, count)
+        of_prompt = {prompt: engine for engine, part in enumerate(parts) for prompt in part}
+        return [of_prompt[prompt] for prompt in range(len(cost))]
+
+    def requests(self, config: RolloutConfig) -> Requests:
+        """Return the requests for responses of one turn, in order."""
+        samples = range(self.first, self.first + self.each)
+        return Requests(
+            [
+                Request(
+                    request_id=response_name(self.step, prompt, sample),
+                    prompt=prompt.token_ids,
+                    seed=sample_seed(config.seed, self.step, prompt.prompt_id, sample),
+                    max_tokens=config.max_response_tokens,
+                    params=self.params,
+                )
+                for prompt in self.prompts
+                for sample in samples
+            ],
+            torch.tensor([one.prompt_id for one in self.prompts]).repeat_interleave(self.each),
+            each=self.each,
+            expected_tokens=self.expected_tokens,
+            returns_experts=self.returns_experts,
+        )
+
+
+def response_name(step: int, prompt: Prompt, sample: int) -> str:
+    """Return the name of a response: the step that began it, its prompt, its number."""
+    return f"{step}-{prompt.prompt_id}-{sample}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +130,7 @@ class Episodes(Protocol):
         """Return the beginning of a response to each prompt, which all its responses share."""
         ...
 
-    def grow(self, groups: Sequence[Group], until: Until, sampling: Sampling) -> Grown:
+    def grow(self, groups: Sequence[Group], until: Until, params: SamplingParams) -> Grown:
         """Continue the unfinished responses of groups, oldest first."""
         ...
 
@@ -83,72 +139,46 @@ class Episodes(Protocol):
         ...
 
 
+# Samples whole responses, those to each prompt together.
+GenerateWhole = Callable[[Wanted], RolloutBatch]
+
+
 @dataclass(frozen=True)
 class Generator:
     """Generator of whole responses to prompts: `generate`, and how they grow."""
 
     episodes: Episodes
-    generate: Generate
+    generate: GenerateWhole
 
-    def __call__(self, request: PromptBatch) -> RolloutBatch:
-        """Generate `responses_per_prompt` responses to each prompt, in order."""
-        return self.generate(request)
+    def __call__(self, wanted: Wanted) -> RolloutBatch:
+        """Generate the responses, in order."""
+        return self.generate(wanted)
 
 
 def whole_episodes(
     episodes: Episodes,
-    prompts: Mapping[int, Prompt],
-    engines: Callable[[PromptBatch, int], list[int]],
+    engines: Callable[[Wanted, int], list[int]],
     num_engines: int,
-    request: PromptBatch,
+    wanted: Wanted,
 ) -> RolloutBatch:
-    """Return `responses_per_prompt` responses to each prompt, which have grown to their end.
+    """Return the responses to each prompt, which have grown to their end.
 
-    `prompts` are those of training and evaluation by id; `engines` chooses the engine of each.
+    `engines` chooses the engine of each prompt.
     """
-    each, count = request.responses_per_prompt, len(request)
-    asked = [prompts[number] for number in request.prompt_id.tolist()]
-    firsts = [0] * count if request.first_sample is None else request.first_sample.tolist()
-    rows = zip(asked, engines(request, num_engines), episodes.open(asked), firsts, strict=True)
+    prompts = wanted.prompts
+    rows = zip(prompts, engines(wanted, num_engines), episodes.open(prompts), strict=True)
     groups = [
-        Group(prompt, request.step, 0, engine, (response,) * each, first)
-        for prompt, engine, response, first in rows
+        Group(prompt, wanted.step, 0, engine, (response,) * wanted.each, wanted.first)
+        for prompt, engine, response in rows
     ]
-    sampling = Sampling(request.temperature, request.top_p, request.top_k)
-    grown = episodes.grow(groups, Until(count, count), sampling)
+    grown = episodes.grow(groups, Until(len(prompts), len(prompts)), wanted.params)
     assert len(grown.versions) <= 1, "the weights changed within an episode"
     batch = episodes.batch(grown.groups)
     return replace(
         batch,
-        group_id=request.prompt_id[batch.group_id],
+        group_id=torch.tensor([prompt.prompt_id for prompt in prompts])[batch.group_id],
         # Of conversations, weight_version says the same.
         token_versions=None if batch.episode is None else batch.token_versions,
         engines=total_stats(grown.calls),
         environment_s=grown.environment_s,
-    )
-
-
-def request_of(
-    prompts: Sequence[Prompt],
-    step: int,
-    *,
-    temperature: float,
-    top_p: float,
-    top_k: int | None = None,
-    samples: int = 1,
-    first_sample: int = 0,
-) -> PromptBatch:
-    """Build a request for `samples` responses to each prompt.
-
-    Seeds derive from `first_sample`, the number of samples of each prompt that exist already.
-    """
-    return PromptBatch(
-        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
-        prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
-        step=step,
-        responses_per_prompt=samples,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        first_sample=torch.full((len(prompts),), first_sample),
     )

@@ -11,7 +11,7 @@ import torch
 from hybridrl.config.errors import Problem, raised_problems
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, load_tokenizer
 from hybridrl.data.sources.turns import TurnTokens
@@ -19,7 +19,7 @@ from hybridrl.environments.base import EnvironmentPool, EnvironmentReply, StepRe
 from hybridrl.models.resolve import plain_folder
 from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.processes.messages import Failure, FailureKind
-from hybridrl.trainer.episodes.base import Episodes
+from hybridrl.trainer.episodes.base import Episodes, Wanted
 from hybridrl.trainer.episodes.responses import EpisodeState, Response
 from hybridrl.trainer.episodes.turns import Turns
 from hybridrl.trainer.rewarding import Rewarded
@@ -61,7 +61,7 @@ class Environment:
 
     episodes: Callable[[WorkerGroup, Decode, ExitStack], Episodes]
     failures: FailureReasons
-    engines: Callable[[PromptBatch, int], list[int]]
+    engines: Callable[[Wanted, int], list[int]]
 
 
 class EnvironmentRewards:

@@ -7,17 +7,18 @@ was cut and a conversation that goes on are the same thing: a response that is n
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import CallStats, Generate, PromptBatch, RolloutBatch
+from hybridrl.data.batch import CallStats, RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.requests import Generate, Request, Requests, SamplingParams
 from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.episodes.base import Grown, Sampling, Until
+from hybridrl.trainer.episodes.base import Grown, Until, response_name
 from hybridrl.trainer.episodes.responses import Group, Place, Response, unfinished, with_responses
 
 
@@ -63,7 +64,7 @@ class TurnEpisodes:
         """Return the beginning of a response to each prompt."""
         return self.turns.open(prompts)
 
-    def grow(self, groups: Sequence[Group], until: Until, sampling: Sampling) -> Grown:
+    def grow(self, groups: Sequence[Group], until: Until, params: SamplingParams) -> Grown:
         """Continue all unfinished responses until they have `until.tokens` more tokens.
 
         Without an environment that is one call of the engines. With one it is several, between
@@ -72,8 +73,8 @@ class TurnEpisodes:
         groups, calls, versions = list(groups), list[CallStats](), set[int]()
         budget = until.tokens
         while (places := unfinished(groups)) and (budget > 0 or places[0][0] < until.needed):
-            request = self._request(groups, places, until.needed, max(0, budget), sampling)
-            part = self.generate(request)
+            requests = self._requests(groups, places, until.needed, max(0, budget), params)
+            part = self.generate(requests)
             calls.append(part.engines)
             versions.update(part.weight_version.tolist())
             before = [groups[g].responses[k] for g, k in places]
@@ -125,37 +126,36 @@ class TurnEpisodes:
             new[index] = response
         return new
 
-    def _request(
+    def _requests(
         self,
         groups: Sequence[Group],
         places: Sequence[Place],
         needed: int,
         budget: float,
-        sampling: Sampling,
-    ) -> PromptBatch:
-        """Build a request whose prompts are prompts with their responses so far."""
-        rows = [(groups[g], groups[g].responses[k]) for g, k in places]
-        ids = [self._seed(groups[g], k) for g, k in places]
-        prefixes = [[*group.prompt.token_ids, *one.tokens.tolist()] for group, one in rows]
-        most, is_cut = self.config.max_response_tokens, math.isfinite(budget)
-        return PromptBatch(
-            prompts=Ragged.from_rows(prefixes, torch.int32),
-            prompt_id=torch.tensor([group.prompt.prompt_id for group, _ in rows]),
-            step=0,  # seeds are given
-            responses_per_prompt=1,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=torch.tensor([most - len(response) for _, response in rows]),
-            stop_token_ids=self.turns.stop_token_ids,
-            engine=torch.tensor([group.engine for group, _ in rows]),
-            seeds=torch.tensor(
-                [self._seed(groups[g], k, *groups[g].responses[k].seed_parts) for g, k in places]
-            ),
-            response_id=torch.tensor(ids) if self.config.keep_kv and is_cut else None,
+        params: SamplingParams,
+    ) -> Requests:
+        """Return requests whose prompts are prompts with their responses so far."""
+        is_cut, most = math.isfinite(budget), self.config.max_response_tokens
+        params = replace(params, stop_token_ids=self.turns.stop_token_ids)
+        requests = []
+        for g, k in places:
+            group, response = groups[g], groups[g].responses[k]
+            request = Request(
+                request_id=response_name(group.step, group.prompt, group.first_sample + k),
+                prompt=[*group.prompt.token_ids, *response.tokens.tolist()],
+                seed=self._seed(group, k, *response.seed_parts),
+                max_tokens=most - len(response),
+                params=params,
+                engine=group.engine,
+                must_finish=is_cut and g < needed,
+            )
+            requests.append(request)
+        return Requests(
+            requests,
+            torch.tensor([groups[g].prompt.prompt_id for g, _ in places]),
             token_budget=budget / len(places) if is_cut else None,
             enough_ended=self.turns.enough if is_cut else None,
-            must_finish=torch.tensor([g < needed for g, _ in places]) if is_cut else None,
+            holds=self.config.keep_kv and is_cut,
         )
 
     def _seed(self, group: Group, index: int, *parts: str | int) -> int:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from hybridrl.data.batch import CallStats, RolloutBatch, total_stats
-from hybridrl.trainer.episodes.base import Episodes, Grown, Sampling, Until
+from hybridrl.data.requests import SamplingParams
+from hybridrl.trainer.episodes.base import Episodes, Grown, Until
 from hybridrl.trainer.episodes.responses import Group, unfinished
 from hybridrl.trainer.sampling.source import Metrics, Sampled, Source, SourceParts
 
@@ -60,7 +61,7 @@ class GroupsInFlight(Source):
         self._lengths = parts.generation.lengths
         self._num_engines = parts.rollout.num_shards
         self._episodes: Episodes = parts.generation.generate.episodes
-        self._sampling = Sampling(rollout.temperature, rollout.top_p)
+        self._params = SamplingParams(rollout.temperature, rollout.top_p)
         self._groups: tuple[Group, ...] = ()  # in flight, oldest first
         self._step: Step | None = None
 
@@ -180,7 +181,7 @@ class GroupsInFlight(Source):
         calls, seconds, least = list[CallStats](), 0.0, 0.0
         while True:
             budget = self._budget(groups, lacks(groups, count), least)
-            grown = self._episodes.grow(groups, Until(needed, count, budget), self._sampling)
+            grown = self._episodes.grow(groups, Until(needed, count, budget), self._params)
             assert grown.versions <= {self._engine.weight_version}, "stale weights"
             self._learn(groups, grown.groups)
             groups, least = grown.groups, MIN_SHARE

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import Generate
+from hybridrl.trainer.episodes.base import GenerateWhole
 from hybridrl.trainer.record import Row
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.sampling.source import Sampled, StepSource
@@ -16,7 +16,7 @@ class Rollouts:
     """Sampling of the responses that a step trains on; `generate` samples any others."""
 
     source: StepSource
-    generate: Generate
+    generate: GenerateWhole
     engine: HybridEngine
     rollout: WorkerGroup
     phases: Phases

@@ -18,10 +18,11 @@ from torch import Tensor
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.requests import SamplingParams
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.episodes.base import Generator, request_of
+from hybridrl.trainer.episodes.base import Generator, Wanted
 from hybridrl.trainer.episodes.responses import Group
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
@@ -82,9 +83,9 @@ class Generation:
     engine: HybridEngine
     lengths: ResponseLengths
 
-    def __call__(self, prompts: PromptBatch) -> RolloutBatch:
+    def __call__(self, wanted: Wanted) -> RolloutBatch:
         """Generate responses to the prompts."""
-        batch = self.generate(self.lengths.expect(prompts))
+        batch = self.generate(wanted.balanced(self.lengths))
         assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
         self.lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
         return batch
@@ -124,16 +125,10 @@ class WholeGroups(Source):
         """Sample responses to `count` prompts; a prompt that returns within a step gets others."""
         rollout, each = self._rollout, self._rollout.responses_per_prompt
         prompts = self._next_prompts(count)
-        request = request_of(
-            prompts,
-            step,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            samples=each,
-            first_sample=self._samples,
-        )
+        params = SamplingParams(rollout.temperature, rollout.top_p)
+        wanted = Wanted(prompts, step, params, each, self._samples, returns_experts=True)
         self._samples += each
-        batch = self._generation(replace(request, returns_experts=True))
+        batch = self._generation(wanted)
         episodes = range(len(batch)) if batch.episode is None else batch.episode.tolist()
         return Sampled(batch, [prompts[episode // each] for episode in episodes])
 
@@ -162,8 +157,8 @@ class StepSource:
             # Overlong filtering: Yu et al. 2025 (DAPO), section 3.4.
             sampled = without_loss(sampled, sampled.batch.truncated)
         if estimator_of(algorithm.advantage).needs_greedy_responses:
-            request = request_of(sampled.prompts[::each], step, temperature=0.0, top_p=1.0)
-            sampled = replace(sampled, greedy=self._generation(request))
+            wanted = Wanted(sampled.prompts[::each], step, SamplingParams(temperature=0.0))
+            sampled = replace(sampled, greedy=self._generation(wanted))
         metrics = self._source.begin_update(step, sampled.batch)
         return replace(sampled, metrics=sampled.metrics | metrics)
 

@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain, repeat
 
-from hybridrl.data.batch import CallStats, PromptBatch, RolloutBatch, total_stats
+from hybridrl.data.batch import CallStats, RolloutBatch, total_stats
+from hybridrl.data.requests import Requests
 from hybridrl.distributed.background import MAY_BLOCK, run_in_background
 from hybridrl.trainer.episodes.base import Grown, Until
 from hybridrl.trainer.episodes.responses import Group
@@ -98,8 +99,8 @@ class GroupsAhead(GroupsInFlight):
         # The first call also begins to receive the weights that arrive.
         arriving = chain([version + 1 if self._trains_policy(step.number) else None], repeat(None))
 
-        def generate(request: PromptBatch) -> RolloutBatch:
-            batch: RolloutBatch = self._begin_call("generate_ahead", request, next(arriving))()
+        def generate(requests: Requests) -> RolloutBatch:
+            batch: RolloutBatch = self._begin_call("generate_ahead", requests, next(arriving))()
             assert (batch.weight_version == version).all(), "stale weights"
             return batch
 
@@ -107,4 +108,4 @@ class GroupsAhead(GroupsInFlight):
             replace(self._turn_episodes, generate=generate).grow,
             Until(needed, wanted, budget),
         )
-        return groups, run_in_background(grow, groups, until, self._sampling, name=MAY_BLOCK)
+        return groups, run_in_background(grow, groups, until, self._params, name=MAY_BLOCK)
