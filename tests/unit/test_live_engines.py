@@ -25,7 +25,7 @@ from hybridrl.data.requests import (
 from hybridrl.rollout.live import Channel
 from hybridrl.rollout.sampler import Peers
 
-REQUEST = Request("0", [1, 2], 5, 9, SamplingParams(1.0))
+REQUEST = Request("0", [1, 2], 5, 9, SamplingParams(1.0), engine=0)
 
 
 @dataclass
@@ -88,7 +88,7 @@ def test_only_who_knows_the_secret_is_an_engine():
 def test_tokens_come_in_their_order_however_late_they_are_passed_on():
     """More than are passed on at once, and a second message before the first is through."""
     count = 3 * PORTION
-    requests = [Request(str(k), [k], k, 9, REQUEST.params, in_pieces=True) for k in range(count)]
+    requests = [Request(str(k), [k], k, 9, REQUEST.params, 0, in_pieces=True) for k in range(count)]
 
     def engine(driver: DriverAddress) -> None:
         with connected(driver) as link, link.makefile("rb") as received:
