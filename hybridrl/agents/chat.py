@@ -20,7 +20,7 @@ from hybridrl.agents.episode import (
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsRequest, event, usage
 from hybridrl.agents.policy import Policy
 from hybridrl.config.checks.data import RESERVED
-from hybridrl.rollout.tool_calls import Parsed
+from hybridrl.rollout.vllm_text import Parsed
 
 # Keywords of `rendered` that are not the request's.
 _RESERVED = RESERVED | {"policy", "episode", "messages"}
