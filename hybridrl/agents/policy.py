@@ -288,14 +288,8 @@ class Policy:
             stop_token_ids=stop,
             more=more,
         )
-        return Request(
-            request_id=f"live-{self._count}",
-            prompt=prompt,
-            seed=seed,
-            max_tokens=min(ask.max_tokens or room, room),
-            params=params,
-            engine=episode.engine,
-            in_pieces=in_pieces,
-            # vLLM would apply penalties and grammars to a rest as if it were the whole.
-            must_finish=bool(more),
-        )
+        longest = min(ask.max_tokens or room, room)
+        name, engine = f"live-{self._count}", episode.engine
+        # vLLM would apply penalties and grammars to a rest as if it were the whole.
+        must = bool(more)
+        return Request(name, prompt, seed, longest, params, engine, in_pieces, must_finish=must)
