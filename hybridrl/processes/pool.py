@@ -78,6 +78,7 @@ class TaskPool:
         self._failed: Counter[str] = Counter()  # items by cause, see `_cause`
         self._failed_starts = 0
         self._is_stopped = False
+        self._chunk_items = 1
         self._waiting: deque[Indexed] = deque()  # items without a process
         self._suspects: deque[Indexed] = deque()  # items to be computed alone
         self._results: dict[int, Any] = {}
@@ -102,6 +103,8 @@ class TaskPool:
         """
         self._waiting, self._results, results = deque(enumerate(items)), {}, dict[int, Any]()
         self._suspects.clear()
+        chunk_items = len(items) // (4 * len(self._processes))
+        self._chunk_items = min(max(chunk_items, 1), MAX_CHUNK_ITEMS)
         try:
             while len(results) < len(items):
                 results |= self.advance(())
@@ -179,8 +182,7 @@ class TaskPool:
         """Return how many more items a process may have: a chunk if idle, or its share if async."""
         count = len(self._processes)
         if not process.is_async:
-            chunk = min(max(len(self._waiting) // (4 * count), 1), MAX_CHUNK_ITEMS)
-            return 0 if process.pending else chunk
+            return 0 if process.pending else self._chunk_items
         share, rest = divmod(self._setup.concurrency, count)
         share += self._processes.index(process) < rest
         # An even share of few items: they may also need time to compute.
