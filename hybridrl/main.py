@@ -274,7 +274,7 @@ def prepare(checked: Checked, setup: SetupTimes, folder: Path) -> Prepared | Non
     make_paths_absolute(config)
     if problems := [*stored_weight_problems(result, on_hub=True)]:
         raise ConfigError(*problems)
-    from hybridrl.doctor.preflight import preflight  # heavy, as the next
+    from hybridrl.doctor.main import preflight  # heavy, as the next
     from hybridrl.health.observer import HealthChecks
 
     prepared = Prepared(checked, setup, partial(preflight, result, machine, checked.overrides))

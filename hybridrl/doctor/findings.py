@@ -123,12 +123,12 @@ def warns_if(condition: object) -> Verdict | None:
 
 def apply(check: str, node: str, rules: Iterable[Rule], passed: str) -> list[Finding]:
     """Return a finding for each rule that applies, or one ok with evidence `passed`."""
-    found = [
+    findings = [
         Finding(check, node, verdict, evidence, advice)
         for verdict, evidence, advice in rules
         if verdict is not None
     ]
-    return found or [ok(check, node, passed)]
+    return findings or [ok(check, node, passed)]
 
 
 def first(check: str, node: str, rules: Iterable[Rule], passed: str) -> Finding:

@@ -1,13 +1,15 @@
 """Nodes of `doctor --join`, before there is a Ray.
 
 The same command runs on every node. The node with the address HEAD listens, the others connect
-and run the probes that it names, with JSON both ways. A probe may do what its process may, so both
-ends prove the same key first, by the challenges of `multiprocessing.connection`.
+and run the probes that it names, with JSON both ways; the hints of a probe give the types back.
+A probe may do what its process may, so both ends prove the same key first, by the challenges of
+`multiprocessing.connection`.
 """
 
 import ipaddress
 import json
 import os
+import pkgutil
 import socket
 import struct
 import time
@@ -18,20 +20,21 @@ from itertools import count
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, get_type_hints
+
+import pydantic_core
+from pydantic import TypeAdapter
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.ray.node_probes import (
     NodeIdentity,
     NodeProbes,
     ProbeResult,
-    call_text,
     node_names,
-    read_result,
-    run_call,
+    run_probe,
     timed_out,
 )
-from hybridrl.doctor.context import ProbeGroup
+from hybridrl.doctor.stages import ProbeGroup
 
 KEY, RAY_KEY = "HYBRIDRL_DOCTOR_KEY", "RAY_AUTH_TOKEN"
 SAME_KEY = f"set {KEY} to the same word on all nodes"
@@ -69,15 +72,17 @@ def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[NodePr
         function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout_s: float
     ) -> dict[str, ProbeResult]:
         deadline, number = time.monotonic() + timeout_s, next(numbers)
+        name = f"{function.__module__}:{function.__qualname__}"
 
         def ask(node: str) -> ProbeResult:
             one = connections[node]
             try:
-                _send(one, [number, call_text(function, arguments[node])])
+                _send(one, [number, name, arguments[node]])
                 while one.poll(max(0.0, deadline - time.monotonic())):
-                    answered, reply = _receive(one)
+                    answered, value, error = _receive(one)
                     if answered == number:  # else late, for a call that has timed out
-                        return read_result(reply)
+                        kind = get_type_hints(function).get("return", Any)
+                        return ProbeResult(None if error else _typed(kind, value), error)
             except (EOFError, OSError):
                 return HUNG_UP
             return timed_out(timeout_s)
@@ -110,13 +115,27 @@ def _run_calls(connection: Connection) -> None:
     """Run the numbered calls of the head until its end (None), each in a thread."""
     lock = Lock()
 
-    def run(number: int, call: str) -> None:
-        reply = run_call(call)
+    def run(number: int, name: str, arguments: list[Any]) -> None:
+        result = run_probe(_call, name, arguments)
         with lock, suppress(OSError):  # the head may have ended
-            _send(connection, [number, reply])
+            _send(connection, [number, result.value, result.error])
 
     while (message := _receive(connection)) is not None:
         Thread(target=run, args=message, daemon=True).start()
+
+
+def _call(name: str, arguments: list[Any]) -> object:
+    """Call a function by its name; return its value as plain data, which JSON keeps."""
+    function = pkgutil.resolve_name(name)
+    hints = [kind for key, kind in get_type_hints(function).items() if key != "return"]
+    kinds = hints or [Any] * len(arguments)
+    typed = [_typed(kind, value) for kind, value in zip(kinds, arguments, strict=False)]
+    return pydantic_core.to_jsonable_python(function(*typed))
+
+
+def _typed(kind: Any, value: object) -> Any:
+    """Make what was sent into the type of a function's hint; plain data without one."""
+    return TypeAdapter(kind).validate_python(value)
 
 
 def _end(connections: Iterable[Connection]) -> None:
@@ -126,7 +145,7 @@ def _end(connections: Iterable[Connection]) -> None:
 
 
 def _send(connection: Connection, message: list[Any] | None) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+    connection.send_bytes(pydantic_core.to_json(message))
 
 
 def _receive(connection: Connection) -> Any:

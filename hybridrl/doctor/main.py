@@ -9,6 +9,7 @@ SIGHUP, 130 Ctrl-C, 143 SIGTERM. The report is always written.
 """
 
 import argparse
+import logging
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,21 +23,36 @@ from rich.console import Console
 from hybridrl.app.compose import composed, examine_config
 from hybridrl.app.process import exit_codes, import_from_here
 from hybridrl.config.checks.installation import ray_problem, ray_version
+from hybridrl.config.choices import DoctorChecks
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import early_value
+from hybridrl.config.load import Examined, early_value
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
+from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
 from hybridrl.controller.signals import Interrupted
-from hybridrl.doctor import training
-from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.findings import Stage
+from hybridrl.doctor import inputs, ray, room, training
+from hybridrl.doctor.findings import Stage, Verdict
+from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.joined import joined_probes, listens_here, serve
-from hybridrl.doctor.preflight import STAGES, run_nodes
-from hybridrl.doctor.report import show, write_report
-from hybridrl.doctor.stages import StageReport, exit_code, left_out, run_stages
+from hybridrl.doctor.network import stage as network
+from hybridrl.doctor.report import complaints, show, write_report
+from hybridrl.doctor.stages import Check, CheckContext, StageReport, exit_code, left_out, run_stages
+
+logger = logging.getLogger(__name__)
+
+# All stages but training, which is a run itself.
+STAGES: tuple[tuple[Stage, Check], ...] = (
+    (Stage.host, host.check),
+    (Stage.network, network.check),
+    (Stage.ray, lambda case: ray.examine(case.agents, case.config.cluster.nodes)),
+    (Stage.placement, room.check_placement),
+    (Stage.inputs, inputs.check),
+    (Stage.memory, room.check_memory),
+)
+
 
 JOIN_S = 300.0
 LOOK_S = 60.0
@@ -137,14 +153,14 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
         )
     answers = call_all(agents, local_machine, timeout_s=LOOK_S)
     nodes = [a.value.nodes[0] for a in answers.values() if not a.error]
-    found = composed(line, lambda: Machine(tuple(nodes)))
-    if found.problems or found.cfg is None:
-        raise ConfigError(*found.problems)
+    run = composed(line, lambda: Machine(tuple(nodes)))
+    if run.problems or run.cfg is None:
+        raise ConfigError(*run.problems)
     # The stage ray reports missing nodes; here they count as copies of the first.
-    wanted = early_value(found.cfg, "cluster.nodes", IntegerNode) or 0
+    wanted = early_value(run.cfg, "cluster.nodes", IntegerNode) or 0
     missing = max(0, wanted - len(nodes))
     machine = Machine((*nodes, *nodes[:1] * missing))
-    result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
+    result = examine_config(run.cfg, machine, provenance_of(run.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     assert result.shape is not None
@@ -153,8 +169,55 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
         Machine(tuple(nodes)),
         result.shape,
         result.reward_shape,
-        found.overrides,
+        run.overrides,
         agents,
         quick=False,
         config_dir=line.args.config_dir,
     )
+
+
+class MachineError(ConfigError):
+    """Failures of the machines, by node, with remedies."""
+
+    subject = "of the machines; doctor=off starts the run all the same"
+
+
+def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> None:
+    """Make the checks of `doctor.checks` on every node of the run, and log the warnings.
+
+    With RAY_ADDRESS the process must have joined that cluster. `machine` has the nodes that the
+    run may use.
+
+    Raises:
+        MachineError: every failure of the first stage that has one.
+    """
+    checks = result.config.doctor.checks
+    if checks is DoctorChecks.none:
+        return
+    with run_nodes() as agents:
+        quick = checks is DoctorChecks.quick
+        assert result.shape is not None
+        context = CheckContext(
+            result.config, machine, result.shape, result.reward_shape, overrides, agents, quick
+        )
+        reports = list(run_stages(context, STAGES))
+    for text in complaints(reports, Verdict.warn):
+        logger.warning("%s", text)
+    if failures := complaints(reports, Verdict.fail):
+        raise MachineError(*failures)
+
+
+@contextmanager
+def run_nodes() -> Iterator[NodeProbes]:
+    """Yield the nodes of the cluster at RAY_ADDRESS, or this machine.
+
+    Raises:
+        ConfigError: on entering, if the cluster cannot be joined.
+    """
+    if ray_address() is None:
+        yield LocalProbes(socket.gethostname())
+        return
+    from hybridrl.controller.ray.ray_probes import RayProbes
+
+    with RayProbes() as agents:
+        yield agents

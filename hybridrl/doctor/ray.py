@@ -11,10 +11,10 @@ from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, joined_
 from hybridrl.controller.ray.head import Connection, connect, head_place, ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import is_ip
-from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, skipped, warns_if
 from hybridrl.doctor.network.nodes import is_loopback
 from hybridrl.doctor.network.server import listening, process_text
+from hybridrl.doctor.stages import gather
 
 ASK_S, FACTS_S = 10.0, 20.0
 TOKEN_CHARACTERS = 8
@@ -60,32 +60,32 @@ def examine(agents: NodeProbes, wanted: int) -> list[Finding]:
     address = ray_address()
     joined = None if address is None else joined_view()
     place = None if address is None else head_place(address)
-    facts, found = gather(agents, "ray.reachable", ray_facts, place, timeout_s=FACTS_S)
-    found += judge_versions(facts) + judge_tokens(facts, joined=joined is not None)
+    facts, findings = gather(agents, "ray.reachable", ray_facts, place, timeout_s=FACTS_S)
+    findings += judge_versions(facts) + judge_tokens(facts, joined=joined is not None)
     unfit = ray_problem(ray_version())
     if address is None:
-        return found + _without_address(len(agents.nodes), wanted)
+        return findings + _without_address(len(agents.nodes), wanted)
     if place is None:
         if unfit:
-            return found + _skip(OF_HEAD, f"RAY_ADDRESS={address}, and {unfit} here")
+            return findings + _skip(OF_HEAD, f"RAY_ADDRESS={address}, and {unfit} here")
         if joined is None:
             evidence = f"RAY_ADDRESS={address} led to no cluster that this process could join"
             advice = "Set RAY_ADDRESS=<address of the head>:6379, and start the doctor again."
-            return [*found, fail("ray.reachable", "all", evidence, advice)]
+            return [*findings, fail("ray.reachable", "all", evidence, advice)]
         evidence = f"RAY_ADDRESS={address} has been joined"
-        found += [ok("ray.reachable", "all", evidence), skipped("ray.loopback", "all", evidence)]
-        return found + judge_view(joined, address, wanted)
+        findings += [ok("ray.reachable", "all", evidence), skipped("ray.loopback", "all", evidence)]
+        return findings + judge_view(joined, address, wanted)
     alive = 0 if joined is None else sum(node.alive for node in joined.nodes)
     several = max(wanted, len(facts)) > 1 and alive < wanted
-    found += judge_reachable(facts, address, several=several)
+    findings += judge_reachable(facts, address, several=several)
     if not facts or any(fact.connection.error for fact in facts.values()):
-        return found + _skip(OF_HEAD[2:], "the head is not reached")
+        return findings + _skip(OF_HEAD[2:], "the head is not reached")
     if strangers := [f.connection for f in facts.values() if not f.connection.is_grpc]:
-        found.append(_judge_stranger(address, strangers[0], facts))
-        return found + _skip(OF_HEAD[3:], "no Ray")
+        findings.append(_judge_stranger(address, strangers[0], facts))
+        return findings + _skip(OF_HEAD[3:], "no Ray")
     if unfit:
-        return found + _skip(OF_HEAD[2:], f"{unfit} here")
-    return found + judge_view(joined or query_head(address, ASK_S), address, wanted)
+        return findings + _skip(OF_HEAD[2:], f"{unfit} here")
+    return findings + judge_view(joined or query_head(address, ASK_S), address, wanted)
 
 
 def _skip(checks: tuple[str, ...], why: str) -> list[Finding]:
@@ -175,7 +175,7 @@ def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: boo
     """
     host, _, port = address.rpartition(":")
     alone = ok("ray.loopback", "all", "no other node has to reach the head")
-    found = [_judge_loopback(host, port, facts) if several else alone]
+    findings = [_judge_loopback(host, port, facts) if several else alone]
     errors = {node: fact.connection.error for node, fact in facts.items() if fact.connection.error}
     for node, error in errors.items():
         advice = f"Open TCP port {port} of the head for this node, or see `ip route get <head>`"
@@ -184,12 +184,12 @@ def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: boo
                 f"If `ss -ltn sport = :{port}` on the head shows nothing or 127.0.0.1: ray stop, "
             )
             advice += f"and {START.format(port=port)}"
-        found.append(fail("ray.reachable", node, f"{node} -> {address}: {error}", advice))
+        findings.append(fail("ray.reachable", node, f"{node} -> {address}: {error}", advice))
     if facts and not errors:
         longest = max(fact.connection.seconds for fact in facts.values())
         evidence = f"{len(facts)} node(s) connect to {address} within {1e3 * longest:.1f} ms"
-        found.append(ok("ray.reachable", "all", evidence))
-    return found
+        findings.append(ok("ray.reachable", "all", evidence))
+    return findings
 
 
 def _judge_loopback(host: str, port: str, facts: Mapping[str, RayFacts]) -> Finding:
@@ -240,7 +240,7 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     version = f"Ray {view.ray_version}, Python {view.python_version}" if view.ray_version else "Ray"
     alive = [node for node in view.nodes if node.alive]
     on_one_machine = len({node.host for node in alive}) == 1 and len(alive) >= wanted
-    found = [ok("ray.port", "all", f"{version} at {address}")]
+    findings = [ok("ray.port", "all", f"{version} at {address}")]
     for node in alive:
         kind = "" if is_ip(node.address) else "a name"
         if not kind and wanted > 1 and not on_one_machine and is_loopback(node.address):
@@ -248,8 +248,8 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
         if kind:
             evidence = f"{node.host} is known in the cluster by {node.address}, {kind}"
             advice = LOOPBACK_ADVICE.format(port=port)
-            found.append(fail("ray.loopback", node.host, evidence, advice))
-    return [*found, _judge_nodes(view, address, wanted)]
+            findings.append(fail("ray.loopback", node.host, evidence, advice))
+    return [*findings, _judge_nodes(view, address, wanted)]
 
 
 def _judge_nodes(view: ClusterView, address: str, wanted: int) -> Finding:

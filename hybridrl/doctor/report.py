@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridrl.config.command.secrets import argument_without_secret, without_secrets
-from hybridrl.doctor.findings import Finding, Matrix, Verdict
+from hybridrl.doctor.findings import Finding, Verdict
 from hybridrl.doctor.stages import StageReport
 
 FILE = "doctor.json"
@@ -23,8 +23,6 @@ STYLES = {
     Verdict.skipped: "dim",
 }
 MIN_WIDTH, MAX_WIDTH = 80, 140
-# Rows of a table of pairs; larger ones are in doctor.json only.
-MOST_ROWS = 8
 
 
 def write_report(
@@ -39,7 +37,12 @@ def write_report(
             {"stage": report.stage.value, "seconds": round(report.seconds, 2)} for report in reports
         ],
         "findings": [f.as_json() for report in reports for f in report.findings],
-        "between_nodes": _tables(reports),
+        "between_nodes": {
+            title: matrix
+            for report in reports
+            for finding in report.findings
+            for title, matrix in (finding.tables or {}).items()
+        },
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
@@ -48,7 +51,7 @@ def write_report(
 
 
 def show(console: Console, reports: Sequence[StageReport]) -> None:
-    """Print each finding with its remedy, tables of pairs, and a summary."""
+    """Print each finding with its remedy, and a summary."""
     width = min(MAX_WIDTH, max(MIN_WIDTH, console.width)) if console.is_terminal else MAX_WIDTH
     table = Table(box=box.SIMPLE_HEAD, width=width)
     table.add_column("check", no_wrap=True)
@@ -64,40 +67,7 @@ def show(console: Console, reports: Sequence[StageReport]) -> None:
                 text.append(f"\n-> {finding.advice}", style="cyan")
             table.add_row(check, finding.node, verdict, text)
     console.print(table, soft_wrap=not console.is_terminal)
-    for title, matrix in _tables(reports).items():
-        if len(matrix) > MOST_ROWS:
-            console.print(Text(f"{title}: {len(matrix)} rows, see {FILE}", style="dim"))
-        else:
-            console.print(_table(title, matrix), soft_wrap=not console.is_terminal)
     console.print(Text(_summary(reports)))
-
-
-def _tables(reports: Sequence[StageReport]) -> dict[str, Matrix]:
-    """Return the tables of all findings by title."""
-    findings = [finding for report in reports for finding in report.findings]
-    return {title: matrix for f in findings for title, matrix in (f.tables or {}).items()}
-
-
-def _table(title: str, matrix: Matrix) -> Table:
-    """Return a table with a row for each sender and a column for each receiver."""
-    received = dict.fromkeys(name for row in matrix.values() for name in row)
-    receivers = [name for name in dict.fromkeys([*matrix, *received]) if name in received]
-    table = Table(title=f"{title}, from row to column", box=box.SIMPLE_HEAD, title_justify="left")
-    for header in ("", *receivers):
-        table.add_column(header, overflow="fold")
-    for sender, row in matrix.items():
-        table.add_row(sender, *(_cell(row.get(receiver, {})) for receiver in receivers))
-    return table
-
-
-def _cell(measured: Mapping[str, float]) -> str:
-    """Format the measurements of a pair: '941 MB/s, 0.12 ms'."""
-    texts = {"bytes_per_s": (1e-6, "MB/s", ".0f"), "round_trip_s": (1e3, "ms", ".3g")}
-    return ", ".join(
-        f"{factor * measured[key]:{digits}} {unit}"
-        for key, (factor, unit, digits) in texts.items()
-        if key in measured
-    )
 
 
 def complaints(reports: Sequence[StageReport], verdict: Verdict) -> list[str]:

@@ -15,8 +15,8 @@ from hybridrl.config.command.overrides import quoted
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import num_engines, training_ranks
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
+from hybridrl.doctor.stages import CheckContext
 
 CHECK = "training.steps"
 STEPS = 2

@@ -13,9 +13,9 @@ import pytest
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import LocalProbes
-from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict
 from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, HostFacts, Ulimits
+from hybridrl.doctor.stages import CheckContext
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from tests.support.model_shapes import TINY
 from tests.support.run_configs import MACHINE, run_config

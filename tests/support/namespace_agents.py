@@ -114,11 +114,11 @@ def only(findings: list[Any], check: str, node: str | None = None) -> Any:
 def summed(agents: Any) -> list[Any]:
     """The findings of the all-reduce alone, whatever else is wrong."""
     from hybridrl.controller.ray.node_probes import call_all
-    from hybridrl.doctor.network import collective as network_collective
+    from hybridrl.doctor.network import ranks
     from hybridrl.doctor.network.nodes import look
 
     views = {node: answer.value for node, answer in call_all(agents, look, "").items()}
-    return network_collective.check(agents, views, agents.addresses, on_gpu=False)
+    return ranks.check(agents, views, agents.addresses, on_gpu=False)
 
 
 def network_over_ray(ports: list[int]) -> list[Any]:
@@ -133,10 +133,9 @@ def network_over_ray(ports: list[int]) -> list[Any]:
 def stage_of_two(agents: Any, unfit: tuple[str, ...], *, quick: bool) -> list[Any]:
     """The findings of the stage network for a run on two of the nodes, none of them `unfit`."""
     from hybridrl.config.planner.model_shape import model_shape
-    from hybridrl.doctor.context import CheckContext
     from hybridrl.doctor.findings import Stage
     from hybridrl.doctor.network import stage as network
-    from hybridrl.doctor.stages import run_stages
+    from hybridrl.doctor.stages import CheckContext, run_stages
     from tests.support.model_shapes import TINY
     from tests.support.run_configs import MACHINE, run_config
 

@@ -149,6 +149,18 @@ class Host:
         finally:
             subprocess.run(["tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root"])
 
+    @contextlib.contextmanager
+    def small_packets(self, mtu: int) -> Iterator[None]:
+        """The router silently drops larger packets that the host sends."""
+        port = f"v{self.name.rpartition('-')[2]}"
+        ip("-n", self.namespace, "link", "set", "eth0", "gso_max_segs", "1")
+        ip("-n", self.router, "link", "set", port, "mtu", str(mtu))
+        try:
+            yield
+        finally:
+            ip("-n", self.router, "link", "set", port, "mtu", "1500")
+            ip("-n", self.namespace, "link", "set", "eth0", "gso_max_segs", "65535")
+
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """What a function of a module returns in a process of its own on this host."""
         code = "from tests.support.namespaces import answer_call; answer_call()"

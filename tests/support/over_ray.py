@@ -13,6 +13,7 @@ from hybridrl.controller.ray.ray_probes import RayProbes, ray_nodes
 from hybridrl.doctor import ray as ray_services
 from hybridrl.doctor.findings import Finding
 from hybridrl.doctor.network import stage as network
+from hybridrl.doctor.stages import ranks_that_fit
 from tests.support.namespaces import Host, ip
 
 
@@ -52,7 +53,7 @@ def everything(wanted: int) -> Told:
             network.examine(agents, [29500, 29599], on_gpu=False, quick=True)
             + ray_services.examine(agents, wanted),
             call_all(agents, os.getenv, "NCCL_OF_CALLER"),
-            [agents.ranks_that_fit([1], on_gpu=on_gpu) for on_gpu in (False, True)],
+            [ranks_that_fit(agents.resources, [1], on_gpu=on_gpu) for on_gpu in (False, True)],
         )
 
 

@@ -28,8 +28,6 @@ SOURCE = Path(__file__).resolve().parents[2] / "hybridrl"
 # ours that speak with each other, and torch's own flight recorder.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
-    "controller/ray/node_probes.py",
-    "controller/ray/ray_probes.py",
     "controller/watch/flight_recorder.py",
     "doctor/joined.py",
     "environments/base.py",

@@ -1,32 +1,20 @@
 """Node probes: plain functions run on all nodes, over any kind of connection.
 
-A check has two parts: a *probe*, which runs on each node and returns plain data, and a
-*judgement*, which compares the results. Probes are module-level functions, sent by name, with
-arguments and results as JSON. They import slow modules themselves, and may keep state in their
-module: each node has one process for the whole time.
+Probes are module-level functions that return plain data. They import slow modules themselves, and
+may keep state in their module: each node has one process for the whole time.
 
     LocalProbes      this machine, in this process
     RayProbes        the nodes of the Ray cluster that RAY_ADDRESS names
     joined_probes    nodes that have connected to the driver, without Ray (doctor/joined.py)
 """
 
-import json
-import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
-from pathlib import Path
-from time import monotonic
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.distributed.background import run_in_background
-
-# Containers that keep their type on the way.
-CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
-    kind.__name__: kind for kind in (list, tuple, set, frozenset)
-}
 
 
 @dataclass(frozen=True)
@@ -35,6 +23,15 @@ class ProbeResult:
 
     value: Any = None
     error: str = ""
+
+
+class Resources(NamedTuple):
+    """CPUs and GPUs of a node that Ray manages, and those of them that no run holds."""
+
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
 
 
 class NodeProbes(Protocol):
@@ -47,6 +44,10 @@ class NodeProbes(Protocol):
     @property
     def addresses(self) -> dict[str, str]:
         """IP address of each node, as seen by the others."""
+
+    @property
+    def resources(self) -> Mapping[str, Resources] | None:
+        """What Ray manages on each node; None if the nodes are not Ray's."""
 
     def call_each(
         self,
@@ -89,106 +90,17 @@ def node_names(identities: Sequence[NodeIdentity]) -> list[str]:
     return names
 
 
-def call_text(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Encode a call as JSON, with the function by name."""
-    return json.dumps([f"{function.__module__}:{function.__qualname__}", to_json(arguments)])
-
-
-def run_call(text: str) -> str:
-    """Run a call; return its `ProbeResult` as JSON. Raises nothing."""
+def run_probe(function: Callable[..., Any], *arguments: Any) -> ProbeResult:
+    """Run a function; a failure is a result, too."""
     try:
-        name, arguments = json.loads(text)
-        result = ProbeResult(pkgutil.resolve_name(name)(*from_json(arguments)))
-        return json.dumps(to_json(result))
+        return ProbeResult(function(*arguments))
     except Exception as error:  # a failed probe is a finding
-        return json.dumps(to_json(failed(error)))
-
-
-def read_result(text: str) -> ProbeResult:
-    """Decode what `run_call` returned."""
-    result = from_json(json.loads(text))
-    assert isinstance(result, ProbeResult)
-    return result
-
-
-def to_json(value: Any) -> Any:
-    """Return plain data in a form that JSON keeps: what it lacks is [type, contents].
-
-    Plain data are numbers, texts, paths, containers, enums, named tuples and dataclasses.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind is dict:
-        return ["dict", [[to_json(key), to_json(item)] for key, item in value.items()]]
-    if kind in CONTAINERS.values():
-        return [kind.__name__, [to_json(item) for item in value]]
-    if kind is range:
-        return ["range", [value.start, value.stop, value.step]]
-    if isinstance(value, Path):
-        return ["Path", str(value)]
-    if is_dataclass(value):
-        contents: Any = [to_json(getattr(value, field.name)) for field in fields(value)]
-    elif isinstance(value, Enum):
-        contents = [to_json(value.value)]
-    elif isinstance(value, tuple) and kind.__module__.startswith("hybridrl."):
-        contents = [to_json(item) for item in value]
-    else:
-        raise TypeError(f"a value of type {kind.__name__} cannot be sent between nodes")
-    return [f"{kind.__module__}:{kind.__qualname__}", contents]
-
-
-def from_json(data: Any) -> Any:
-    """Return the value that `to_json` was given."""
-    if not isinstance(data, list):
-        return data
-    name, contents = data
-    if name == "dict":
-        return {from_json(key): from_json(item) for key, item in contents}
-    if name == "range":
-        return range(*contents)
-    if name == "Path":
-        return Path(contents)
-    values = [from_json(item) for item in contents]
-    if name in CONTAINERS:
-        return CONTAINERS[name](values)
-    if not name.startswith("hybridrl."):
-        raise ValueError(f"{name} is no class of hybridrl")
-    return pkgutil.resolve_name(name)(*values)
+        return failed(error)
 
 
 def failed(error: BaseException) -> ProbeResult:
     """Return the result of a function that raised."""
     return ProbeResult(error=f"{type(error).__name__}: {error}")
-
-
-def in_thread(function: Callable[..., Any], *arguments: Any) -> "Future[ProbeResult]":
-    """Run a function in a daemon thread."""
-
-    def run() -> ProbeResult:
-        try:
-            return ProbeResult(function(*arguments))
-        except Exception as error:  # as in run_call
-            return failed(error)
-
-    return run_in_background(run, name="doctor")
-
-
-def collect(
-    futures: "Mapping[str, Future[ProbeResult]]", timeout_s: float
-) -> dict[str, ProbeResult]:
-    """Return the results within `timeout_s` seconds, and errors for the other nodes."""
-    deadline = monotonic() + timeout_s
-    answers = {}
-    for node, future in futures.items():
-        try:
-            answers[node] = future.result(max(0.0, deadline - monotonic()))
-        except TimeoutError:
-            answers[node] = timed_out(timeout_s)
-    return answers
 
 
 def timed_out(timeout_s: float) -> ProbeResult:
@@ -202,6 +114,7 @@ class LocalProbes:
     def __init__(self, node: str) -> None:
         self.nodes = [node]
         self.addresses = {node: "127.0.0.1"}
+        self.resources = None
 
     def call_each(
         self,
@@ -210,5 +123,13 @@ class LocalProbes:
         timeout_s: float,
     ) -> dict[str, ProbeResult]:
         """Implement `NodeProbes.call_each`; after a timeout, a function continues in its thread."""
-        futures = {node: in_thread(function, *values) for node, values in arguments.items()}
-        return collect(futures, timeout_s)
+        return {n: probe_within(timeout_s, function, *values) for n, values in arguments.items()}
+
+
+def probe_within(timeout_s: float, function: Callable[..., Any], *arguments: Any) -> ProbeResult:
+    """Run a function in a thread for at most so many seconds."""
+    call = partial(run_probe, function, *arguments)
+    try:
+        return run_in_background(call, name="doctor").result(timeout_s)
+    except TimeoutError:
+        return timed_out(timeout_s)

@@ -16,16 +16,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.node_tasks import NodeTasks
-from hybridrl.controller.placement import cpus_on_nodes
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.node_probes import (
     NodeIdentity,
     ProbeResult,
-    call_text,
+    Resources,
     failed,
     node_names,
-    read_result,
-    run_call,
+    run_probe,
     timed_out,
 )
 from hybridrl.controller.ray.runtime import ALL_GPUS_VISIBLE, joined_cluster, worker_environment
@@ -50,32 +48,6 @@ SILENT = (
 CALLS_AT_ONCE = 8
 
 
-class FreeNode(NamedTuple):
-    """Resources of a node that Ray manages, and those of them that no run holds."""
-
-    node: str
-    cpus: float
-    gpus: float
-    free_cpus: float
-    free_gpus: float
-
-
-def free_nodes() -> list[FreeNode]:
-    """Return the alive nodes, in the order of addresses."""
-    free = compat.free_resources()
-    return sorted(
-        FreeNode(
-            f"{node.identity.address} ({node.identity.unique})",
-            node.cpus,
-            node.gpus,
-            free.get(node.node_id, {}).get("CPU", 0.0),
-            free.get(node.node_id, {}).get("GPU", 0.0),
-        )
-        for node in ray_nodes()
-        if node.alive
-    )
-
-
 class RayNode(NamedTuple):
     """Node and the resources that Ray manages; `identity` has a part of the NodeID.
 
@@ -98,7 +70,7 @@ class RayNode(NamedTuple):
 def ray_nodes() -> list[RayNode]:
     """Return all nodes of the cluster, dead ones included; the driver's first."""
     driver = ray.get_runtime_context().get_node_id()
-    found = [
+    nodes = [
         RayNode(
             NodeIdentity(
                 node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"][:8]
@@ -110,7 +82,7 @@ def ray_nodes() -> list[RayNode]:
         )
         for node in ray.nodes()
     ]
-    return sorted(found, key=lambda node: (node.node_id != driver, node.identity))
+    return sorted(nodes, key=lambda node: (node.node_id != driver, node.identity))
 
 
 def cluster_machine() -> Machine:
@@ -121,7 +93,7 @@ def cluster_machine() -> Machine:
 
 def machine_of(nodes: Sequence[RayNode]) -> Machine:
     """Return the hardware of nodes; ConfigError if one does not report it."""
-    tasks, refs, found = NodeTasks(), {}, []
+    tasks, refs, reported = NodeTasks(), {}, []
     missing: dict[str, list[str]] = {FAILED: [], REFUSED: [], SILENT: []}
     for node in nodes:
         try:
@@ -136,7 +108,7 @@ def machine_of(nodes: Sequence[RayNode]) -> Machine:
         try:
             (hardware,) = ray.get(refs[node], timeout=0).nodes
             gpus = hardware.gpus[: int(node.gpus)]
-            found.append(replace(hardware, cores=int(node.cpus), gpus=gpus))
+            reported.append(replace(hardware, cores=int(node.cpus), gpus=gpus))
         except (GetTimeoutError, NodeDiedError, TaskUnschedulableError):
             missing[SILENT].append(node.name)
         except RayError as error:
@@ -150,24 +122,7 @@ def machine_of(nodes: Sequence[RayNode]) -> Machine:
         problems += [f"{begin} {text.format(listed)}"] if names else []
     if problems:
         raise ConfigError(*problems)
-    return Machine(tuple(found))
-
-
-def ranks_that_fit(
-    nodes: Mapping[str, RayNode], wanted: Sequence[int], *, on_gpu: bool
-) -> dict[str, int]:
-    """Return the largest of the wanted numbers of ranks that fits on each node, or 0.
-
-    A placement group would reserve the same resources.
-    """
-    cpus = cpus_on_nodes(wanted, [node.cpus for node in nodes.values()])
-    requested = list(zip(wanted, cpus, strict=True))
-    found = {}
-    for name, node in nodes.items():
-        limit = node.gpus if on_gpu else float("inf")
-        fitting = [slots for slots, share in requested if share <= node.cpus and slots <= limit]
-        found[name] = max(fitting, default=0)
-    return found
+    return Machine(tuple(reported))
 
 
 class RayProbes:
@@ -185,10 +140,13 @@ class RayProbes:
                 stack.enter_context(joined_cluster(worker_environment(os.environ)))
             alive = [node for node in ray_nodes() if node.alive]
             self.nodes = node_names([node.identity for node in alive])
-            self._nodes = dict(zip(self.nodes, alive, strict=True))
-            self.addresses = {name: node.identity.address for name, node in self._nodes.items()}
-            self._actors: dict[str, ActorHandle] = {}
-            for name, node in self._nodes.items():
+            self.addresses, self._actors = dict[str, str](), dict[str, ActorHandle]()
+            self.resources, free = dict[str, Resources](), compat.free_resources()
+            for name, node in zip(self.nodes, alive, strict=True):
+                left = free.get(node.node_id, {})
+                unused = left.get("CPU", 0.0), left.get("GPU", 0.0)
+                self.addresses[name] = node.identity.address
+                self.resources[name] = Resources(node.cpus, node.gpus, *unused)
                 self._actors[name] = _actor_on(node)
                 stack.callback(ray.kill, self._actors[name])
             self._stack = stack.pop_all()
@@ -196,10 +154,6 @@ class RayProbes:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def ranks_that_fit(self, wanted: Sequence[int], *, on_gpu: bool) -> dict[str, int]:
-        """Return the largest of the wanted numbers of ranks that fits on each node, or 0."""
-        return ranks_that_fit(self._nodes, wanted, on_gpu=on_gpu)
 
     def call_each(
         self,
@@ -210,7 +164,7 @@ class RayProbes:
         """Implement `NodeProbes.call_each`; after a timeout, a function continues in its actor."""
         deadline = time.monotonic() + timeout_s
         references = {
-            node: self._actors[node].run.remote(call_text(function, values))
+            node: self._actors[node].run.remote(function, *values)
             for node, values in arguments.items()
         }
         return {node: _answer(ref, deadline, timeout_s) for node, ref in references.items()}
@@ -219,9 +173,9 @@ class RayProbes:
 class _NodeActor:
     """Runs functions on its node."""
 
-    def run(self, call: str) -> str:
-        """Run a call."""
-        return run_call(call)
+    def run(self, function: Callable[..., Any], *arguments: Any) -> ProbeResult:
+        """Run a function, pickled by name."""
+        return run_probe(function, *arguments)
 
 
 def _actor_on(node: RayNode) -> ActorHandle:
@@ -232,7 +186,8 @@ def _actor_on(node: RayNode) -> ActorHandle:
 
 def _answer(reference: ObjectRef, deadline: float, timeout_s: float) -> ProbeResult:
     try:
-        return read_result(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
+        result: ProbeResult = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+        return result
     except GetTimeoutError:
         return timed_out(timeout_s)
     except RayError as error:

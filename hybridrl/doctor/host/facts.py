@@ -123,7 +123,7 @@ def cgroup_facts(root: Path = Path("/")) -> CgroupFacts:
         if quota.isdigit() and period.isdigit():
             cores.append(int(quota) / int(period))
     least_memory, least_threads = (
-        min(found, key=lambda one: one.left, default=None) for found in (memory, threads)
+        min(each, key=lambda one: one.left, default=None) for each in (memory, threads)
     )
     return CgroupFacts(least_memory, least_threads, min(cores, default=None))
 
@@ -171,9 +171,9 @@ def limits() -> Ulimits:
     capabilities = int(match[1], 16) if match else 0
 
     def limit(kind: int, which: int = 0, *, capability: int | None = None) -> int | None:
-        found = resource.getrlimit(kind)[which]
+        value = resource.getrlimit(kind)[which]
         may_exceed = capability is not None and capabilities >> capability & 1
-        return None if may_exceed or found == resource.RLIM_INFINITY else found
+        return None if may_exceed or value == resource.RLIM_INFINITY else value
 
     return Ulimits(
         limit(resource.RLIMIT_NOFILE),
@@ -185,11 +185,11 @@ def limits() -> Ulimits:
 
 def temporary() -> tuple[DiskSpace, ...]:
     """Write to TMPDIR and to /tmp, once if they are the same."""
-    found = []
+    spaces = []
     for folder in dict.fromkeys((os.environ.get("TMPDIR") or tempfile.gettempdir(), "/tmp")):
         error = write_error(Path(folder)) if Path(folder).is_dir() else "no such folder"
-        found.append(disk_space(existing(Path(folder)))._replace(folder=folder, error=error))
-    return tuple(found)
+        spaces.append(disk_space(existing(Path(folder)))._replace(folder=folder, error=error))
+    return tuple(spaces)
 
 
 def existing(folder: Path) -> Path:
@@ -214,14 +214,14 @@ def write_error(folder: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Return installed versions from metadata, and a fingerprint of this package's sources."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
     package, digest = Path(hybridrl.__file__).parent, hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    found["hybridrl sources"] = digest.hexdigest()[:8]
+    installed["hybridrl sources"] = digest.hexdigest()[:8]
     if match := re.search(r"\s(\d+\.[\d.]+)\s", _text(DRIVER)):
-        found["driver"] = match[1]
-    return found
+        installed["driver"] = match[1]
+    return installed

@@ -105,15 +105,15 @@ def parse_processes(text: str) -> list[GPUProcess]:
 
 def parse(text: str, slowed: list[bool]) -> list[Smi]:
     """Parse lines of `FIELDS`; GPUs without numbers, as under MIG, are left out."""
-    found = []
+    gpus = []
     for index, line in enumerate(text.splitlines()):
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == FIELDS.count(",") + 1 and parts[3].isdigit() and parts[4].isdigit():
             uuid, name, driver, total, free, ecc = parts
             is_slowed = slowed[index : index + 1] == [True]
             errors = int(ecc) if ecc.isdigit() else 0
-            found.append(Smi(uuid, name, driver, int(total), int(free), errors, is_slowed))
-    return found
+            gpus.append(Smi(uuid, name, driver, int(total), int(free), errors, is_slowed))
+    return gpus
 
 
 def _slowed() -> list[bool]:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
-from hybridrl.doctor.context import CheckContext, gather
 from hybridrl.doctor.findings import Finding, fail, ok, severity, skipped, warn
 from hybridrl.doctor.host import variables
 from hybridrl.doctor.host.facts import HostFacts, buffers_output, environment, host_facts
 from hybridrl.doctor.host.gpus import gpu_facts, judge_gpus
 from hybridrl.doctor.host.limits import judge_cgroup, judge_shm, judge_temporary, judge_ulimits
+from hybridrl.doctor.stages import CheckContext, gather
 
 GPUS_TIMEOUT_S = 120.0
 COMMUNICATION = re.compile(r"(NCCL|RCCL|GLOO|FI|UCX)_\w+")
@@ -34,36 +34,36 @@ VERSION_ADVICE = {
 def check(context: CheckContext) -> list[Finding]:
     """Make all checks host.*; `context.quick` skips clocks and, of a run on CPUs, GPUs."""
     config, agents, slots = context.config, context.agents, context.slots
-    facts, found = gather(agents, "host.limits", host_facts)
+    facts, findings = gather(agents, "host.limits", host_facts)
     if not facts:
-        return found
-    found.append(
+        return findings
+    findings.append(
         variables.judge_terminal(agents.nodes[0], environment(), buffered=buffers_output())
     )
     for node, fact in facts.items():
         infiniband = fact.infiniband if config.cluster.nodes > 1 and slots[node] else ()
-        found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
-        found += judge_ulimits(node, fact.limits, slots[node], infiniband)
-        found += judge_cgroup(node, fact.cgroup, fact.cores, slots[node])
-        found += judge_temporary(node, fact.temporary)
-        found.append(variables.judge_visible(node, fact.environment, config))
-        found.append(variables.judge_allocator(node, fact.environment, config))
-    found += variables.judge_variables(facts, environment(), config)
-    found += judge_versions(facts)
-    found += judge_communication({n: f for n, f in facts.items() if slots[n]} or facts)
+        findings.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
+        findings += judge_ulimits(node, fact.limits, slots[node], infiniband)
+        findings += judge_cgroup(node, fact.cgroup, fact.cores, slots[node])
+        findings += judge_temporary(node, fact.temporary)
+        findings.append(variables.judge_visible(node, fact.environment, config))
+        findings.append(variables.judge_allocator(node, fact.environment, config))
+    findings += variables.judge_variables(facts, environment(), config)
+    findings += judge_versions(facts)
+    findings += judge_communication({n: f for n, f in facts.items() if slots[n]} or facts)
     if not context.quick or context.on_gpu:
         probe = (gpu_facts, not context.quick)
         gpus, silent = gather(agents, "host.gpus", *probe, timeout_s=GPUS_TIMEOUT_S)
-        found += silent
-        found += [f for n, gpu in gpus.items() for f in judge_gpus(n, gpu, config, slots[n])]
+        findings += silent
+        findings += [f for n, gpu in gpus.items() for f in judge_gpus(n, gpu, config, slots[n])]
     if not context.quick:
-        found += judge_clocks(clock_skews(agents))
-    return found
+        findings += judge_clocks(clock_skews(agents))
+    return findings
 
 
 def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
     """Judge host.versions: one finding for each version that differs on a node."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name in sorted({name for fact in facts.values() for name in fact.versions}):
         values = {node: fact.versions.get(name, NONE) for node, fact in facts.items()}
         usual = _most_common(values)
@@ -72,16 +72,16 @@ def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
         advice = VERSION_ADVICE.get(name, advice).format(usual=usual)
         judged = warn if name == "driver" else fail
         for node, evidence in differing(f"{name} ", values).items():
-            found.append(judged("host.versions", node, evidence, advice))
+            findings.append(judged("host.versions", node, evidence, advice))
     first, *_ = facts.values()
     each = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    return found or [ok("host.versions", "all", each)]
+    return findings or [ok("host.versions", "all", each)]
 
 
 def judge_communication(facts: Mapping[str, HostFacts]) -> list[Finding]:
     """Judge host.communication_variables: one finding for each that differs on a node."""
     check = "host.communication_variables"
-    found: list[Finding] = []
+    findings: list[Finding] = []
     every = {name for fact in facts.values() for name in fact.environment}
     names = sorted(name for name in every if COMMUNICATION.fullmatch(name))
     for name in names:
@@ -89,12 +89,12 @@ def judge_communication(facts: Mapping[str, HostFacts]) -> list[Finding]:
         advice = f"Set {name} the same on all nodes before `ray start`, or unset it everywhere"
         for node, evidence in differing(f"{name}=", values).items():
             if OF_THE_NODE.fullmatch(name):
-                found.append(ok(check, node, f"{evidence}: may differ between nodes"))
+                findings.append(ok(check, node, f"{evidence}: may differ between nodes"))
             else:
-                found.append(fail(check, node, f"{evidence}: NCCL and gloo may hang", advice))
+                findings.append(fail(check, node, f"{evidence}: NCCL and gloo may hang", advice))
     first, *_ = facts.values()
     each = ", ".join(f"{name}={first.environment.get(name)}" for name in names)
-    return found or [ok(check, "all", each or "none is set")]
+    return findings or [ok(check, "all", each or "none is set")]
 
 
 def differing(name: str, values: Mapping[str, str]) -> dict[str, str]:
@@ -136,12 +136,14 @@ def judge_clocks(skews: Mapping[str, float]) -> list[Finding]:
     """Judge host.clock from the skews of `clock_skews`."""
     if len(skews) <= 1:
         return [skipped("host.clock", "all", "there is one node")]
-    found = []
+    findings = []
     for node, skew in skews.items():
         side = "ahead of" if skew > 0 else "behind"
         evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; certificates depend on it"
         if verdict := severity(abs(skew) > WRONG_CLOCK_S, abs(skew) > ODD_CLOCK_S):
-            found.append(Finding("host.clock", node, verdict, evidence, "chronyc makestep there"))
+            findings.append(
+                Finding("host.clock", node, verdict, evidence, "chronyc makestep there")
+            )
     worst = max(map(abs, skews.values()))
     passed = f"{len(skews)} clocks, at least {worst:.3f} s apart"
-    return found or [ok("host.clock", "all", passed)]
+    return findings or [ok("host.clock", "all", passed)]

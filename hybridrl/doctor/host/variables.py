@@ -70,13 +70,13 @@ def judge_variables(
     facts: Mapping[str, HostFacts], driver: Environment, config: RunConfig
 ) -> list[Finding]:
     """Judge host.variables of each node, the first with the environment of the driver."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for node, fact in facts.items():
         rules = [*_bad_values(fact.environment, config), _niceness(fact.niceness)]
-        if not found:
+        if not findings:
             rules += _of_driver(driver, fact.cores, config)
-        found += apply("host.variables", node, rules, "no harmful variable is set")
-    return found
+        findings += apply("host.variables", node, rules, "no harmful variable is set")
+    return findings
 
 
 def _bad_values(environment: Environment, config: RunConfig) -> Iterator[Rule]:
@@ -85,9 +85,9 @@ def _bad_values(environment: Environment, config: RunConfig) -> Iterator[Rule]:
     for name, bad, effect in (*ALWAYS, *of_gpus, *of_compile):
         value, other = environment.get(name, ""), OPPOSITES.get(name, "")
         opposite = environment.get(other, "0")
-        beside = "" if opposite in ("", "0") else f"; it contradicts {other}={opposite}"
+        contradiction = "" if opposite in ("", "0") else f"; it contradicts {other}={opposite}"
         verdict = warns_if(value and (not bad or value.strip().lower() in bad))
-        yield verdict, f"{name}={value}: {effect}{beside}", f"unset {name}"
+        yield verdict, f"{name}={value}: {effect}{contradiction}", f"unset {name}"
 
 
 def _niceness(niceness: int) -> Rule:

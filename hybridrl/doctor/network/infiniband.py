@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.ray.node_probes import NodeProbes
-from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, fails_if, severity, skipped
 from hybridrl.doctor.host.facts import INFINIBAND
 from hybridrl.doctor.network.nodes import matching
+from hybridrl.doctor.stages import gather
 
 CHECK = "network.infiniband"
 # Devices that libibverbs opens: uverbs0, uverbs1, ...
@@ -59,8 +59,8 @@ class Fabric(NamedTuple):
 
 def check(agents: NodeProbes, root: Path = INFINIBAND, devices: Path = DEVICES) -> list[Finding]:
     """Examine the ports of every node."""
-    fabrics, found = gather(agents, CHECK, look, root, devices)
-    return found + (judge(fabrics) if fabrics else [])
+    fabrics, findings = gather(agents, CHECK, look, root, devices)
+    return findings + (judge(fabrics) if fabrics else [])
 
 
 def look(root: Path, devices: Path) -> Fabric:
@@ -74,11 +74,11 @@ def judge(fabrics: Mapping[str, Fabric]) -> list[Finding]:
     """Judge the ports of all nodes."""
     if not any(fabric.ports for fabric in fabrics.values()):
         return [skipped(CHECK, "all", "no node has an InfiniBand or RoCE adapter")]
-    found = []
+    findings = []
     for node, fabric in fabrics.items():
         rules = _rules(fabric, alone=len(fabrics) == 1)
-        found += apply(CHECK, node, rules, "; ".join(map(str, fabric.ports)))
-    return found
+        findings += apply(CHECK, node, rules, "; ".join(map(str, fabric.ports)))
+    return findings
 
 
 def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.controller.ray.node_probes import collect, in_thread
+from hybridrl.controller.ray.node_probes import probe_within
 from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, warn
 
-CHECK = "network.address"
+ADDRESS = "network.address"
 NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 # NCCL uses the former only if there is no other, and prefers the latter.
 LAST_CHOICES, FIRST_CHOICE = ("docker", "lo", "virbr"), "ib"
@@ -97,8 +97,8 @@ def _prefix(netmask: str | None) -> int:
 
 def _resolve(name: str) -> list[str]:
     """Return the addresses of a name; none if it is unknown or no name server answers in time."""
-    asked = {name: in_thread(socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)}
-    entries = collect(asked, RESOLVE_S)[name].value or []
+    asked = probe_within(RESOLVE_S, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
+    entries = asked.value or []
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
@@ -155,10 +155,10 @@ def judge(
 ) -> list[Finding]:
     """Judge network.address of all nodes, and MASTER_ADDR of the driver, if it is set."""
     on_one_machine = len({view.host_name for view in views.values()}) == 1
-    found = [_judge_node(n, view, addresses[n], on_one_machine) for n, view in views.items()]
+    findings = [_judge_node(n, view, addresses[n], on_one_machine) for n, view in views.items()]
     if master and views:
-        found.append(_judge_master(views, addresses, master))
-    return found
+        findings.append(_judge_master(views, addresses, master))
+    return findings
 
 
 def _judge_node(node: str, view: NodeView, address: str, on_one_machine: bool) -> Finding:
@@ -168,15 +168,15 @@ def _judge_node(node: str, view: NodeView, address: str, on_one_machine: bool) -
         evidence = f"the others know {view.host_name} by {address}, which leads each of them to "
         evidence += f"itself; its interfaces: {view.describe()}"
         advice = f"Start Ray there with --node-ip-address={own}, or correct its /etc/hosts."
-        return fail(CHECK, node, evidence, advice)
+        return fail(ADDRESS, node, evidence, advice)
     if view.interface_of(address) is None and not is_loopback(address):
         evidence = f"the others know it by {address}, which none of its interfaces has: "
         advice = (
             "Others cannot reach an address behind NAT: docker run --network=host; Kubernetes: "
         )
         advice += f"hostNetwork: true; or ray start --node-ip-address={own}."
-        return warn(CHECK, node, evidence + view.describe(), advice)
-    return ok(CHECK, node, f"{address} on {view.host_name}")
+        return warn(ADDRESS, node, evidence + view.describe(), advice)
+    return ok(ADDRESS, node, f"{address} on {view.host_name}")
 
 
 def _judge_master(
@@ -203,4 +203,16 @@ def _judge_master(
         (fails_if(to_itself), f"{what} is {address}, which leads each node to itself", advice),
         (fails_if(zero not in owners and not loopback), misplaced, advice),
     ]
-    return first(CHECK, "all", rules, f"{what} is {address} on all nodes, of {zero}")
+    return first(ADDRESS, "all", rules, f"{what} is {address} on all nodes, of {zero}")
+
+
+def choices(views: Mapping[str, NodeView], addresses: Mapping[str, str]) -> dict[str, list[Choice]]:
+    """Return the interfaces to connect to: network.ports covers the nodes' own addresses."""
+    return {
+        node: [
+            choice
+            for choice in choices_of(node, view)
+            if len(views) > 1 and choice.address not in ("", addresses[node])
+        ]
+        for node, view in views.items()
+    }

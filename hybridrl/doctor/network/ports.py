@@ -1,4 +1,4 @@
-"""Checks of ports: network.ports (connections between all nodes) and network.rendezvous."""
+"""Checks network.ports, network.interfaces (of NCCL and gloo) and network.rendezvous."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hybridrl.controller.ray.node_probes import NodeProbes
-from hybridrl.doctor.context import gather_each
-from hybridrl.doctor.findings import Finding, fail, ok, warn
-from hybridrl.doctor.network.nodes import Choice
+from hybridrl.doctor.findings import Finding, Verdict, fail, ok, warn
+from hybridrl.doctor.network.nodes import Choice, NodeView, choices_of, nccl_choice
 from hybridrl.doctor.network.server import Opened, Target, reach, running_services
+from hybridrl.doctor.stages import gather_each
 
-CHECK, RENDEZVOUS = "network.ports", "network.rendezvous"
+CHECK, RENDEZVOUS, INTERFACES = "network.ports", "network.rendezvous", "network.interfaces"
 IN_A_FILE = "ranks of one node meet in a file of their user, without a port"
 # Seconds for all connections of a node, plus one second for this many connections.
 WITHIN_S, PER_SECOND = 4.0, 500
@@ -52,18 +52,18 @@ def connect(
     tried = {node: [one for one in targets if alone or one.node != node] for node in opened}
     within_s = WITHIN_S + max(map(len, tried.values())) / PER_SECOND
     arguments = {node: (those, within_s) for node, those in tried.items()}
-    problems, found = gather_each(agents, CHECK, reach, arguments, within_s + 10.0)
+    problems, findings = gather_each(agents, CHECK, reach, arguments, within_s + 10.0)
     attempts = [
         Attempt(node, target, problem)
         for node, texts in problems.items()
         for target, problem in zip(tried[node], texts, strict=True)
     ]
-    return attempts, found
+    return attempts, findings
 
 
-def shortened(found: Sequence[Finding]) -> list[Finding]:
+def shortened(findings: Sequence[Finding]) -> list[Finding]:
     """Keep the first findings, and count the others in one more."""
-    shown, rest = list(found[:MAX_SHOWN]), found[MAX_SHOWN:]
+    shown, rest = list(findings[:MAX_SHOWN]), findings[MAX_SHOWN:]
     if rest:
         evidence = f"and {len(rest)} more pairs or nodes without a connection"
         advice = "Repair those above first."
@@ -77,13 +77,13 @@ def judge(
     addresses: Mapping[str, str],
 ) -> list[Finding]:
     """Judge connections to nodes' own addresses, and who holds the ports of Ray's services."""
-    found = _judge_attempts(attempts, opened, addresses)
+    findings = _judge_attempts(attempts, opened, addresses)
     for node, ports in opened.items():
         if ports.taken:
             evidence = f"{', '.join(ports.taken)}, which deploy/ would give to Ray"
             advice = "Set HYBRIDRL_RAY_PORT to the first of eight free ports, or end their holder"
-            found.append(warn(CHECK, node, evidence, f"{advice}; if Ray is up, set RAY_ADDRESS"))
-    return found
+            findings.append(warn(CHECK, node, evidence, f"{advice}; if Ray is up, set RAY_ADDRESS"))
+    return findings
 
 
 def _judge_attempts(
@@ -97,7 +97,7 @@ def _judge_attempts(
     for attempt in own:
         if attempt.problem:
             broken[attempt.source, attempt.target.node].append(attempt)
-    found = []
+    findings = []
     for (source, to), failures in broken.items():
         each = "; ".join(
             f"{addresses[source]} -> {one.target.address} port {one.target.port}"
@@ -106,9 +106,9 @@ def _judge_attempts(
         )
         way = "in both directions" if (to, source) in broken else "in this direction alone"
         advice = _advice(source, [one.target for one in failures], opened[to])
-        found.append(fail(CHECK, f"{source} -> {to}", f"{each}; {way}", advice))
-    if found:
-        return shortened(found)
+        findings.append(fail(CHECK, f"{source} -> {to}", f"{each}; {way}", advice))
+    if findings:
+        return shortened(findings)
     ports = sorted({str(one.target.port) for one in own if not one.target.service})
     services = sorted({one.target.service for one in own if one.target.service})
     what = "one node, connected to itself" if len(opened) == 1 else f"{len(opened)} nodes"
@@ -186,3 +186,75 @@ def judge_rendezvous(
         free += f"; the kernel uses some of cluster.rendezvous_ports ({wanted[0]} to {wanted[1]}): "
         free += f"ip_local_port_range is {low} to {high}"
     return ok(RENDEZVOUS, node, free)
+
+
+def judge_interfaces(
+    views: Mapping[str, NodeView],
+    attempts: Sequence[Attempt] = (),
+    addresses: Mapping[str, str] | None = None,
+) -> list[Finding]:
+    """Judge the interfaces of all nodes, and the attempts to connect to `choices`."""
+    findings = []
+    for node, view in views.items():
+        absent = [choice for choice in choices_of(node, view) if not choice.address]
+        for name in dict.fromkeys(one.variable for one in absent if one.value is not None):
+            evidence = f"{name}={view.variables[name]} names no interface of this node; it has "
+            evidence += view.describe()
+            outward = next(iter(view.outward), "eth0")
+            advice = f"Unset {name}, or export {name}={outward} on this node before `ray start`."
+            findings.append(fail(INTERFACES, node, evidence, advice))
+    of_choices = [attempt for attempt in attempts if attempt.target.choice is not None]
+    findings += _judge_choices(of_choices, views, addresses or {})
+    if findings:
+        return findings
+    used = [f"NCCL uses {', '.join(f'{n} {nccl_choice(view)}' for n, view in views.items())}"]
+    if gloo := [f"{n} {name}" for n, view in views.items() for name in view.gloo_names]:
+        used.append(f"gloo uses {', '.join(gloo)}")
+    if of_choices:
+        used.append(f"{len(of_choices)} connections to interfaces of their own")
+    used += [f"{node}: {view.describe()}" for node, view in views.items()]
+    return [ok(INTERFACES, "all", "; ".join(used))]
+
+
+def _judge_choices(
+    attempts: Sequence[Attempt], views: Mapping[str, NodeView], addresses: Mapping[str, str]
+) -> list[Finding]:
+    """Return a finding for each unreachable choice, or for each pair if some nodes reach it."""
+    by_choice: dict[Choice, list[Attempt]] = defaultdict(list)
+    for attempt in sorted(attempts, key=lambda one: [*views].index(one.target.node)):
+        assert attempt.target.choice is not None
+        by_choice[attempt.target.choice].append(attempt)
+    findings = []
+    for choice, those in by_choice.items():
+        broken = [attempt for attempt in those if attempt.problem]
+        groups = {f"{a.source} -> {choice.node}": [a] for a in broken}
+        if len(broken) == len(those):
+            groups = {choice.node: broken}
+        view, known_by = views[choice.node], addresses[choice.node]
+        findings += [
+            _unreached(choice, about, group, view, known_by) for about, group in groups.items()
+        ]
+    return shortened(sorted(findings, key=lambda finding: finding.verdict is not Verdict.fail))
+
+
+def _unreached(
+    choice: Choice, about: str, attempts: Sequence[Attempt], view: NodeView, known_by: str
+) -> Finding:
+    """Return a failure if a variable names the interface, else a warning."""
+    sources: dict[str, list[str]] = defaultdict(list)
+    for attempt in attempts:
+        sources[attempt.problem].append(attempt.source)
+    tried = "; ".join(f"from {', '.join(nodes)}: {problem}" for problem, nodes in sources.items())
+    leading = view.interface_of(known_by)
+    advice = f"Make {choice.address} reachable (`ip route get`; docker run --network=host)"
+    if leading not in (None, choice.interface):
+        advice = f"On {choice.node}, export {choice.variable}={leading} before `ray start`, as the "
+        advice += f"others know the node by its address {known_by}"
+    reason = f"{choice.variable}={choice.value}"
+    if choice.value is None:
+        reason = f"NCCL uses {choice.interface} by default"
+    evidence = (
+        f"{reason}: {choice.interface} of {choice.node} is not reached at {choice.address} "
+        f"{tried}; it has {view.describe()}"
+    )
+    return (warn if choice.value is None else fail)(INTERFACES, about, evidence, advice)

@@ -1,16 +1,14 @@
 """Ports of a node: listening sockets during the network checks, connections to them, Ray's ports.
 
-A connection gets a greeting with the socket's token, and may then measure: the server echoes each
-`p` (ping); after an `r` (rate) and a number of seconds it counts the bytes that come in that time,
-and replies with the count and the seconds. The sockets live in the node's process between two
-calls.
+A connection gets a greeting with the socket's token. The sockets live in the node's process
+between two calls.
 """
 
 import errno
 import os
+import re
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +25,9 @@ from hybridrl.controller.rendezvous import EPHEMERAL_PORTS, listen
 from hybridrl.doctor.network.nodes import Choice
 
 GREETING, TOKEN_BYTES = b"hybridrl", 8
-PING, RATE = b"p", b"r"
 # Seconds without data until a connection counts as broken.
 PATIENCE_S = 3.0
 AT_ONCE = 64
-CHUNK = 2**20
-PINGS = 20
-SECONDS = struct.Struct("!d")
-# Bytes received, and seconds between the first and the last byte.
-RESULT = struct.Struct("!qd")
 # Ports of workers under `ray start` and deploy/node.sh, and the first of node.sh's other ports.
 WORKER_PORTS = (10002, 19999)
 FIRST_PORT, NUM_PORTS = 6379, 8
@@ -89,13 +81,6 @@ class Target(NamedTuple):
     choice: Choice | None = None
 
 
-class Speed(NamedTuple):
-    """Seconds per round trip and bytes per second of a stream between two nodes."""
-
-    round_trip_s: float
-    bytes_per_s: float
-
-
 def open_ports(
     address: str,
     meeting: str,
@@ -125,8 +110,12 @@ def open_ports(
     free = [port for port in services if first_free(address, [port])[0]]
     of_choices = [first_free(own, [0])[0] or 0 for own in chosen_addresses]
     rendezvous, problem = first_free(meeting, band)
+    token = secrets.token_hex(TOKEN_BYTES)
+    _OPEN[token] = listeners
+    for listener in listeners:
+        Thread(target=_greet, args=(listener, GREETING + token.encode()), daemon=True).start()
     return Opened(
-        _answer_on(listeners),
+        token,
         rendezvous,
         worker,
         chosen,
@@ -138,15 +127,6 @@ def open_ports(
         holders_of({*services} - {*free}),
         of_choices,
     )
-
-
-def _answer_on(listeners: list[socket.socket]) -> str:
-    """Answer on these sockets until `close_ports`; return the token of the greetings."""
-    token = secrets.token_hex(TOKEN_BYTES)
-    _OPEN[token] = listeners
-    for listener in listeners:
-        Thread(target=_serve, args=(listener, token), daemon=True).start()
-    return token
 
 
 def close_ports(token: str) -> None:
@@ -168,90 +148,23 @@ def _try(target: Target, deadline: float) -> str:
     timeout_s = min(PATIENCE_S, deadline - time.monotonic())
     if timeout_s <= 0:
         return "not tried: no time was left"
+    expected = b"" if target.service else GREETING + target.token.encode()
     try:
-        _connected(target, timeout_s).close()
+        with socket.create_connection((target.address, target.port), timeout_s) as stream:
+            greeting = stream.recv(len(expected), socket.MSG_WAITALL) if expected else b""
     except TimeoutError:
         return f"no answer within {timeout_s:.0f} s (packets dropped: a firewall or no route)"
     except OSError as error:
         return REASONS.get(error.errno or 0, error.strerror or str(error))
-    return ""
+    return "" if greeting == expected else f"another program answers there: {greeting[:16]!r}"
 
 
-def _connected(target: Target, timeout_s: float) -> socket.socket:
-    """Return a connection to a target that has sent its greeting, if it has one."""
-    stream = socket.create_connection((target.address, target.port), timeout_s)
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    expected = b"" if target.service else GREETING + target.token.encode()
-    greeting = _receive(stream, len(expected))
-    if greeting != expected:
-        raise OSError(errno.EPROTO, f"another program answers there: {greeting[:16]!r}")
-    return stream
-
-
-def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
-    """Measure round trip and bandwidth of a stream to another node, counted by the receiver.
-
-    Raises:
-        OSError: the connection fails.
-    """
-    with _connected(target, PATIENCE_S) as stream:
-        times = []
-        for _ in range(PINGS):
-            start = time.perf_counter()
-            stream.sendall(PING)
-            _receive(stream, 1)
-            times.append(time.perf_counter() - start)
-        stream.sendall(RATE + SECONDS.pack(seconds))
-        chunk, sent, stop = memoryview(bytes(CHUNK)), 0, time.monotonic() + seconds
-        while sent < max_bytes and time.monotonic() < stop:
-            sent += stream.send(chunk)
-        stream.shutdown(socket.SHUT_WR)
-        count, spent = RESULT.unpack(_receive(stream, RESULT.size))
-        # Closing discards the bytes that are still in the send buffer.
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    return Speed(min(times), count / spent if spent > 0 else 0.0)
-
-
-def _receive(stream: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = stream.recv(count - len(data))
-        if not part:
-            raise ConnectionResetError(errno.ECONNRESET, "hung up before its reply")
-        data += part
-    return data
-
-
-def _serve(listener: socket.socket, token: str) -> None:
+def _greet(listener: socket.socket, greeting: bytes) -> None:
     with suppress(OSError):
         while True:
             caller, _ = listener.accept()
-            Thread(target=_answer, args=(caller, token), daemon=True).start()
-
-
-def _answer(caller: socket.socket, token: str) -> None:
-    with caller, suppress(OSError):
-        caller.settimeout(PATIENCE_S)
-        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        caller.sendall(GREETING + token.encode())
-        while (command := caller.recv(1)) == PING:
-            caller.sendall(PING)
-        if command == RATE:
-            (seconds,) = SECONDS.unpack(_receive(caller, SECONDS.size))
-            caller.sendall(RESULT.pack(*_count(caller, seconds)))
-            while caller.recv(CHUNK):  # until the sender ends the stream
-                continue
-
-
-def _count(caller: socket.socket, seconds: float) -> tuple[int, float]:
-    """Count the bytes until the end of the stream, or for so many seconds after the first."""
-    buffer = bytearray(CHUNK)
-    count, spent = caller.recv_into(buffer, 1), 0.0
-    start = time.perf_counter()
-    while spent < seconds and (part := caller.recv_into(buffer)):
-        count += part
-        spent = time.perf_counter() - start
-    return count, spent
+            with caller, suppress(OSError):
+                caller.sendall(greeting)
 
 
 def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
@@ -274,16 +187,20 @@ def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
 
 def running_services(addresses: Mapping[str, str]) -> dict[str, list[tuple[str, int]]]:
     """Return name and port of services of the joined Ray that other nodes connect to, by node."""
-    found: dict[str, list[tuple[str, int]]] = {node: [] for node in addresses}
     view = joined_view() if len(addresses) > 1 else None
-    for state in view.nodes if view is not None else ():
-        for node, address in addresses.items():
-            if state.alive and state.address == address:
-                found[node] += [
-                    ("Ray's node manager", state.node_manager_port),
-                    ("Ray's object manager", state.object_manager_port),
-                ]
-    return found
+    alive = [] if view is None else [state for state in view.nodes if state.alive]
+    return {
+        node: [
+            service
+            for state in alive
+            if state.address == address
+            for service in (
+                ("Ray's node manager", state.node_manager_port),
+                ("Ray's object manager", state.object_manager_port),
+            )
+        ]
+        for node, address in addresses.items()
+    }
 
 
 def worker_ports(address: str) -> Sequence[int]:
@@ -292,19 +209,14 @@ def worker_ports(address: str) -> Sequence[int]:
     In descending order, because Ray begins with the first. Empty if the kernel chooses them.
     """
     for process in psutil.process_iter(["name", "cmdline"]):
-        command = process.info["cmdline"] or []
-        if process.info["name"] == "raylet" and f"--node_ip_address={address}" in command:
-            return ports_in(command)
+        words = process.info["cmdline"] or []
+        if process.info["name"] == "raylet" and f"--node_ip_address={address}" in words:
+            options = dict(word[2:].split("=", 1) for word in words if re.match(r"--.*=", word))
+            if "worker_port_list" in options:
+                return sorted(map(int, options["worker_port_list"].split(",")), reverse=True)
+            low, high = int(options["min_worker_port"]), int(options["max_worker_port"])
+            return range(high or LAST_PORT, low - 1, -1) if low else []
     return range(WORKER_PORTS[1], WORKER_PORTS[0] - 1, -1)
-
-
-def ports_in(command: Sequence[str]) -> Sequence[int]:
-    """Return the worker ports in a raylet's command line, as `worker_ports`."""
-    options = dict(word[2:].split("=", 1) for word in command if word[:2] == "--" and "=" in word)
-    if "worker_port_list" in options:
-        return sorted(map(int, options["worker_port_list"].split(",")), reverse=True)
-    low, high = int(options["min_worker_port"]), int(options["max_worker_port"])
-    return range(high or LAST_PORT, low - 1, -1) if low else []
 
 
 def listening(ports: Container[int]) -> Iterator[Any]:
@@ -316,11 +228,11 @@ def listening(ports: Container[int]) -> Iterator[Any]:
 
 def holders_of(ports: Container[int]) -> list[str]:
     """Describe the listeners on these ports, if /proc shows any: 'python (pid 12) holds 29500'."""
-    found = {entry.laddr.port: entry.pid for entry in listening(ports)}
+    pids = {entry.laddr.port: entry.pid for entry in listening(ports)}
     hidden = "a process of another user or container"
     return [
         f"{hidden if pid is None else process_text(pid)} holds {port}"
-        for port, pid in sorted(found.items())
+        for port, pid in sorted(pids.items())
     ]
 
 

@@ -1,4 +1,4 @@
-"""Network stage: addresses, interfaces, ports, bandwidth and a collective between nodes."""
+"""Network stage: addresses, interfaces, ports, and ranks that measure each other."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -8,11 +8,11 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
-from hybridrl.doctor.context import CheckContext, gather, gather_each, subset
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
-from hybridrl.doctor.network import bandwidth, collective, infiniband, interfaces, nodes, ports
+from hybridrl.doctor.network import infiniband, nodes, ports, ranks
 from hybridrl.doctor.network.server import close_ports, open_ports, service_ports
-from hybridrl.doctor.stages import dispensable
+from hybridrl.doctor.network.speeds import BANDWIDTH, COLLECTIVE
+from hybridrl.doctor.stages import CheckContext, dispensable, gather, gather_each, subset
 
 LOOK_S = 15.0
 
@@ -45,36 +45,28 @@ def examine(
 ) -> list[Finding]:
     """Make all checks network.* of nodes that may get ranks.
 
-    `quick` skips bandwidth and collective, which take seconds or import torch; `dispensable`
-    returns nodes to exclude from these.
+    `quick` leaves out the ranks, which import torch. `dispensable` returns nodes to leave out.
     """
     master = os.environ.get("MASTER_ADDR", "")
-    views, found = gather(agents, nodes.CHECK, nodes.look, master, timeout_s=LOOK_S)
+    views, findings = gather(agents, nodes.ADDRESS, nodes.look, master, timeout_s=LOOK_S)
     if not views:
-        return found
+        return findings
     addresses = {node: agents.addresses[node] for node in views}
     judged = nodes.judge(views, addresses, master)
-    found += judged + infiniband.check(agents)
+    findings += judged + infiniband.check(agents)
     if any(finding.verdict is Verdict.fail for finding in judged):
         master = ""  # has a finding already; the ports are checked without it
-    needed = None if quick else dispensable
-    found += _on_sockets(agents, rendezvous_ports, views, addresses, master, needed)
+    findings += _on_sockets(agents, rendezvous_ports, views, addresses, master)
     if quick:
-        return found
-    rest, failures = _without(dispensable(found), addresses, found)
-    if failures:
-        return [*found, skipped(collective.CHECK, "all", "the failures above would make it hang")]
-    of_rest = {node: views[node] for node in rest}
-    return found + collective.check(subset(agents, rest), of_rest, rest, on_gpu=on_gpu)
-
-
-def _without(
-    unfit: frozenset[str], addresses: Mapping[str, str], findings: Sequence[Finding]
-) -> tuple[dict[str, str], list[Finding]]:
-    """Return addresses and failures of the other nodes."""
+        return findings
+    unfit = dispensable(findings)
+    failed = [{*one.node.split(" -> ")} for one in findings if one.verdict is Verdict.fail]
+    if any(not unfit & named for named in failed):
+        why = "the failures above would make it hang"
+        return [*findings, *(skipped(name, "all", why) for name in (BANDWIDTH, COLLECTIVE))]
     rest = {node: own for node, own in addresses.items() if node not in unfit}
-    failures = [finding for finding in findings if finding.verdict is Verdict.fail]
-    return rest, [one for one in failures if not unfit & {*one.node.split(" -> ")}]
+    of_rest = {node: views[node] for node in rest}
+    return findings + ranks.check(subset(agents, rest), of_rest, rest, on_gpu=on_gpu)
 
 
 def _on_sockets(
@@ -83,41 +75,34 @@ def _on_sockets(
     views: Mapping[str, nodes.NodeView],
     addresses: Mapping[str, str],
     master: str,
-    dispensable: Dispensable | None,
 ) -> list[Finding]:
-    """Make the checks that need listening sockets; bandwidth only with `dispensable`."""
+    """Make the checks that need listening sockets."""
     low, high = rendezvous_ports
     try:
         given = given_port()
     except ConfigError as error:
         advice = "Unset MASTER_PORT, or set it to a free port."
-        return [*interfaces.judge(views), fail(ports.RENDEZVOUS, "all", error.texts[0], advice)]
+        wrong = fail(ports.RENDEZVOUS, "all", error.texts[0], advice)
+        return [*ports.judge_interfaces(views), wrong]
     band = port_band(low, high) if given is None else range(given, given + 1)
     zero = nodes.rank_zero_node(addresses)
     meeting = {**addresses, **({zero: master} if master else {})}
-    services, choices = service_ports(addresses), interfaces.choices(views, addresses)
+    services, choices = service_ports(addresses), nodes.choices(views, addresses)
     arguments = {
-        node: (own, meeting[node], band, services[node], [c.address for c in choices[node]])
+        node: (own, meeting[node], [*band], [*services[node]], [c.address for c in choices[node]])
         for node, own in addresses.items()
     }
-    opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
+    opened, findings = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
     try:
         if len(addresses) == 1 and not master and given is None:
-            found.append(ok(ports.RENDEZVOUS, zero, ports.IN_A_FILE))
+            findings.append(ok(ports.RENDEZVOUS, zero, ports.IN_A_FILE))
         elif zero in opened:
-            found.append(ports.judge_rendezvous(zero, opened[zero], (low, high), band, given))
+            findings.append(ports.judge_rendezvous(zero, opened[zero], (low, high), band, given))
         if not opened:
-            return found
+            return findings
         attempts, silent = ports.connect(agents, opened, addresses, meeting, choices)
-        found += silent + ports.judge(attempts, opened, addresses)
-        found += interfaces.judge(views, attempts, addresses)
-        if dispensable is None:
-            return found
-        rest, failures = _without(dispensable(found), addresses, found)
-        if any(finding.check == ports.CHECK for finding in failures):
-            return [*found, skipped(bandwidth.CHECK, "all", "not all nodes reach each other")]
-        measured = {node: sockets for node, sockets in opened.items() if node in rest}
-        return found + bandwidth.check(agents, measured, rest)
+        findings += silent + ports.judge(attempts, opened, addresses)
+        return findings + ports.judge_interfaces(views, attempts, addresses)
     finally:
         closing = {node: (sockets.token,) for node, sockets in opened.items()}
         agents.call_each(close_ports, closing, LOOK_S)

@@ -31,7 +31,7 @@ class Nodes:
     """
 
     def __init__(self, *, blind: bool = False) -> None:
-        self.nodes, self.addresses = ["a", "b"], {}
+        self.nodes, self.addresses, self.resources = ["a", "b"], {}, None
         self.read: dict[str, list[str]] = {"a": [], "b": []}
         self._blind = blind
 

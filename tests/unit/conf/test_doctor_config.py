@@ -6,7 +6,7 @@ from test_files import RECIPES
 from hybridrl.config.choices import DoctorChecks
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import LocalProbes
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.stages import CheckContext
 from hybridrl.doctor.training import shrunk
 from tests.support.composing import LAPTOP, TINY, examined
 

@@ -9,15 +9,14 @@ import pytest
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
 from hybridrl.config.planner.memory import host_parts, on_node
-from hybridrl.controller.ray.node_probes import NodeIdentity, ProbeResult
-from hybridrl.controller.ray.ray_probes import RayNode, ranks_that_fit
-from hybridrl.doctor import memory
-from hybridrl.doctor.context import max_ranks
+from hybridrl.controller.ray.node_probes import ProbeResult, Resources
+from hybridrl.doctor import room
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.host.facts import Limit, host_facts
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, gpu_facts
-from hybridrl.doctor.memory import host_memory
+from hybridrl.doctor.room import host_memory
+from hybridrl.doctor.stages import max_ranks, ranks_that_fit
 from tests.support.host_cases import GIB, case, facts, of
 from tests.support.run_configs import run_config
 
@@ -41,6 +40,8 @@ class Nodes:
         self._gpus = gpus
         self._left = left
         self._environment = {self.nodes[0]: environment or {}}
+
+    resources = None
 
     def call_each(self, function, arguments, timeout_s):
         del timeout_s
@@ -86,7 +87,7 @@ def test_a_node_with_fewer_ranks_needs_their_gpus_alone(uneven):
 
 
 def test_a_node_with_fewer_ranks_needs_their_memory_alone(uneven):
-    found = memory.check(uneven)
+    found = room.check_memory(uneven)
     assert {f.verdict for f in found} == {Verdict.ok}
     evidence = {f.node: f.evidence for f in of(found, "memory.host")}
     assert "(8 x 4.0 GiB" in evidence["big"] and "(2 x 4.0 GiB" in evidence["small"]
@@ -98,7 +99,7 @@ def test_a_head_without_gpus_is_held_to_nothing_that_ranks_need(uneven):
     nodes = Nodes({"head": 0, "big": 8, "small": 3}, left, {"NCCL_ALGO": "Tree"})
     with_head = dataclasses.replace(uneven, agents=nodes)
     assert with_head.slots == {"head": 0, "big": 8, "small": 2}
-    found = host.check(with_head) + memory.check(with_head)
+    found = host.check(with_head) + room.check_memory(with_head)
     assert {f.verdict for f in found} == {Verdict.ok, Verdict.skipped}
     evidence = {f.check: f.evidence for f in found if f.node == "head"}
     assert evidence["host.gpus"] == "no rank of the run is placed here"
@@ -128,10 +129,6 @@ def test_nodes_max_ranks_what_leaves_room_for_the_rest(wanted, there, expected):
     assert max_ranks(wanted, there) == expected
 
 
-def ray_node(cpus, gpus):
-    return RayNode(NodeIdentity("h", "10.0.0.1", "x"), "x", True, cpus, gpus)
-
-
 @pytest.mark.parametrize(
     ("cpus_and_gpus", "wanted", "on_gpu", "expected"),
     [
@@ -145,5 +142,5 @@ def ray_node(cpus, gpus):
 def test_room_on_nodes_of_ray_is_what_a_placement_group_asks_for(
     cpus_and_gpus, wanted, on_gpu, expected
 ):
-    nodes = {f"n{k}": ray_node(*has) for k, has in enumerate(cpus_and_gpus)}
+    nodes = {f"n{k}": Resources(*has, *has) for k, has in enumerate(cpus_and_gpus)}
     assert list(ranks_that_fit(nodes, wanted, on_gpu=on_gpu).values()) == expected

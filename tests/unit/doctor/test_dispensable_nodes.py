@@ -16,6 +16,7 @@ class Named:
     def __init__(self, *nodes):
         self.nodes = list(nodes)
         self.addresses = {node: f"10.0.0.{k}" for k, node in enumerate(nodes)}
+        self.resources = None
 
 
 @pytest.fixture(scope="module")

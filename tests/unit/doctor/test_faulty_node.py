@@ -10,14 +10,13 @@ import pytest
 from huggingface_hub import constants
 
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.doctor import memory
-from hybridrl.doctor.context import gather
+from hybridrl.doctor import inputs, room
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
-from hybridrl.doctor.inputs import stage as inputs
-from hybridrl.doctor.inputs.models import judge_model, model_facts
-from hybridrl.doctor.inputs.stage import check_run_directory
+from hybridrl.doctor.inputs import check_run_directory
 from hybridrl.doctor.joined import joined_probes
+from hybridrl.doctor.models import judge_model, model_facts
+from hybridrl.doctor.stages import gather
 from hybridrl.models.resolve import read_model_config
 from tests.support.host_cases import (
     HUB_MODEL,
@@ -117,7 +116,7 @@ def test_its_clock_is_that_of_the_first(found):
 
 
 def test_its_cgroup_is_too_small_for_the_run(nodes):
-    finding = second(memory.check(case(agents=nodes)), "memory.host", nodes)
+    finding = second(room.check_memory(case(agents=nodes)), "memory.host", nodes)
     assert_finds(
         finding, "memory.host", Verdict.fail, "of the 1.0 GiB that /sys/fs/cgroup/memory", "--mem=0"
     )

@@ -85,6 +85,8 @@ class Silent:
 
     nodes = ("a", "b")
 
+    resources = None
+
     def call_each(self, function, arguments, timeout_s):
         del arguments, timeout_s
         return {"a": ProbeResult(function()), "b": ProbeResult(error="no answer within 30 s")}
@@ -309,6 +311,8 @@ class Clocks:
     def __init__(self, **offsets):
         self.offsets = offsets
         self.nodes = list(offsets)
+
+    resources = None
 
     def call_each(self, function, arguments, timeout_s):
         del timeout_s

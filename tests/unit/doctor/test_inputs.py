@@ -10,11 +10,17 @@ import pytest
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import ProbeResult
+from hybridrl.doctor import inputs
 from hybridrl.doctor.findings import CHECKS, Verdict
-from hybridrl.doctor.inputs import stage as inputs
-from hybridrl.doctor.inputs.models import folder_facts, judge_cached, judge_model, model_facts
-from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer
-from hybridrl.doctor.inputs.stage import check_run_directory, hub_cache_facts, judge_cache
+from hybridrl.doctor.inputs import check_data, check_reward, check_run_directory, check_tokenizer
+from hybridrl.doctor.models import (
+    folder_facts,
+    hub_cache_facts,
+    judge_cache,
+    judge_cached,
+    judge_model,
+    model_facts,
+)
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
 from tests.support.data_configs import jsonl, sums
 from tests.support.host_cases import (
@@ -34,8 +40,8 @@ from tests.support.tokenizer_folders import model_folder
 
 pytestmark = pytest.mark.full
 
-FACTS = "hybridrl.doctor.inputs.models"
-FOLDERS = "hybridrl.doctor.inputs.stage"
+FACTS = "hybridrl.doctor.models"
+FOLDERS = "hybridrl.doctor.models"
 HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: ('model', True)}})"
 
 
@@ -361,10 +367,12 @@ def test_a_run_directory_that_cannot_be_written_fails(tmp_path):
 
         nodes = ("a",)
 
+        resources = None
+
         def call_each(self, function, arguments, timeout_s):
             mounts = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
             expression = f"{function.__name__}(*{arguments.get('a', ('',))!r})"
-            return {"a": ProbeResult(probe_mounted(FOLDERS, expression, mounts))}
+            return {"a": ProbeResult(probe_mounted("hybridrl.doctor.inputs", expression, mounts))}
 
     finding = the(check_run_directory(ReadOnly(), f"{tmp_path}/run"), "inputs.run_directory")
     assert_finds(
@@ -382,12 +390,16 @@ def two_nodes(mounts: str):
 
         nodes = ("a", "b")
 
+        resources = None
+
         def call_each(self, function, arguments, timeout_s):
             answers = {}
             for node, values in arguments.items():
                 expression = f"{function.__name__}(*{values!r})"
                 own = mounts if node == "b" else "true"
-                answers[node] = ProbeResult(probe_mounted(FOLDERS, expression, own))
+                answers[node] = ProbeResult(
+                    probe_mounted("hybridrl.doctor.inputs", expression, own)
+                )
             return answers
 
     return TwoNodes()

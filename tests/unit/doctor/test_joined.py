@@ -1,6 +1,5 @@
 """Nodes that call in: the doctor's processes on this machine, each a node."""
 
-import json
 import os
 import signal
 import socket
@@ -9,15 +8,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
-from hybridrl.config.choices import DType
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.ray.node_probes import call_all, from_json, to_json
-from hybridrl.doctor.host.gpus import GPUProcess
+from hybridrl.controller.ray.node_probes import call_all
+from hybridrl.doctor.host.facts import HostFacts, host_facts
 from hybridrl.doctor.joined import joined_probes, listens_here, parse_place, serve
+from hybridrl.doctor.network.infiniband import Fabric, look
+from hybridrl.doctor.network.nodes import Choice
+from hybridrl.doctor.network.server import Target, reach
 
 pytestmark = pytest.mark.full
 
@@ -96,7 +96,7 @@ def test_nodes_work_at_the_same_time(cluster):
 def test_a_function_runs_where_it_has_arguments_alone(cluster):
     node = cluster.nodes[1]
     answers = cluster.call_each(divmod, {node: (7, 2)}, 5.0)
-    assert answers[node].value == (3, 1) and list(answers) == [node]
+    assert answers[node].value == [3, 1] and list(answers) == [node]
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,21 @@ def test_a_failure_is_an_answer(cluster, function, arguments, says):
     assert all(says in answer.error for answer in answers.values()), answers
 
 
-def test_plain_data_keep_their_types_on_the_way():
-    named = GPUProcess("GPU-1", "7", "python", "12")
-    value = {("a", 1): [Path("/x"), range(3, 9, 2), frozenset({2}), {None}, DType.bfloat16, named]}
-    found = from_json(json.loads(json.dumps(to_json(value))))
-    assert found == value and type(found["a", 1][-1]) is GPUProcess
-    with pytest.raises(ValueError, match="os:system is no class of hybridrl"):
-        from_json(["os:system", ["true"]])
+def test_plain_data_keep_their_types_on_the_way(cluster, tmp_path):
+    node = cluster.nodes[1]
+    facts = cluster.call_each(host_facts, {node: ()}, 20.0)[node].value
+    assert type(facts) is HostFacts and facts.limits == host_facts().limits
+    fabric = cluster.call_each(look, {node: (tmp_path, tmp_path)}, 5.0)[node].value
+    assert fabric == Fabric([], {}, "")
+    target = Target("a", "127.0.0.1", 1, "", choice=Choice("a", "X", None, "lo", "127.0.0.1"))
+    (problem,) = cluster.call_each(reach, {node: ([target], 5.0)}, 9.0)[node].value
+    assert problem.startswith("refused")
 
 
 def test_what_cannot_travel_is_an_answer(cluster):
-    answers = call_all(cluster, open, os.devnull)
+    answers = call_all(cluster, object)
     assert len(answers) == 3
-    assert all("cannot be sent" in answer.error for answer in answers.values()), answers
+    assert all("Unable to serialize" in answer.error for answer in answers.values()), answers
 
 
 def test_a_node_that_dies_is_an_answer(address):

@@ -4,15 +4,15 @@ import pytest
 
 from hybridrl.config.planner.machine import memory_limit
 from hybridrl.config.planner.memory import host_parts, on_node
-from hybridrl.doctor import memory
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor import room
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host.facts import Limit
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, parse_processes
-from hybridrl.doctor.memory import (
+from hybridrl.doctor.room import (
     judge_gpu_memory,
     judge_host_memory,
 )
+from hybridrl.doctor.stages import CheckContext
 from tests.support.composing import GPU_NODE, examined
 from tests.support.host_cases import assert_finds, case, cgroup, probe, the
 
@@ -43,21 +43,21 @@ def needed_ram(context):
 
 
 def test_this_machine_is_measured(cpu):
-    findings = memory.check(cpu)
-    left = memory.host_memory().left
+    findings = room.check_memory(cpu)
+    left = room.host_memory().left
     assert 0 < left < memory_limit()
     assert "of RAM here" in the(findings, "memory.host").evidence
     assert the(findings, "memory.gpu").verdict is Verdict.skipped
 
 
 def test_quick_looks_at_the_host_alone():
-    assert [f.check for f in memory.check(case(quick=True))] == ["memory.host"]
+    assert [f.check for f in room.check_memory(case(quick=True))] == ["memory.host"]
 
 
 def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
     """The limit is a real one, the prediction that of a run with 8 GPUs."""
     with cgroup("memory", memory__limit_in_bytes=str(GIB)) as join:
-        found = probe("hybridrl.doctor.memory", "host_memory()", before=join)
+        found = probe("hybridrl.doctor.room", "host_memory()", before=join)
     finding = judge_host_memory("b", found, gpu, 8)
     assert finding.node == "b"
     needed = needed_ram(gpu) / GIB

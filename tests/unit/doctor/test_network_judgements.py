@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network import bandwidth as network_bandwidth
-from hybridrl.doctor.network import interfaces as network_interfaces
 from hybridrl.doctor.network import nodes as network_nodes
 from hybridrl.doctor.network import ports as network_ports
+from hybridrl.doctor.network import speeds as network_speeds
 from hybridrl.doctor.network.nodes import rank_zero_node
-from hybridrl.doctor.network.server import Opened, Speed, Target
+from hybridrl.doctor.network.server import Opened, Target
+from hybridrl.doctor.network.speeds import Speed
 from tests.support.network_cases import view
 
 pytestmark = pytest.mark.full
@@ -105,7 +105,7 @@ def test_the_interface_that_nccl_takes(interfaces, expected):
 def test_the_interfaces_of_each_library_are_told():
     views = {"a": view(), "b": view("b", eth0="10.0.1.3/24", docker0="172.17.0.1/16")}
     views["b"].variables["GLOO_SOCKET_IFNAME"] = "eth0"
-    (found,) = network_interfaces.judge(views)
+    (found,) = network_ports.judge_interfaces(views)
     assert found.verdict is Verdict.ok
     assert found.evidence.startswith("NCCL uses a eth0, b eth0; gloo uses b eth0; a: eth0 10.0.1.2")
 
@@ -119,7 +119,7 @@ def judge_attempts(variables, problems):
     target = Target("b", choice.address, 40000, "token", choice=choice)
     tried = [network_ports.Attempt(node, target, problems[node]) for node in problems]
     addresses = {"a": "10.0.1.2", "b": "10.0.1.3", "c": "10.0.1.4"}
-    return network_interfaces.judge(views, tried, addresses)
+    return network_ports.judge_interfaces(views, tried, addresses)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_an_interface_that_one_node_does_not_reach_is_told_of_the_pair():
 
 def test_addresses_that_clouds_route_have_no_subnet_to_compare():
     views = {"a": view(eth0="10.0.1.2/32"), "b": view("b", eth0="10.0.9.3/32")}
-    (found,) = network_interfaces.judge(views)
+    (found,) = network_ports.judge_interfaces(views)
     assert found.verdict is Verdict.ok
 
 
@@ -172,7 +172,7 @@ def test_a_port_that_the_kernel_may_give_away_is_a_warning(given):
 @pytest.mark.parametrize("count", range(2, 10))
 def test_a_tournament_pairs_each_two_nodes_once_and_nobody_twice_a_round(count):
     nodes = [str(k) for k in range(count)]
-    rounds = network_bandwidth.tournament(nodes)
+    rounds = network_speeds.tournament(nodes)
     pairs = [frozenset(pair) for pairs in rounds for pair in pairs]
     assert sorted(map(sorted, pairs)) == sorted(map(sorted, itertools.combinations(nodes, 2)))
     for pairs in rounds:
@@ -200,7 +200,7 @@ def speeds(**slow):
     ],
 )
 def test_pairs_are_held_against_the_median(slow, expected):
-    assert verdicts(network_bandwidth.judge(speeds(**slow))) == expected
+    assert verdicts(network_speeds.judge_bandwidth(speeds(**slow))) == expected
 
 
 @pytest.mark.parametrize(
@@ -209,17 +209,17 @@ def test_pairs_are_held_against_the_median(slow, expected):
 )
 def test_round_trips_are_held_against_the_median(seconds, verdict):
     some = speeds() | {("a", "b"): Speed(seconds, 1e9)}
-    (found,) = network_bandwidth.judge(some)
+    (found,) = network_speeds.judge_bandwidth(some)
     assert found.verdict is verdict
     if verdict is not Verdict.ok:
         assert found.node == "a -> b"
-        assert f"round trip {1e3 * seconds:.2f} ms; the median" in found.evidence
-        assert "round trip 0.10 ms" in found.evidence.partition("median")[2]
+        assert f"round trip {1e3 * seconds:.3f} ms, a -> b; the median" in found.evidence
+        assert "round trip 0.100 ms" in found.evidence.partition("median")[2]
 
 
 @pytest.mark.parametrize("slow", [{}, {"c_a": 0.4}])
 def test_every_pair_is_handed_to_the_report(slow):
-    first, *_ = network_bandwidth.judge(speeds(**slow))
+    first, *_ = network_speeds.judge_bandwidth(speeds(**slow))
     (matrix,) = first.tables.values()
     assert {(a, b) for a, row in matrix.items() for b in row} == set(speeds())
     assert matrix["a"]["b"] == {"bytes_per_s": 1e9, "round_trip_s": 1e-4}
@@ -228,9 +228,9 @@ def test_every_pair_is_handed_to_the_report(slow):
 
 def test_with_two_nodes_the_slower_way_is_held_against_the_faster():
     two = {("a", "b"): Speed(1e-4, 1e9), ("b", "a"): Speed(1e-4, 0.3e9)}
-    assert verdicts(network_bandwidth.judge(two)) == [("b -> a", Verdict.warn)]
+    assert verdicts(network_speeds.judge_bandwidth(two)) == [("b -> a", Verdict.warn)]
 
 
 def test_pairs_that_are_all_slow_are_told():
     two = dict.fromkeys([("a", "b"), ("b", "a")], Speed(1e-4, 11e6))
-    assert {finding.verdict for finding in network_bandwidth.judge(two)} == {Verdict.warn}
+    assert {finding.verdict for finding in network_speeds.judge_bandwidth(two)} == {Verdict.warn}

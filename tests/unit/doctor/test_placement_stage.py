@@ -2,41 +2,41 @@
 
 import pytest
 
-from hybridrl.controller.ray.ray_probes import FreeNode
+from hybridrl.controller.ray.node_probes import Resources
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.placement import judge_engines, judge_slots
+from hybridrl.doctor.room import judge_engines, judge_slots
 from tests.support.host_cases import assert_finds
 
 pytestmark = pytest.mark.full
 
 
-def node(name: str, gpus: float, free: float) -> FreeNode:
-    return FreeNode(name, 64.0, gpus, 64.0, free)
+def node(gpus: float, free: float) -> Resources:
+    return Resources(64.0, gpus, 64.0, free)
 
 
 def test_the_largest_demand_goes_to_the_largest_node():
-    nodes = [node("10.0.0.1 (aaaa)", 4, 4), node("10.0.0.2 (bbbb)", 8, 8)]
+    nodes = {"a": node(4, 4), "b": node(8, 8)}
     assert judge_slots(nodes, [8, 4], on_gpu=True).verdict is Verdict.ok
     assert judge_slots(nodes, [8, 8], on_gpu=True).verdict is Verdict.fail
 
 
 def test_gpus_that_another_run_holds_are_named():
-    nodes = [node("10.0.0.1 (aaaa)", 8, 8), node("10.0.0.2 (bbbb)", 8, 2)]
+    nodes = {"a": node(8, 8), "b": node(8, 2)}
     found = judge_slots(nodes, [8, 8], on_gpu=True)
-    evidence = "10.0.0.2 (bbbb): 2 of 8 GPUs free"
+    evidence = "b: 2 of 8 GPUs free"
     assert_finds(found, "placement.slots", Verdict.fail, evidence, "ray list actors")
 
 
 def test_a_missing_node_is_no_room():
-    found = judge_slots([node("10.0.0.1 (aaaa)", 8, 8)], [8, 8], on_gpu=True)
+    found = judge_slots({"a": node(8, 8)}, [8, 8], on_gpu=True)
     assert found.verdict is Verdict.fail
 
 
 def test_slots_without_gpus_share_cores():
     """Four ranks on one core are slow, which is no reason not to run; no core at all is."""
-    crowded = [FreeNode("10.0.0.1 (aaaa)", 1.0, 0.0, 1.0, 0.0)]
+    crowded = {"a": Resources(1.0, 0.0, 1.0, 0.0)}
     assert judge_slots(crowded, [4], on_gpu=False).verdict is Verdict.ok
-    taken = [FreeNode("10.0.0.1 (aaaa)", 1.0, 0.0, 0.0, 0.0)]
+    taken = {"a": Resources(1.0, 0.0, 0.0, 0.0)}
     assert judge_slots(taken, [4], on_gpu=False).verdict is Verdict.fail
 
 

@@ -1,5 +1,7 @@
-"""Probe of models and data sets on a node, and rules for them. Nothing is downloaded."""
+"""Probes of models, data sets and caches on a node, and rules for them. Nothing is downloaded."""
 
+import os
+import pwd
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +11,16 @@ from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
-from hybridrl.doctor.findings import Finding, Rule, Verdict, fails_if, first
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    fails_if,
+    first,
+    warns_if,
+)
+from hybridrl.doctor.host.facts import DiskSpace, disk_space, existing, write_error
+from hybridrl.models.cache import cache_folder
 from hybridrl.models.fingerprints import fingerprint
 from hybridrl.models.resolve import is_on_hub, plain_folder
 from hybridrl.models.weight_files import INDEX, read_header, weight_files
@@ -121,7 +132,7 @@ def judge_model(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
         f"Copy it from a node where it is complete: rsync -a --checksum <node>:{source.folder}/ "
         f"{source.folder}/; in a Git clone: git lfs pull"
     )
-    found = []
+    findings = []
     for node, folder in facts.items():
         different, where = differences(folder, source), f"{name} in {folder.folder}"
         absent = copy if source.folder else "Correct model.path"
@@ -132,8 +143,8 @@ def judge_model(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
         ]
         size = gib(sum(size for size, _ in folder.files.values()))
         passed = f"{name}: {len(folder.files)} files, {size} in {folder.folder}"
-        found.append(first("inputs.model", node, rules, passed))
-    return found
+        findings.append(first("inputs.model", node, rules, passed))
+    return findings
 
 
 def judge_cached(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
@@ -141,7 +152,7 @@ def judge_cached(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
     cached = {node: folder for node, folder in facts.items() if not folder.error}
     source_node, source = next(iter(cached.items()), ("", FolderFacts("")))
     fetch = f"hf download {name} on that node, or one HF_HOME that all nodes share"
-    found = []
+    findings = []
     for node, folder in facts.items():
         different = differences(folder, source)
         commit, other = (f.folder.rpartition("/")[2] for f in (folder, source))
@@ -157,29 +168,105 @@ def judge_cached(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
             (fails_if(different), f"{name} differs from {source_node}'s: {different}", fetch),
         ]
         passed = f"{name} at commit {commit[:8]}, complete"
-        found.append(first("inputs.cache_contents", node, rules, passed))
-    return found
+        findings.append(first("inputs.cache_contents", node, rules, passed))
+    return findings
 
 
 def differences(here: FolderFacts, there: FolderFacts) -> str:
     """Describe files of two complete models that differ in name, size or fingerprint."""
     if here.faults or there.faults:
         return ""
-    found = []
+    texts = []
     for name in sorted({*here.files, *there.files}):
         own, other = here.files.get(name), there.files.get(name)
         if own is None:
-            found.append(f"{name} is missing here")
+            texts.append(f"{name} is missing here")
         elif other is None:
-            found.append(f"{name} exists only here")
+            texts.append(f"{name} exists only here")
         elif own[0] != other[0]:
-            found.append(f"{name} has {own[0]:,} bytes here, {other[0]:,} there")
+            texts.append(f"{name} has {own[0]:,} bytes here, {other[0]:,} there")
         elif own != other:
-            found.append(f"{name} has other contents here, but the same size")
-    return some(found)
+            texts.append(f"{name} has other contents here, but the same size")
+    return some(texts)
 
 
 def some(texts: Sequence[str]) -> str:
     """Join the first few texts, and count the rest."""
     more = f" and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
     return "; ".join(texts[:MAX_SHOWN]) + more
+
+
+class CacheFacts(NamedTuple):
+    """A cache folder as seen by processes of a node.
+
+    `variable` sets its path; `space` has the error of writing there by `user`; `owner` is that of
+    the nearest existing parent; `lacking` are models and datasets to be downloaded.
+    """
+
+    variable: str
+    name: str
+    space: DiskSpace
+    owner: str
+    user: str
+    lacking: tuple[str, ...]
+
+
+def hub_cache_facts(wanted: Mapping[str, tuple[str, bool]]) -> CacheFacts:
+    """Examine the Hugging Face cache for names as of `_hub_names`."""
+    lacking = tuple(name for name, needed in wanted.items() if lacks(name, *needed))
+    return _facts("HF_HOME", "Hugging Face cache", Path(constants.HF_HUB_CACHE), lacking)
+
+
+def own_cache_facts() -> CacheFacts:
+    """Examine the cache of converted models and compiled kernels."""
+    return _facts("HYBRIDRL_CACHE", "hybridrl's cache", cache_folder())
+
+
+def _facts(variable: str, name: str, folder: Path, lacking: tuple[str, ...] = ()) -> CacheFacts:
+    there, locks = existing(folder), folder / ".locks"
+    places = [there, locks] if locks.is_dir() else [there]
+    errors = [f"{place}: {error}" for place in places if (error := write_error(place))]
+    return CacheFacts(
+        variable,
+        name,
+        disk_space(there)._replace(folder=str(folder), error="; ".join(errors)),
+        _user(there.stat().st_uid),
+        _user(os.geteuid()),
+        lacking,
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def judge_cache(
+    facts: Mapping[str, CacheFacts], drivers: CacheFacts | None = None
+) -> list[Finding]:
+    """Judge inputs.cache of each node; `drivers`, if given, must have the same path."""
+    findings = []
+    for node, cache in facts.items():
+        path, _, free, error = cache.space
+        drivers_path = path if drivers is None else drivers.space.folder
+        evidence = f"{cache.name} ({cache.variable}): {path} (owner {cache.owner}), "
+        evidence += f"{gib(free)} free"
+        use = "compiled kernels go there" if drivers is None else "all files that it needs exist"
+        use = f"{', '.join(cache.lacking)} must be downloaded" if cache.lacking else use
+        unwritable = Verdict.fail if cache.lacking else Verdict.warn
+        rules: list[Rule] = [
+            (
+                unwritable if error else None,
+                f"{evidence}; {cache.user} cannot write: {error}; {use}",
+                f"chown -R {cache.user} {path}, or set {cache.variable} to a writable folder",
+            ),
+            (
+                warns_if(path != drivers_path),
+                f"{evidence}; the driver uses {drivers_path}",
+                f"export {cache.variable}=... the same on all nodes, before `ray start`",
+            ),
+        ]
+        findings.append(first("inputs.cache", node, rules, evidence))
+    return findings

@@ -1,17 +1,23 @@
-"""Trials of tokenizer, data and reward on a few rows, in the process that starts the run."""
+"""Inputs stage: models, tokenizer, data, reward and the folders of a run. Nothing is downloaded."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from os.path import exists
 from pathlib import Path
 from statistics import fmean
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 from hybridrl.config.checks.reward_model import NO_REWARD
+from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
 from hybridrl.config.sections import DataConfig, MixturePart
+from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.doctor import models
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
@@ -23,7 +29,10 @@ from hybridrl.doctor.findings import (
     warn,
     warns_if,
 )
+from hybridrl.doctor.host.facts import existing
+from hybridrl.doctor.stages import CheckContext, gather
 from hybridrl.environments.base import EnvironmentPool, StepRequest
+from hybridrl.models.resolve import EMBEDDED, absolute_path, is_on_hub
 from hybridrl.processes.pool import ProcessesError
 from hybridrl.processes.texts import last_frame
 from hybridrl.rewards.scorer import RewardScorer, rule_config
@@ -31,10 +40,121 @@ from hybridrl.rewards.scorer import RewardScorer, rule_config
 if TYPE_CHECKING:
     from hybridrl.data.sources.prompts import Prompt
 
+# A node may have to convert a model first.
+MODEL_TIMEOUT_S = 120.0
+RUN_DIR = "hydra.run.dir="
 TOKENIZER, DATA, REWARD = "inputs.tokenizer", "inputs.data", "inputs.reward"
 NUM_ROWS = 8
 QUESTION = "What is 2 + 2?"
 BY_HAND = "Call it by hand on a row of the data; a response may be empty, or any text"
+REMOVE_S = 30.0
+
+
+def check(context: CheckContext) -> list[Finding]:
+    """Make all checks inputs.*; if `context.quick`, inputs.cache only."""
+    findings = _caches(context)
+    if context.quick:
+        return findings
+    findings += _models(context)
+    driver, config = context.agents.nodes[0], context.config
+    findings += check_tokenizer(driver, config.model, context.shape)
+    data, prompts = check_data(driver, config)
+    findings += [*data, *check_reward(driver, config, prompts)]
+    return [*findings, *check_run_directory(context.agents, run_folder(context))]
+
+
+def run_folder(context: CheckContext) -> str:
+    """Return hydra.run.dir, without components that only Hydra can resolve."""
+    given = [o.removeprefix(RUN_DIR) for o in context.overrides if o.startswith(RUN_DIR)]
+    folder = given[-1].strip("'\"") if given else f"outputs/{context.config.run.name}"
+    fixed, marker, _ = folder.partition("${")
+    return str(Path(fixed if not marker else fixed.rpartition("/")[0] or ".").absolute())
+
+
+def _caches(context: CheckContext) -> list[Finding]:
+    """Check inputs.cache: converted models and, if the hub is used, the Hugging Face cache."""
+    own, findings = gather(context.agents, "inputs.cache", models.own_cache_facts)
+    findings += models.judge_cache(own)
+    if wanted := _hub_names(context):
+        caches, silent = gather(context.agents, "inputs.cache", models.hub_cache_facts, wanted)
+        findings += [*silent, *models.judge_cache(caches, models.hub_cache_facts(wanted))]
+    return findings
+
+
+def _model_paths(context: CheckContext) -> dict[str, bool]:
+    """Return the run's models, with True for those that need weights."""
+    config = context.config
+    paths = {config.model.path: config.model.init is Init.pretrained}
+    return paths | ({config.reward_model.model.path: True} if config.reward_model else {})
+
+
+def _hub_names(context: CheckContext) -> dict[str, tuple[str, bool]]:
+    """Return names on the hub, each with "model" or "dataset", and True if it needs weights."""
+    paths = _model_paths(context).items()
+    names = {path: ("model", weights) for path, weights in paths if is_on_hub(path)}
+    for part in sources(context.config.data):
+        if part.train_files is None and part.name and part.name.partition("/")[0] != EMBEDDED:
+            names["/".join(part.name.split("/")[:2])] = ("dataset", False)
+    return names
+
+
+def _models(context: CheckContext) -> list[Finding]:
+    """Check inputs.model and inputs.cache_contents."""
+    agents, on_hub = context.agents, _hub_names(context)
+    findings: list[Finding] = []
+    for path, needs_weights in _model_paths(context).items():
+        probe = (models.model_facts, absolute_path(path), needs_weights)
+        facts, silent = gather(agents, "inputs.model", *probe, timeout_s=MODEL_TIMEOUT_S)
+        findings += silent
+        if facts:
+            findings += (models.judge_cached if path in on_hub else models.judge_model)(path, facts)
+    for name in (name for name, (kind, _) in on_hub.items() if kind == "dataset"):
+        # Only the driver reads data.
+        findings += models.judge_cached(name, {agents.nodes[0]: models.hub_facts(name, "dataset")})
+    if not on_hub:
+        findings.append(
+            skipped("inputs.cache_contents", "all", "the run uses nothing from the hub")
+        )
+    return findings
+
+
+def check_run_directory(agents: NodeProbes, folder: str) -> list[Finding]:
+    """Check inputs.run_directory: write a file on each node, and look for the first's on all."""
+    check = "inputs.run_directory"
+    planted, findings = gather(agents, check, plant, folder)
+    advice = f"Make it writable (chown, chmod), or set hydra.run.dir=/shared/run (now {folder})"
+    written = {node: (path,) for node, (path, error) in planted.items() if not error}
+    for node, (path, error) in planted.items():
+        if error:
+            findings.append(fail(check, node, f"{path}: {error}", advice))
+    first, *others = agents.nodes
+    if others and first in written:
+        seen, silent = gather(agents, check, exists, *written[first])
+        findings += silent
+        for node in (node for node, is_seen in seen.items() if not is_seen):
+            evidence = f"this node does not see files that {first} writes into {folder}: "
+            evidence += "checkpoints need a shared folder"
+            findings.append(warn(check, node, evidence, "hydra.run.dir=/shared/..., as on NFS"))
+    agents.call_each(remove, written, timeout_s=REMOVE_S)
+    shared = ", shared by all nodes" if others else ""
+    return findings or [ok(check, "all", f"{folder}: writable{shared}")]
+
+
+def plant(folder: str) -> tuple[str, str]:
+    """Write a file into a folder or its nearest existing parent; return its path and the error."""
+    there = existing(Path(folder))
+    try:
+        with NamedTemporaryFile(dir=there, prefix=".hybridrl-doctor-", delete=False) as file:
+            file.write(b"doctor")
+    except OSError as error:
+        return str(there), error.strerror or str(error)
+    return file.name, ""
+
+
+def remove(path: str) -> None:
+    """Delete a planted file."""
+    with suppress(OSError):
+        Path(path).unlink()
 
 
 def check_tokenizer(node: str, model: ModelConfig, shape: ModelShape) -> list[Finding]:
@@ -80,7 +200,7 @@ def check_data(node: str, config: RunConfig) -> "tuple[list[Finding], list[Promp
     if sets is None:
         parts = [problem.partition("\n") for problem in problems]
         advice = "Correct data.* or the files"
-        return [fail(DATA, node, found, more or advice) for found, _, more in parts], []
+        return [fail(DATA, node, problem, more or advice) for problem, _, more in parts], []
     sizes = [f"{path} ({gib(path.stat().st_size)})" for path in _files_of(config.data)]
     source = ", ".join(sizes) or ", ".join(facts.source for facts in sets.data_sets)
     evidence = f"{len(sets.train):,} training and {len(sets.held_out):,} held-out prompts: {source}"
@@ -103,21 +223,21 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
     """Check inputs.reward: the reward or environment and the rules of conf/eval, on prompts."""
     if not prompts:
         return [skipped(REWARD, node, "there are no prompts to try it on")]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     reward, rules = config.reward, config.eval.rules
     tried = {"reward": replace(reward, num_processes=1)} if not config.earns_rewards else {}
     tried |= {f"eval.rules.{name}": rule_config(reward, rule) for name, rule in rules.items()}
     try:
         if config.environment is not None:
-            found.append(_try_environment(node, config.environment, config, prompts))
+            findings.append(_try_environment(node, config.environment, config, prompts))
         for key, rule in tried.items():
-            found.append(_try_rule(node, key, rule, config, prompts))
+            findings.append(_try_rule(node, key, rule, config, prompts))
     except ConfigError as error:
-        found.append(fail(REWARD, node, error.texts[0], "Correct reward.* or eval.rules.*"))
+        findings.append(fail(REWARD, node, error.texts[0], "Correct reward.* or eval.rules.*"))
     except ProcessesError as error:
         advice = "Check the imports of the function's module"
-        found.append(fail(REWARD, node, str(error), advice))
-    return found
+        findings.append(fail(REWARD, node, str(error), advice))
+    return findings
 
 
 def _try_rule(
