@@ -106,7 +106,7 @@ def test_a_node_is_one_process_for_all_calls(told):
 
 def test_a_failure_on_a_node_is_an_answer(hosts, told):
     raising, late, unsendable = told.failing
-    for answers, says in ((raising, "ValueError"), (late, "within 0.5 s"), (unsendable, "sent")):
+    for answers, says in ((raising, "ValueError"), (late, "within 0.5 s"), (unsendable, "pickle")):
         assert list(answers) == [host.name for host in hosts]
         assert all(says in answer.error for answer in answers.values()), answers
 

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from threading import Lock
 from typing import NamedTuple
 
 import psutil
@@ -48,7 +49,7 @@ def everything(wanted: int) -> Told:
             [
                 call_all(agents, int, "x"),
                 call_all(agents, time.sleep, 2.0, timeout_s=0.5),
-                call_all(agents, open, os.devnull),
+                call_all(agents, Lock),
             ],
             network.examine(agents, [29500, 29599], on_gpu=False, quick=True)
             + ray_services.examine(agents, wanted),
