@@ -95,10 +95,10 @@ def known_keys(cfg: DictConfig, roles: Mapping[str, type]) -> list[str]:
 
 def without_shared(config: Mapping[str, Any]) -> DictConfig:
     """Return a resolved config as it is composed: without equal copies of shared values."""
-    cfg = OmegaConf.create(dict(config))
+    whole, cfg = (OmegaConf.create(dict(config)) for _ in range(2))
     for name, note in SHARED.items():
         section, _, field = name.partition(".")
-        node, shared = config.get(section) or {}, OmegaConf.select(cfg, note.key)
+        node, shared = config.get(section) or {}, OmegaConf.select(whole, note.key)
         shared = raw_tree(shared) if isinstance(shared, DictConfig) else shared
         if field in node and node[field] == shared:
             del cfg[section][field]

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.keys import leaves
+from hybridrl.config.schema_keys import is_read
 from hybridrl.trainer.tracking.provenance import plain
 from tests.support.run_configs import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Nodes that the roles take from their own group.
-SHARED = {"algorithm", "fsdp", "lora", "model"}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def site(tmp_path_factory) -> Path:
 def test_the_site_has_every_config_key(site):
     page = (site / "docs" / "config_reference.html").read_text()
     keys = [key.split(".") for key in leaves(plain(run_config()))]
-    own = [".".join(key) for key in keys if len(key) > 1 and key[1] not in SHARED]
+    own = [".".join(key) for key in keys if len(key) > 1 and is_read(".".join(key))]
     assert len(own) > 100
     assert [key for key in own if f">{key}<" not in page] == []
 

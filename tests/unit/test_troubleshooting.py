@@ -60,6 +60,7 @@ def messages() -> list[str]:
     ]
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     texts += [value for value in constants if isinstance(value, str)]
+    texts += [file.read_text() for file in (REPO / "hybridrl").rglob("*.yaml")]
     return [" ".join(VALUE.sub("...", text).split()) for text in texts]
 
 

@@ -115,7 +115,7 @@ def test_weights_of_another_model_are_told_by_their_shapes(folder, changes, word
         ({"hidden_size": -128}, "hidden_size = -128"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"hidden_size": "128"}, "hidden_size = '128'"),
-        ({"hidden_size": True}, "hidden_size = True"),
+        ({"hidden_size": True}, "hidden_size = true"),
         ({"vocab_size": 10**30}, "vocab_size = 1000"),
         ({"head_dim": "absent", "num_attention_heads": 3}, "num_attention_heads = 3"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),

@@ -76,7 +76,7 @@ def test_a_new_argument_without_a_plus_is_told_so():
     found = precompose(
         parse_argv([*BASE, f"reward.function={MINE}", "reward.args.n=2"]), conf_dir()
     )
-    assert "type +reward.args.n=2" in found.problems[0]
+    assert "+reward.args.n=2" in str(found.problems[0])
 
 
 def test_the_same_function_keeps_its_args_and_rules():
@@ -232,7 +232,7 @@ def test_hardware_gpu_keeps_mini_batches_of_256():
                 "rollout.responses_per_prompt=3",
             ],
             [
-                "0.5 is a share of the 27 responses",
+                "mini_batch_size = 0.5, expected a share of the 27 responses",
                 "2 ranks",
                 "prompts_per_step to a multiple of 2",
             ],
