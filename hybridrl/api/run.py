@@ -141,7 +141,7 @@ class Trainer:
         """Measure the held-out accuracy of the present weights; return the metrics eval/..."""
         with self._closing_after_errors() as loop:
             step = loop.saves.step
-            is_end = step in (0, self.config.trainer.total_steps)
+            is_end = step in (0, self.config.trainer.total_steps) or loop.run.is_stopped
             metrics = loop.evaluations.evaluate(step, is_end=is_end)
         return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 

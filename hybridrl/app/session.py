@@ -147,7 +147,6 @@ class Session:
         checkpoints = Checkpointer(config, self.run_dir, workers.saver, sync, warn, fingerprints)
         row = {} if resume is None or not resume.rows else resume.rows[-1]
         run = RunHandle(config, RecordBuilder(config, self.decode, self.decode_all), row)
-        prompts, decode = self.inputs.prompts, self.decode
         assert self.checked.shape is not None
         parts = LoopParts(
             config=config,
@@ -155,9 +154,7 @@ class Session:
             shape=self.checked.shape,
             workers=workers,
             prompts=self.inputs.source,
-            generator=generator_for(
-                config, self.environment, workers.rollout, prompts, decode, stack
-            ),
+            generator=generator_for(config, self.environment, workers.rollout, self.decode, stack),
             rewards=self.rewards,
             evaluator=self.evaluator,
             checkpoints=checkpoints,

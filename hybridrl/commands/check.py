@@ -198,7 +198,7 @@ def _solve_lines(prompts: "PromptSets", config: RunConfig) -> Iterator[str]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         subject = Subject("base", model=config.model.path)
         stack.enter_context(ray_runtime(config.cluster, config.hardware.accelerator))
-        evaluation = Evaluation(subject, config, prompts, asked, folder, samples, split=Split.train)
+        evaluation = Evaluation(subject, config, asked, folder, samples, split=Split.train)
         totals = evaluate(evaluation, lambda *_: None)
         lines = (folder / COMPLETIONS).read_text(encoding="utf-8").split("\n")[:-1]
     groups, least = totals.scores[""], evaluation.correct_at

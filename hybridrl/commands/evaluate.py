@@ -119,7 +119,6 @@ def _evaluate(options: argparse.Namespace) -> None:
     evaluation = Evaluation(
         subject,
         config,
-        prompts,
         _asked(prompts, options),
         _output_folder(options.output, subject),
         options.samples,

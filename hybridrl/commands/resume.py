@@ -18,6 +18,7 @@ from hybridrl.config.command.input_errors import expanded
 from hybridrl.config.command.overrides import quoted
 from hybridrl.config.command.secrets import HIDDEN
 from hybridrl.config.keys import leaves
+from hybridrl.config.schema_keys import is_read, shared_by
 from hybridrl.models.fingerprints import MODEL, REWARD_MODEL
 
 LATEST = "latest"
@@ -105,7 +106,9 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
         new |= {"hardware", "hardware.reason"}  # it was not chosen by the user
     if new & {STEPS, EPOCHS}:  # the new length takes the place of the old one
         new |= {STEPS, EPOCHS}
-    kept = [override for override in own if _key(override) not in new]
+    # Keys of earlier versions that roles share now: the shared ones are overrides of their own.
+    gone = {key for key in map(_key, own) if shared_by(key) is not None and not is_read(key)}
+    kept = [override for override in own if _key(override) not in new | gone]
     hidden = [override for override in kept if HIDDEN in override]
     if hidden:
         listed = " ".join(f"{override.partition('=')[0]}=<value>" for override in hidden)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 # Placement of the penalty against the reference.
 KLPlacement = StrEnum("KLPlacement", ["reward", "loss"])
-# Estimators of the KL divergence per token (algorithms/kl.py).
+# Estimators of the KL divergence per token (algorithms/losses.py).
 KLEstimator = StrEnum(
     "KLEstimator", ["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
 )

@@ -4,6 +4,6 @@ base.py defines `Environment`, which users implement, the task of an environment
 trainer's side: a pool of such processes with a time limit per answer. calculator.py is an example.
 programs.py runs agent programs, commands.py those that are no coroutines.
 
-The conversation loop lives in trainer/episodes, the process pool and its protocol in rewards/.
+The conversation loop lives in trainer/episodes, the process pool and its protocol in processes/.
 Nothing here imports torch. Start reading at `base.Environment`.
 """

@@ -1,6 +1,6 @@
 """Findings of health checks: what is found at a step, and its line in health.jsonl."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridrl.config.schema import RunConfig
@@ -57,15 +57,18 @@ class Health:
     Args:
         config: of the run.
         rows: metrics of the steps so far; it grows.
+        warned: checks that have warned before; None: those with a metric in `rows`.
     """
 
-    def __init__(self, config: RunConfig, rows: Sequence[Row]) -> None:
+    def __init__(
+        self, config: RunConfig, rows: Sequence[Row], warned: Collection[str] | None = None
+    ) -> None:
         self._config, self._rows = config, rows
         scorer = "environment" if config.environment else "reward function"
         self._scorer = "program" if config.agent else scorer
-        self._in_a_row: dict[str, int] = {
-            check: 0 for check in CHECKS if any(METRIC.format(check) in row for row in rows)
-        }
+        if warned is None:
+            warned = {c for c in CHECKS if any(METRIC.format(c) in row for row in rows)}
+        self._in_a_row: dict[str, int] = {check: 0 for check in CHECKS if check in warned}
 
     def examine(
         self,

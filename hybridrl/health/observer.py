@@ -22,12 +22,11 @@ class HealthChecks(OpenedObserver):
 
     def __init__(self, start: Start, tokens: MarkedTokens | None = None) -> None:
         super().__init__(start)
-        self._health = Health(start.config, start.rows)
         self._tokens = tokens or marked_tokens(start.config.model, start.tokenizer)
         self._decode = decoder(start.tokenizer, special=True)
         self._path = start.run_dir / HEALTH_FILE
         self._failed_problems: set[int] = set()
-        self._keep_earlier()
+        self._health = Health(start.config, start.rows, self._keep_earlier())
         self.first = dict(start.prompts.measures)
         for finding in self._store(self._health.examine(self.first, start.prompts.details)):
             start.warn(finding.text)
@@ -54,13 +53,15 @@ class HealthChecks(OpenedObserver):
         warnings = [finding.text for finding in self._store(findings)]
         return replace(record, metrics=metrics, warnings=[*record.warnings, *warnings])
 
-    def _keep_earlier(self) -> None:
-        """Keep the findings of the steps that a resumed run goes on from."""
-        last = (self.start.rows[-1]["step"] or 0) if self.start.rows else None
-        earlier = [] if last is None else read_metrics(self._path)
-        kept = [line for line in earlier if line["step"] is None or line["step"] <= last]
+    def _keep_earlier(self) -> set[str]:
+        """Keep the findings of the steps that a resumed run goes on from; return their checks."""
+        last, kept = (self.start.rows[-1]["step"] or 0) if self.start.rows else -1, []
         with suppress(OSError):
+            if not self._path.is_file():
+                return set()
+            kept = [line for line in read_metrics(self._path) if (line["step"] or 0) <= last]
             replace_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+        return {str(line["check"]) for line in kept}
 
     def _store(self, findings: Sequence[Finding]) -> Sequence[Finding]:
         """Append findings to health.jsonl, best effort: the console and main.log have them, too."""

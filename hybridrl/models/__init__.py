@@ -2,7 +2,7 @@
 
 - resolve.py: model.path -> folder (embedded model, SmolLM2 package, local path, hub)
 - weight_files.py, vocabulary.py: checks from file headers and tokenizer.json, before a launch
-- file_hashes.py: hashes by which a resume recognizes a changed model
+- fingerprints.py: hashes by which a resume recognizes a changed model
 - export_record.py: record of the files that `hybridrl export` wrote
 - tiny/: the embedded model
 

@@ -37,7 +37,7 @@ def serve(link: ChildEnd) -> None:
     try:
         make = vars(importlib.import_module(module))[name]
         task = make(setup.function, setup.args, **setup.options)
-    except Exception as error:  # the factory's own: it has caught those of user code
+    except ValueError as error:  # what the user can correct; after others the pool tries again
         reason = f"{type(error).__name__}: {error}"
         link.send((START, FailureKind.error, type(error).__name__, reason))
         return

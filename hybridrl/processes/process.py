@@ -228,4 +228,6 @@ def main(fd: int, parent: int, entry: str) -> None:
     module, _, name = entry.rpartition(".")
     with suppress(EOFError):
         vars(importlib.import_module(module))[name](ChildEnd(fd))
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
     os._exit(0)  # despite threads that user code has started

@@ -25,7 +25,7 @@ from torch import Tensor
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import load_resolved
 from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
-from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool
+from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool, role_configs
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
@@ -138,7 +138,7 @@ def replay(kept: ReplayBatch, folder: Path) -> Findings:
     """Start the run's workers with the saved weights and examine the batch; in `ray_runtime`."""
     config = kept.config
     roles = ["rollout", "actor"] + ["critic"] * (kept.role == "critic")
-    configs = {role: getattr(config, role) for role in roles}
+    configs = {role: role_configs(config)[role] for role in roles}
     configs["replay"] = ReplayConfig(role=kept.role, fsdp=config.fsdp)
     pool = open_pool(config, configs, folder)
     group = build_workers(config, configs, pool)["replay"]

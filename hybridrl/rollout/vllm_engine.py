@@ -250,13 +250,12 @@ class VLLMEngine:
         return SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
-            top_k=params.top_k or 0,  # 0: all
             seed=request.seed,
             max_tokens=request.max_tokens,
             stop_token_ids=[*self._stop_token_ids, *params.stop_token_ids],
             logprobs=0,  # the sampled token's alone
             detokenize=False,
-            **more,
+            **({"top_k": params.top_k or 0} | more),  # 0: all
         )
 
     def _adapt(self, runner: Any) -> None:

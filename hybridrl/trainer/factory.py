@@ -9,7 +9,6 @@ from hybridrl.config.schema import RolloutConfig, RunConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.requests import Generate
-from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.base import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
@@ -81,7 +80,6 @@ def generator_for(
     config: RunConfig,
     environment: Environment | None,
     rollout: WorkerGroup,
-    prompts: PromptSets,
     decode: Decode,
     stack: ExitStack,
 ) -> Generator:

@@ -213,8 +213,8 @@ class Observers(Observer):
             observer.scored(step, responses)
 
     def updated(self, step: int, trained: Trained) -> None:
-        """Pass sampled responses on if the step is due, as the phase record."""
-        if trained.responses is None or not is_due(self.every_steps, step):
+        """Pass the training on if the step is due, as the phase record."""
+        if not is_due(self.every_steps, step):
             return
         with self.section("record"):
             for observer in self.observers:

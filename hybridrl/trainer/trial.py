@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.masked import WrongReturn
 from hybridrl.algorithms.token_loss import as_token_loss
-from hybridrl.config.annotations import Unusable
+from hybridrl.config.annotations import NoValue, Unusable
 from hybridrl.config.estimators import SETTINGS, estimator_of
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.sections import AlgorithmConfig
@@ -26,7 +26,7 @@ def try_estimator(
     There is no trial if the config lacks a setting, which is a problem of its own.
     """
     estimator = estimator_of(path)
-    if not vars(config).keys() >= {*SETTINGS, "whiten_advantages"}:
+    if any(isinstance(vars(config)[n], NoValue) for n in (*SETTINGS, "whiten_advantages")):
         return
     least = max(2, config.pass_k + 1) if estimator.compares_groups else 1
     batch = toy_batch(max(least, responses_per_prompt))

@@ -1,4 +1,4 @@
-"""Unmodified clients and frameworks from PyPI, each with one small episode (tests/clients).
+"""Unmodified clients and frameworks from PyPI, each with one small episode (tests/support/clients).
 
 Each trained token was sampled, a second turn continues the first one, and nothing hangs.
 """
@@ -51,7 +51,7 @@ def served(python, tmp_path_factory) -> Iterator[Served]:
 
 
 def test_each_client_is_tried():
-    scripts = {path.stem for path in (ROOT / "tests" / "clients").glob("*.py")}
+    scripts = {path.stem for path in (ROOT / "tests" / "support" / "clients").glob("*.py")}
     assert scripts == TURNS.keys()
 
 
@@ -66,7 +66,7 @@ def test_a_client_as_published_trains_what_it_sampled(client, python, served):
         "ANTHROPIC_API_KEY": episode.key,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    script = ROOT / "tests" / "clients" / f"{client}.py"
+    script = ROOT / "tests" / "support" / "clients" / f"{client}.py"
     done = subprocess.run(
         [str(python), str(script)],
         env=os.environ | variables,

@@ -298,9 +298,10 @@ def test_a_parameter_that_would_make_training_wrong_is_refused_by_name(served, o
     assert chat(client, QUESTION, temperature=1.0, top_p=1.0).choices
 
 
-def test_other_sampling_may_be_masked(served):
+@pytest.mark.parametrize("options", [{"temperature": 0.2}, {"extra_body": {"top_k": 1}}])
+def test_other_sampling_may_be_masked(served, options):
     episode = served.episode(other_sampling=OtherSampling.mask)
-    answer = chat(client_of(served, episode.key), QUESTION, temperature=0.2)
+    answer = chat(client_of(served, episode.key), QUESTION, **options)
     batch = served.batch(episode)
     assert answer.choices and not batch.response_mask.values.any()
 

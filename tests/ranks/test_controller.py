@@ -308,7 +308,7 @@ def test_output_goes_to_one_log_file_per_rank(groups, folder):
         text = log.read_text()
         assert f"printed by rank {rank}" in text
         assert "written below Python" in text
-        assert "built single (controller_roles.Adder)" in text
+        assert "built single (tests.support.controller_roles.Adder)" in text
         assert f"printed by rank {rank} with the key ***" in text
         assert "logged with the key ***" in text and "hunter22" not in text
 

@@ -378,7 +378,7 @@ def test_auto_needs_a_directory(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert "resume = auto, but hydra.run.dir is not" in ended.stderr
+    assert "resume = auto: hydra.run.dir is not" in ended.stderr
 
 
 def test_victims_alternate_and_instants_are_spread():

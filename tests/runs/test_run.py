@@ -270,7 +270,8 @@ def test_no_secret_of_a_sweep_is_written_or_printed(tmp_path):
     texts = texts_of(run, output)
     assert leaks(texts, told | {"a secret key": OF_KEY, "a URI": OF_URI}) == []
     log, table = (texts[str(run.run_dir / name)] for name in ("0/main.log", "sweep.json"))
-    assert b"telling ***" in log and b"RuntimeError: ***" in table
+    assert b"telling ***" in log and "RuntimeError: ***" in output
+    assert b"mine.password = ***" in table
     assert b"mine.password = ***" in table
     assert b"password: ***" in texts[str(run.run_dir / "multirun.yaml")]
 

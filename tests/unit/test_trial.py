@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms.token_loss import TokenLoss
+from hybridrl.config.annotations import NoValue
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.trial import toy_batch, try_estimator, try_loss
@@ -90,7 +91,7 @@ def test_a_group_without_mixed_rewards_is_part_of_the_trial():
 
 def test_without_a_setting_there_is_no_trial():
     config = run_config().algorithm
-    del config.gamma
+    config.gamma = NoValue("algorithm.gamma")
     assert [*try_estimator("key", f"{__name__}.nothing", config, 4)] == []
 
 

@@ -22,7 +22,7 @@ from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_po
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.requests import SamplingParams
-from hybridrl.data.sources.prompts import Prompt, PromptSets
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.episodes.base import Wanted
 from hybridrl.trainer.evaluate import Scored, score_by_rules
@@ -56,7 +56,6 @@ class Evaluation:
 
     subject: Subject
     config: RunConfig
-    prompts: PromptSets
     asked: list[Prompt]
     output: Path
     samples: int
@@ -115,7 +114,7 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
         rules = open_rules(config, stack)
         log = stack.enter_context((evaluation.output / COMPLETIONS).open("w", encoding="utf-8"))
         rollout = rollout_engines(config, subject, evaluation.output, stack)
-        generate = generator_for(config, environment, rollout, evaluation.prompts, decode, stack)
+        generate = generator_for(config, environment, rollout, decode, stack)
         lengths, params = ResponseLengths(), SamplingParams(**evaluation.sampling)
         totals = Totals({rule: [[] for _ in asked] for rule in ("", *rules)})
         assert config.rollout.max_num_seqs is not None, "derived before"

@@ -277,7 +277,8 @@ def _key_problem(override: Override, base: DictConfig) -> Problem | None:
     if (shared := shared_by(key)) is not None:
         name, note = shared
         target = key.replace(name, note.key, 1)
-        if is_read(target):
+        is_link = note.is_linked and text.partition("=")[2].strip("'\"") == f"${{{note.key}}}"
+        if is_read(target) and not (is_link and key == name):
             why = f"{name} is no key: roles share {note.key} without copies, as {note.why}"
             return Problem("copy", text, why=why, remedy=f"Set {target}={text.partition('=')[2]}")
     for leaf, value in leaves(raw_tree(base)).items():

@@ -80,7 +80,7 @@ def main() -> None:
         "gloo", store=store, rank=order.rank, world_size=order.world_size, timeout=timeout
     )
     gloo = Fabric("gloo", None, torch.device("cpu"), 2**20)
-    measure_pairs(GLOO, rounds_between(order.nodes), gloo)
+    measure_pairs(GLOO, rounds_between(order.nodes), gloo, order.limit_s)
     _all_reduce(gloo)
     if order.device is not None:
         device = torch.device("cuda", order.device)
@@ -90,15 +90,18 @@ def main() -> None:
         world = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
         nccl = Fabric("NCCL", world, device, 16 * 2**20)
         _all_reduce(nccl)
-        measure_pairs(NCCL_WITHIN, rounds_within(order.nodes), nccl)
-        measure_pairs(NCCL_BETWEEN, rounds_between(order.nodes), nccl)
+        measure_pairs(NCCL_WITHIN, rounds_within(order.nodes), nccl, order.limit_s)
+        measure_pairs(NCCL_BETWEEN, rounds_between(order.nodes), nccl, order.limit_s)
     _step("waiting until all are done")
     dist.monitored_barrier(timeout=timedelta(seconds=order.limit_s))
     dist.destroy_process_group()
 
 
-def measure_pairs(way: Way, rounds: Sequence[Round], fabric: Fabric) -> None:
-    """Measure all pairs, and the slow ones a second time alone; print those sent to this rank."""
+def measure_pairs(way: Way, rounds: Sequence[Round], fabric: Fabric, limit_s: float) -> None:
+    """Measure all pairs, and the slow ones a second time alone; print those sent to this rank.
+
+    Ranks without a pair wait up to `limit_s` for the others.
+    """
     speeds: dict[tuple[int, int], Speed] = {}
 
     def measure(pairs: Round) -> None:
@@ -119,11 +122,13 @@ def measure_pairs(way: Way, rounds: Sequence[Round], fabric: Fabric) -> None:
         measure(pairs)
     if rounds:
         _step(f"{fabric.name}: comparing all pairs")
+        dist.monitored_barrier(timeout=timedelta(seconds=limit_s))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, speeds)
         together = {pair: speed for each in everyone for pair, speed in each.items()}
         for pair in suspects(together)[:MAX_SHOWN]:
             measure([pair])
+        dist.monitored_barrier(timeout=timedelta(seconds=limit_s))
     _print({way.key: [[*pair, *speed] for pair, speed in speeds.items()]})
 
 

@@ -105,11 +105,13 @@ class Records(Observer):
     def updated(self, step: int, trained: Trained) -> None:
         """Store the tokens of some responses and the shares of experts; show the advantages."""
         batch, responses = trained.batch, trained.responses
-        assert batch.advantages is not None and responses is not None
-        self._tracker.show("advantages", step, batch.advantages.values[batch.counted.values])
         if "router/load_max" in trained.metrics:
             shares = self._updates.expert_shares()
             self._files.attempt("experts/", lambda: write_experts(self._run_dir, step, shares))
+        if responses is None:  # of supervised fine-tuning
+            return
+        assert batch.advantages is not None
+        self._tracker.show("advantages", step, batch.advantages.values[batch.counted.values])
         if count := self._config.tracking.token_samples:
             rows = pick_rows(batch, responses.rewarded.scores, count)
             chosen = batch.select(rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[3]
 PACKAGE = REPO / "hybridrl"
 PAGE = (REPO / "docs" / "architecture.md").read_text()
-# `trainer/ppo.py` or `trainer/ppo.py:PPOTrainer.fit`; a bare name continues the file before it.
+# `trainer/step.py` or `trainer/step.py:PPO.train`; a bare name continues the file before it.
 NAMED = re.compile(r"`(?P<file>[a-z_0-9/]+\.py)(?::(?P<name>[A-Za-z_0-9.]+))?`")
 MOST_FILES = 17
 
