@@ -121,14 +121,13 @@ def shared_memory() -> set[str]:
 def abandoned(names: set[str]) -> set[str]:
     """Those of some names in /dev/shm that nobody has mapped, and that are still there then.
 
-    The file of a rendezvous may be another run's that is just restarting: it gets time to go.
+    A file may be another run's that is just restarting or ending: it gets time to go.
     """
     deadline = time.monotonic() + RESTART_S
     while True:
         left = (names - mapped_by_somebody()) & shared_memory()
         left = {name for name in left if not is_held_rendezvous(name)}
-        waits = any(name.startswith(FILE_PREFIX) for name in left)
-        if not waits or time.monotonic() > deadline:
+        if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.5)
 
