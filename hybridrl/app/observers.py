@@ -69,7 +69,7 @@ class Callbacks(Observer):
 
 @dataclass(frozen=True)
 class Start:
-    """What is known of a run before its workers start, for observers from outside of the core.
+    """Facts of a run before its workers start, for observers from outside of the core.
 
     `rows` are the metrics of its steps so far, and grow.
     """

@@ -34,7 +34,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a key, or with two that do not fit together.
+    """Problem of a key, or of two that do not fit together.
 
     Attributes:
         id: names the check.

@@ -127,7 +127,7 @@ def serve(engine: Engine, driver: DriverAddress, version: int) -> Served:
 
 
 class Live:
-    """What a call of an engine exchanges with the driver between decoding steps.
+    """Exchange of a call of an engine with the driver, between decoding steps.
 
     Attributes:
         idle_s: seconds in which no request was open.

@@ -30,7 +30,7 @@ from hybridrl.rollout.engine import Engine, EnginePart, Step
 
 @dataclass
 class Response:
-    """What a call has sampled for a request: parts of tokens and log-probs.
+    """Tokens and log-probs that a call has sampled for a request, in parts.
 
     `reason` is empty before its end.
     """

@@ -1,4 +1,4 @@
-"""What agents use of vLLM: parsers of tool calls, checks of sampling parameters and grammars."""
+"""Parts of vLLM for agents: parsers of tool calls, checks of sampling parameters and grammars."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -135,7 +135,7 @@ class RolloutRecord:
 
 @dataclass
 class RunHandle:
-    """What user code sees of a run in progress.
+    """Handle of a run in progress, for user code.
 
     Attributes:
         config: of the run.

@@ -47,7 +47,7 @@ class NodeProbes(Protocol):
 
     @property
     def resources(self) -> Mapping[str, Resources] | None:
-        """What Ray manages on each node; None if the nodes are not Ray's."""
+        """Resources that Ray manages on each node; None if the nodes are not Ray's."""
 
     def call_each(
         self,

@@ -87,7 +87,7 @@ def response_name(step: int, prompt: Prompt, sample: int) -> str:
 
 @dataclass(frozen=True)
 class Until:
-    """What ends the growth of groups for now.
+    """Condition that ends the growth of groups for now.
 
     Attributes:
         needed: the oldest groups that are finished, whatever ends the others.
