@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,16 @@ class Run:
         process: the program itself.
         token: in the environment of all processes that it starts.
         temporary: its folder.
-        shared_memory: names in /dev/shm when it was started.
         run_dir: where it writes.
+        shared_memory: names in /dev/shm that one of its processes was seen to map.
         listeners: sockets that `listening` has seen.
     """
 
     process: subprocess.Popen[str]
     token: str
     temporary: Path
-    shared_memory: set[str]
     run_dir: Path
+    shared_memory: set[str] = field(default_factory=set)
     listeners: set[Listener] = field(default_factory=set)
 
     def output(self, timeout: float = 240) -> str:
@@ -108,53 +109,53 @@ class Run:
             "processes": self.processes(),
             "sockets": still_open(self.listeners),
             "temporary files": sorted(str(path) for path in self.temporary.rglob("*")),
-            "shared memory": sorted(abandoned(shared_memory() - self.shared_memory)),
+            "shared memory": sorted(abandoned(self.shared_memory)),
         }
         assert not any(left.values()), left
 
-
-def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    def watch_shared_memory(self, ended: threading.Event) -> None:
+        """Note twice a second what its processes map, as names alone do not say whose they are."""
+        while not ended.wait(0.5):
+            self.shared_memory |= mapped(self.processes())
 
 
 def abandoned(names: set[str]) -> set[str]:
-    """Those of some names in /dev/shm that nobody has mapped, and that are still there then.
+    """Those of a run's names, and rendezvous files of anybody, that are left in /dev/shm.
 
-    A file may be another run's that is just restarting or ending: it gets time to go.
+    A rendezvous may be another run's that is just restarting, and the helper that removes the
+    memory of a killed process ends after it: both get time.
     """
     deadline = time.monotonic() + RESTART_S
     while True:
-        left = (names - mapped_by_somebody()) & shared_memory()
-        left = {name for name in left if not is_held_rendezvous(name)}
+        files = [file.name for file in Path("/dev/shm").iterdir()]
+        left = {name for name in files if name in names or is_free_rendezvous(name)}
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.5)
 
 
-def is_held_rendezvous(name: str) -> bool:
-    """The file names the process of rank 0, which lives."""
+def is_free_rendezvous(name: str) -> bool:
+    """The file's process, of rank 0, is gone."""
     with contextlib.suppress(FileNotFoundError):
         if name.startswith(FILE_PREFIX):
             found = re.search(rb" pid (\d+)", Path("/dev/shm", name).read_bytes())
-            return found is not None and Path("/proc", found[1].decode()).exists()
+            return found is None or not Path("/proc", found[1].decode()).exists()
     return False
 
 
-def mapped_by_somebody() -> set[str]:
-    """Names in /dev/shm that a living process has mapped: of other programs on this machine.
+def mapped(processes: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that some processes map.
 
-    What a run has left behind is mapped by nobody, as its processes are gone. Files are known by
-    their inodes: a named semaphore is made under another name than it has.
+    Files are known by their inodes: a named semaphore is made under another name than it has.
     """
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    inodes: set[str] = set()
+    for pid in processes:
         with contextlib.suppress(OSError):
-            mapped |= set(re.findall(r" (\d+) +/dev/shm/", maps.read_text()))
+            inodes |= set(re.findall(r" (\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text()))
     names = set()
     for path in Path("/dev/shm").iterdir():
         with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-            if str(path.stat().st_ino) in mapped:
+            if str(path.stat().st_ino) in inodes:
                 names.add(path.name)
     return names
 
@@ -199,10 +200,15 @@ def launched(
         }
         | options,
     )
-    run = Run(process, token, temporary, shared_memory(), folder)
+    run = Run(process, token, temporary, folder)
+    ended = threading.Event()
+    watcher = threading.Thread(target=run.watch_shared_memory, args=(ended,), daemon=True)
+    watcher.start()
     try:
         yield run
     finally:
+        ended.set()
+        watcher.join()
         for pid in run.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
