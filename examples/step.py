@@ -26,7 +26,7 @@ def main() -> None:
         print("mean reward", metrics["reward/mean"], "gradient norm", metrics["actor/grad_norm"])
 
         batch = trainer.batch  # fields are ragged: rows of different lengths, without padding
-        assert batch is not None and batch.advantages is not None and batch.scores is not None
+        assert batch is not None
         rows = zip(trainer.samples, batch.advantages.rows(), batch.responses.rows(), strict=True)
         for sample, advantages, tokens in list(rows)[:4]:  # the four responses to one prompt
             print(f"score {sample.score:g}, advantage {advantages[0]:+.2f}, {len(tokens)} tokens")

@@ -1,7 +1,7 @@
 """Batches of a training step.
 
     Requests        [B] responses to sample in one call of the rollout engines (data/requests.py)
-    RolloutBatch    [B] responses; each phase fills in fields; a micro-batch is a selection of rows
+    RolloutBatch    [B] responses; each phase adds fields; a micro-batch is a selection of rows
     ScheduledBatch  the same and its partition over ranks and micro-batches (data/schedule.py)
     RankBatch       one rank's rows of it, and the order of its micro-batches (data/schedule.py)
     Packed          a micro-batch as one model input [1, N] (distributed/forward/packing.py)
@@ -11,10 +11,9 @@ Shapes:  B = responses   T_b = tokens of response b
 Units:   log-probs in nats; scores, rewards, values, advantages and returns in the reward's unit
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,24 +50,49 @@ class EngineStats:
 CallStats = tuple[EngineStats, ...]
 
 
-def total_stats(
-    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float] = itemgetter(0)
-) -> CallStats:
-    """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
-    return tuple(
-        EngineStats(
-            tokens=sum(stats.tokens for stats in of_engine),
-            seconds=sum(stats.seconds for stats in of_engine),
-            first_token_s=first_token([stats.first_token_s for stats in of_engine]),
-            old_kv_tokens=sum(stats.old_kv_tokens for stats in of_engine),
-        )
-        for of_engine in zip(*calls, strict=True)
-    )
+# One value per token, or per response.
+Values: TypeAlias = Ragged | Tensor
+Kind = TypeVar("Kind")
+
+
+class Added(Generic[Kind]):
+    """Field of a `RolloutBatch` that a phase adds; reading it before is an error."""
+
+    def __init__(self, kind: type[Kind]) -> None:
+        self.kind = kind
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: "RolloutBatch", owner: type) -> Kind:
+        if self._name not in batch.added:
+            raise AttributeError(
+                f"the batch has no {self._name}, only {', '.join(batch.added) or 'what all have'}: "
+                f"the phase that adds it has not run, or the run does without"
+            )
+        value: Any = batch.added[self._name]
+        return value
+
+
+@dataclass(frozen=True)
+class ConversationOutcome:
+    """Outcome of each response's conversation with an environment or program.
+
+    Attributes:
+        turns: [B] int64, of the policy.
+        environment_rewards: [B] float64, sum of the rewards of its turns.
+        environment_failures: [B] int64, index of the reason, from 1, for which the environment
+            failed and the conversation ended; 0 otherwise.
+    """
+
+    turns: Tensor
+    environment_rewards: Tensor
+    environment_failures: Tensor
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Responses of a step; a field is None until its phase has filled it in.
+    """Responses of a step, with the fields that phases have added.
 
     Attributes:
         prompts: ragged int32, the prompt of each response.
@@ -76,39 +100,21 @@ class RolloutBatch:
             environment's tokens between them.
         response_mask: ragged bool, true on tokens the policy sampled.
         rollout_log_probs: ragged float32, log-prob of each token as vLLM reported it.
-        routed_experts: ragged `expert_dtype`, [T, L, K] of each row: of all T tokens, prompt
-            included, in L layers the K experts that vLLM chose, as 1 + their index; 0 where it
-            computed none, as for the last token. None if they were not recorded.
         group_id: [B] int64, responses of one prompt share it.
         weight_version: [B] int64, number of the reshard whose weights sampled the response.
         truncated: [B] bool, true if max_response_tokens cut off the response, or
             environment.max_turns the conversation.
-        unfinished: [B] bool, true where the token budget ended the response; None without one.
+        routed_experts: ragged uint8 (int16 from 256 experts on), [T, L, K] of each row: of all T
+            tokens, prompt included, in L layers the K experts that vLLM chose, as 1 + their index;
+            0 where it computed none, as for the last token. None if they were not recorded.
         token_versions: ragged int32, as weight_version of each token, where responses may be
             continued over several steps; weight_version is then that of the last token.
             `NO_VERSION` for tokens that were not sampled.
-        engine: [B] int64, index of the engine that sampled the response; None within an engine.
         episode: [B] int64, index of the episode of each response, in rising order. An agent's
             episode may have several, with one reward, which is placed on the last. None: each
             response is an episode.
-        episode_tokens: [B] int64, tokens of each response's whole episode that count in the policy
-            loss; None: each response is an episode.
-        turns: [B] int64, turns of the policy in each conversation.
-        environment_rewards: [B] float64, sum of the rewards of each conversation's turns.
-        environment_failures: [B] int64, index of the reason, from 1, for which the environment
-            failed and the conversation ended; 0 otherwise.
-        turn_rewards: ragged float32, parts of environment_rewards on the last tokens of turns.
-        scores: ragged float32, reward before the KL penalty; an outcome is on the token
-            `last_sampled` of its episode.
-        old_log_probs: ragged float32, the actor's, before this step's updates.
-        ref_log_probs: ragged float32, the frozen reference's.
-        values: ragged float32, the critic's, before this step's updates.
-        advantages: ragged float32.
-        returns: ragged float32, the critic's targets.
-        baseline_rewards: [B] float32, outcome of the greedy response to the same prompt (ReMax).
-        loss_mask: ragged bool, true on tokens that count in the policy loss; None: response_mask.
-        loss_weights: ragged float32, factor of each token's policy loss; None: 1.
-        selected: ragged bool, true on the tokens that clip_cov and kl_cov select.
+        conversation: what environments and programs say of the responses.
+        added: fields that phases add, by name; read them as attributes.
         engines: throughput in the call that sampled them: of an engine, or of all in their order.
         environment_s: seconds that the engines waited for the environments in that call.
     """
@@ -120,28 +126,29 @@ class RolloutBatch:
     group_id: Tensor
     weight_version: Tensor
     truncated: Tensor
-    unfinished: Tensor | None = None
     routed_experts: Ragged | None = None
     token_versions: Ragged | None = None
-    engine: Tensor | None = None
     episode: Tensor | None = None
-    episode_tokens: Tensor | None = None
-    turns: Tensor | None = None
-    environment_rewards: Tensor | None = None
-    environment_failures: Tensor | None = None
-    turn_rewards: Ragged | None = None
-    scores: Ragged | None = None
-    old_log_probs: Ragged | None = None
-    ref_log_probs: Ragged | None = None
-    values: Ragged | None = None
-    advantages: Ragged | None = None
-    returns: Ragged | None = None
-    baseline_rewards: Tensor | None = None
-    loss_mask: Ragged | None = None
-    loss_weights: Ragged | None = None
-    selected: Ragged | None = None
+    conversation: ConversationOutcome | None = None
+    added: Mapping[str, Values] = field(default_factory=dict)
     engines: CallStats = ()
     environment_s: float = 0.0
+
+    # Token fields [B, T_b] are float32 where nothing else is said; others are [B].
+    engine = Added(Tensor)  # int64, index of the engine that sampled the response
+    unfinished = Added(Tensor)  # bool, in engines' answers: the token budget ended the response
+    turn_rewards = Added(Ragged)  # parts of environment_rewards on the last tokens of turns
+    scores = Added(Ragged)  # reward before the KL penalty; outcomes are on last_sampled of episodes
+    baseline_rewards = Added(Tensor)  # float32, outcome of the greedy response to the same prompt
+    old_log_probs = Added(Ragged)  # the actor's, before this step's updates
+    ref_log_probs = Added(Ragged)  # the frozen reference's
+    values = Added(Ragged)  # the critic's, before this step's updates
+    advantages = Added(Ragged)
+    returns = Added(Ragged)  # the critic's targets
+    loss_mask = Added(Ragged)  # bool, true on tokens that count in the policy loss; see counted
+    loss_weights = Added(Ragged)  # factor of each token's policy loss
+    selected = Added(Ragged)  # bool, true on the tokens that clip_cov and kl_cov select
+    episode_tokens = Added(Tensor)  # int64, counted tokens of each response's whole episode
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -154,26 +161,28 @@ class RolloutBatch:
     @property
     def counted(self) -> Ragged:
         """Ragged bool, true on tokens that count in the policy loss."""
-        return self.response_mask if self.loss_mask is None else self.loss_mask
+        return self.loss_mask if "loss_mask" in self.added else self.response_mask
+
+    @property
+    def versions(self) -> Ragged:
+        """Ragged int32: number of the weights that sampled each token."""
+        if self.token_versions is not None:
+            return self.token_versions
+        return self.responses.like(self.responses.spread(self.weight_version.int()))
+
+    @property
+    def episode_index(self) -> Tensor:
+        """[B] int64: index of the episode of each response."""
+        return torch.arange(len(self)) if self.episode is None else self.episode
 
     @property
     def last_of_episodes(self) -> Tensor:
         """[E] int64: index of the last response of each episode."""
-        if self.episode is None:
-            return torch.arange(len(self))
-        return self._episode_sizes.cumsum(0) - 1
-
-    @property
-    def _episode_sizes(self) -> Tensor:
-        """[E] int64: responses of each episode."""
-        assert self.episode is not None
-        return self.episode.unique_consecutive(return_counts=True)[1]
+        return self.episode_index.unique_consecutive(return_counts=True)[1].cumsum(0) - 1
 
     def summed_over_episodes(self, values: Tensor) -> Tensor:
         """Return [B]: for each response the sum of `values` [B] over its episode."""
-        if self.episode is None:
-            return values
-        _, index = self.episode.unique_consecutive(return_inverse=True)
+        _, index = self.episode_index.unique_consecutive(return_inverse=True)
         return torch.zeros_like(values).index_add(0, index, values)[index]
 
     @property
@@ -195,46 +204,54 @@ class RolloutBatch:
             return self
         last = self.last_of_episodes
         ends = self.responses.lengths.cumsum(0)[last]
-        found = self.with_rows(ends.diff(prepend=ends.new_zeros(1)), last)
-        truncated = [part.any() for part in self.truncated.split(self._episode_sizes.tolist())]
-        return replace(found, episode=None, truncated=torch.stack(truncated))
+        whole = self.with_rows(ends.diff(prepend=ends.new_zeros(1)), last)
+        truncated = self.summed_over_episodes(self.truncated.long())[last] > 0
+        return replace(whole, episode=None, truncated=truncated)
 
     def with_rows(self, lengths: Tensor, rows: Tensor) -> "RolloutBatch":
         """Return the same tokens as rows of other lengths; `rows` are those of the other values."""
-        fields: dict[str, Any] = {
-            name: value[rows]
-            if isinstance(value, Tensor)
-            else value.select(rows)
-            if name == "prompts"
-            else Ragged(value.values, lengths)
+        tensors = {
+            name: Ragged(value.values, lengths)
+            if isinstance(value, Ragged) and name != "prompts"
+            else _at(rows, value)
             for name, value in self.tensors().items()
         }
-        return replace(self, **fields)
+        return self._with(tensors)
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """Return the responses `indices`, in that order, with all fields."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        selected: dict[str, Any] = {
-            name: value.select(rows) if isinstance(value, Ragged) else value[rows]
-            for name, value in self.tensors().items()
-        }
-        return replace(self, **selected)
+        return self._with({name: _at(rows, value) for name, value in self.tensors().items()})
 
-    def tensors(self) -> dict[str, Ragged | Tensor]:
-        """Return the fields with one value per response or token that are filled in."""
-        named = vars(self).items()
-        return {name: value for name, value in named if isinstance(value, Ragged | Tensor)}
+    def _with(self, tensors: Mapping[str, Values]) -> "RolloutBatch":
+        return self.of(tensors, engines=self.engines, environment_s=self.environment_s)
 
-    def adding(self, **new: Any) -> "RolloutBatch":
-        """Return this batch with ragged fields filled in.
+    def tensors(self) -> dict[str, Values]:
+        """Return all fields with one value per response or token by name, those of parts, too."""
+        fields = {**vars(self), **(vars(self.conversation) if self.conversation else {})}
+        own = {name: x for name, x in fields.items() if isinstance(x, Ragged | Tensor)}
+        return {**own, **self.added}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Values], **others: Any) -> "RolloutBatch":
+        """Return the batch that has these `tensors`; `others` are its other fields."""
+        own: dict[str, Any] = dict(tensors)
+        of_phases = [name for name, field in vars(cls).items() if isinstance(field, Added)]
+        added = {name: own.pop(name) for name in of_phases if name in own}
+        names = [field.name for field in fields(ConversationOutcome) if field.name in own]
+        outcome = ConversationOutcome(**{name: own.pop(name) for name in names}) if names else None
+        return cls(**own, added=added, conversation=outcome, **others)
+
+    def adding(self, **new: Values) -> "RolloutBatch":
+        """Return this batch with fields of a phase.
 
         Raises:
             ValueError: the lengths of a field's rows are not those of the responses.
         """
         for name, value in new.items():
-            if not torch.equal(value.lengths, self.responses.lengths):
+            if isinstance(value, Ragged) and not value.lengths.equal(self.responses.lengths):
                 raise ValueError(f"{name} does not have one value per response token")
-        return replace(self, **new)
+        return self._with({**self.tensors(), **new})
 
     @classmethod
     def concat(cls, parts: Sequence["RolloutBatch"], order: Tensor | None = None) -> "RolloutBatch":
@@ -246,20 +263,19 @@ class RolloutBatch:
             parts: at least one.
             order: [B] int64, indices into the concatenation, to reorder it; None: unchanged.
         """
-        joined: dict[str, Any] = {}
-        for name, first in parts[0].tensors().items():
-            values = [getattr(part, name) for part in parts]
+        named, joined = [part.tensors() for part in parts], dict[str, Values]()
+        for name, first in named[0].items():
+            values: list[Any] = [tensors[name] for tensors in named]
             if isinstance(first, Ragged):
                 joined[name] = concat(values, order)
             else:
                 whole = torch.cat(values)
                 joined[name] = whole if order is None else whole[order]
-        return cls(**joined)
+        return cls.of(joined)
 
 
-def expert_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest dtype of `RolloutBatch.routed_experts`."""
-    return torch.uint8 if num_experts < 256 else torch.int16
+def _at(rows: Tensor, value: Values) -> Values:
+    return value.select(rows) if isinstance(value, Ragged) else value[rows]
 
 
 class Totals(NamedTuple):

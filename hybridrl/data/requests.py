@@ -14,6 +14,7 @@ closes the connection. `TICK` comes while no engine has a request.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrl.data.batch import EngineStats, RolloutBatch
+from hybridrl.data.batch import CallStats, EngineStats, RolloutBatch
 from hybridrl.data.partition import balance
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.shardable import Piece, Shardable
@@ -120,7 +121,7 @@ class Requests(Shardable):
         """Return the engines' responses in the order of `requests`."""
         rows = torch.tensor([row for part in self._partition(len(results)) for row in part])
         batches = [
-            replace(result, engine=torch.full((len(result),), engine))
+            result.adding(engine=torch.full((len(result),), engine))
             for engine, result in enumerate(results)
         ]
         joined = RolloutBatch.concat(batches, rows.argsort())
@@ -225,6 +226,21 @@ class Served(NamedTuple):
     stats: EngineStats
     idle_s: float
     weight_version: int
+
+
+def total_stats(
+    calls: Sequence[CallStats], first_token: Callable[[Sequence[float]], float] = itemgetter(0)
+) -> CallStats:
+    """Sum each engine over calls; `first_token` picks among the times of its first tokens."""
+    return tuple(
+        EngineStats(
+            tokens=sum(stats.tokens for stats in of_engine),
+            seconds=sum(stats.seconds for stats in of_engine),
+            first_token_s=first_token([stats.first_token_s for stats in of_engine]),
+            old_kv_tokens=sum(stats.old_kv_tokens for stats in of_engine),
+        )
+        for of_engine in zip(*calls, strict=True)
+    )
 
 
 def encode(message: Message | list[Progress] | int) -> bytes:

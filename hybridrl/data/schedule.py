@@ -88,11 +88,11 @@ class ScheduledBatch(Shardable):
     @classmethod
     def of(cls, batch: RolloutBatch, ranks: list[Epochs]) -> "ScheduledBatch":
         """Build the schedule of a batch from the ranks' indices."""
-        if batch.episode is not None:  # whose responses may be on several ranks
-            tokens = batch.summed_over_episodes(batch.counted.counts())
-            batch = replace(batch, episode_tokens=tokens)
-        masks = batch.response_mask, batch.counted
-        sampled, counted = (_totals(ranks, mask, batch.episode) for mask in masks)
+        # The responses of an agent's episode may be on several ranks.
+        tokens = batch.summed_over_episodes(batch.counted.counts())
+        batch = batch.adding(episode_tokens=tokens)
+        masks, episodes = (batch.response_mask, batch.counted), batch.episode_index.tolist()
+        sampled, counted = (_totals(ranks, mask, episodes) for mask in masks)
 
         def whole(rows: list[int], epochs: Epochs) -> RankBatch:
             return RankBatch(batch.select(rows), epochs, sampled, counted)
@@ -162,17 +162,16 @@ def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
     return used, [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
 
 
-def _totals(ranks: Sequence[Epochs], mask: Ragged, episode: Tensor | None) -> EpochTotals:
+def _totals(ranks: Sequence[Epochs], mask: Ragged, episodes: list[int]) -> EpochTotals:
     """Count each mini-batch's tokens on the mask, and episodes with such tokens, on all ranks."""
     of_response = mask.counts().tolist()
-    episodes = None if episode is None else episode.tolist()
     totals: EpochTotals = []
     for per_rank in zip(*ranks, strict=True):
         totals.append([])
         for minis in zip(*per_rank, strict=True):
             rows = [i for mini in minis for micro in mini for i in micro if of_response[i]]
-            counted = rows if episodes is None else {episodes[i] for i in rows}
-            totals[-1].append(Totals(sum(of_response[i] for i in rows), len(counted)))
+            counts = sum(of_response[i] for i in rows), len({episodes[i] for i in rows})
+            totals[-1].append(Totals(*counts))
     return totals
 
 

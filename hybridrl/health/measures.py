@@ -68,7 +68,7 @@ def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
     )
     return {
         "response/empty_fraction": _share(~has_text),
-        "response/unended_fraction": None if batch.turns is not None else _share(unended),
+        "response/unended_fraction": _share(unended) if batch.conversation is None else None,
         "response/special_fraction": _share(has_special),
         "response/repeated_fraction": repeated(batch),
     }
@@ -127,11 +127,10 @@ def token_details(
 
     `updated` returns the log-probs after the step's updates, in the real part.
     """
-    old, reference = batch.old_log_probs, batch.ref_log_probs
-    assert old is not None
+    old = batch.old_log_probs
     details = {
         "exploded_ratio": lambda: carriers(batch, old.like(updated().values.real), old, decode)
     }
-    if reference is not None:
-        details["exploded_kl"] = lambda: carriers(batch, old, reference, decode)
+    if "ref_log_probs" in batch.added:
+        details["exploded_kl"] = lambda: carriers(batch, old, batch.ref_log_probs, decode)
     return details

@@ -26,7 +26,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import load_resolved
 from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.controller.worker_group import WorkerGroup, build_workers, open_pool, role_configs
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import Added, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
 from hybridrl.replay.worker import MicroBatch, ReplayConfig
@@ -47,7 +47,9 @@ from hybridrl.trainer.tracking.best_effort_files import replace_text
 RESULT_FILE = "replay.json"
 SHOWN_CHARACTERS = 40
 # Ragged fields, with the lengths of prompts or responses.
-_RAGGED = frozenset(f.name for f in fields(RolloutBatch) if "Ragged" in str(f.type))
+_RAGGED = {f.name for f in fields(RolloutBatch) if "Ragged" in str(f.type)} | {
+    name for name, f in vars(RolloutBatch).items() if isinstance(f, Added) and f.kind is Ragged
+}
 
 
 @dataclass
@@ -127,11 +129,11 @@ def _batch(tensors: dict[str, Tensor]) -> RolloutBatch:
     if (experts := tensors.get("routed_experts")) is not None:
         tokens = lengths["prompts"] + responses
         lengths["routed_experts"] = tokens * (len(experts) // int(tokens.sum()))
-    values: dict[str, Any] = {
+    values = {
         name: Ragged(tensor, lengths.get(name, responses)) if name in _RAGGED else tensor
         for name, tensor in tensors.items()
     }
-    return RolloutBatch(**values)
+    return RolloutBatch.of(values)
 
 
 def replay(kept: ReplayBatch, folder: Path) -> Findings:
@@ -194,7 +196,7 @@ def nonfinite_fields(batch: RolloutBatch) -> dict[int, list[str]]:
     """List the fields that are non-finite on sampled tokens, by response."""
     by_response: dict[int, list[str]] = {}
     sampled, row_of = batch.response_mask.values, batch.responses.row_ids()
-    for name, field in vars(batch).items():
+    for name, field in batch.tensors().items():
         if not isinstance(field, Ragged) or not field.values.is_floating_point():
             continue
         bad = field.values.isfinite().logical_not() & sampled

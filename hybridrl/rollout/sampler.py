@@ -299,6 +299,6 @@ class Sampler:
             group_id=batch.group_id,
             weight_version=torch.full((len(batch),), version),
             truncated=torch.tensor([one.reason == LENGTH for one in responses], dtype=torch.bool),
-            unfinished=None if batch.token_budget is None else is_open,
             routed_experts=experts if batch.returns_experts else None,
+            added={"unfinished": is_open},
         )

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrl.data.batch import expert_dtype
 from hybridrl.data.ragged import Ragged, joined
 
 NAMES: tuple[tuple[str, str], ...] = (
@@ -48,7 +47,7 @@ class RoutedExperts:
         routers = [layer.router for layer in model.modules() if isinstance(layer, MoERunner)]
         shape = len(routers), routers[0].top_k
         tokens = runner.vllm_config.scheduler_config.max_num_batched_tokens
-        dtype = expert_dtype(routers[0].global_num_experts)
+        dtype = torch.uint8 if routers[0].global_num_experts < 256 else torch.int16
         device = next(model.parameters()).device
         self._buffer = torch.zeros(tokens, *shape, dtype=dtype, device=device)
         for layer, router in enumerate(routers):

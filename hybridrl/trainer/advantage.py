@@ -58,7 +58,7 @@ class Advantages:
             scheduled = scheduled.adding(**self._estimator.estimate(scheduled.batch, rewards))
             fields, metrics = self._loss_inputs.of_step(scheduled.batch, step)
             scheduled = scheduled.adding(**fields) if fields else scheduled
-        values = value_metrics(scheduled.batch) if scheduled.batch.values is not None else {}
+        values = value_metrics(scheduled.batch) if "values" in scheduled.batch.added else {}
         return scheduled, {**metrics, **values}
 
 
@@ -81,10 +81,8 @@ class KLControl:
 
     def rewards(self, batch: RolloutBatch) -> Ragged:
         """Compute per-token rewards: scores, minus coef * KL if the penalty is in the reward."""
-        assert batch.scores is not None
         if self.coef is None or self._config.placement is KLPlacement.loss:
             return batch.scores
-        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         penalised = partial(kl_penalty_rewards, coef=self.coef, estimator=self._config.estimator)
         fields = (batch.scores, batch.old_log_probs, batch.ref_log_probs)
         values = in_chunks(penalised, *(field.values for field in fields))
@@ -96,7 +94,6 @@ class KLControl:
         used = self.coef
         if used is None:
             return {"actor/kl": None, "actor/kl_coef": None}
-        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         mask, num_responses = batch.response_mask.values, len(batch.last_of_episodes)
         k3 = partial(estimate_kl, estimator=KLEstimator.k3)
         per_token = in_chunks(k3, batch.old_log_probs.values, batch.ref_log_probs.values)
@@ -163,7 +160,7 @@ class AdvantageEstimator:
             batch.group_id if self._compares_groups else None,
             BLOCK_ELEMENTS if self._is_group_wise else WHOLE,
         )
-        known = vars(batch) | {"rewards": rewards, "loss_mask": batch.counted} | more
+        known = batch.tensors() | {"rewards": rewards, "loss_mask": batch.counted} | more
         taken = [*self._tensors, *more]
         inputs = {name: known[name] for name in (*taken, "response_mask")}
         if several:
@@ -210,7 +207,6 @@ def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Ten
 
 def value_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Compute critic/value_mean and critic/return_mean over the response tokens."""
-    assert batch.values is not None and batch.returns is not None
     mask = batch.response_mask.values
     return {
         "critic/value_mean": float(on_mask(batch.values.values, mask).mean()),
@@ -252,7 +248,6 @@ class LossInputs:
 
 def mismatch(batch: RolloutBatch) -> dict[str, float]:
     """Compute metrics of the mismatch between trainer and sampler."""
-    assert batch.old_log_probs is not None
     fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
     chunks = row_chunks(batch.responses.lengths, *(field.values for field in fields))
     sums = [mismatch_sums(lengths, old - rollout, mask) for lengths, old, rollout, mask in chunks]
@@ -265,7 +260,6 @@ def importance_weights(
     """Compute importance weights, their mean, and the share of clipped or masked tokens."""
     blocks = PaddedBlocks(batch.responses.lengths)
     weights, num_cut = [], 0
-    assert batch.old_log_probs is not None
     fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
     padded = (blocks.of(field, 0.0) for field in fields)
     for old, rollout, mask in zip(*padded, strict=True):
@@ -282,7 +276,6 @@ def importance_weights(
 
 def _selected(batch: RolloutBatch, select: partial[Tensor]) -> tuple[Ragged, float]:
     """Select tokens among those that count; return them and the largest covariance."""
-    assert batch.old_log_probs is not None and batch.advantages is not None
     mask = batch.counted.values
     if not bool(mask.any()):
         return batch.counted, 0.0

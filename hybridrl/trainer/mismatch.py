@@ -39,7 +39,6 @@ def check_rollout_log_probs(
     Raises:
         RunStopped: the mean of an engine is above the limit, or NaN: stale weights.
     """
-    assert batch.old_log_probs is not None
     if not mask.any():
         return dict.fromkeys(METRICS)
     compared = (batch.rollout_log_probs.values, batch.old_log_probs.values)
@@ -75,10 +74,8 @@ def current_tokens(batch: RolloutBatch, version: int, *, keep_kv: bool) -> Tenso
     With rollout.keep_kv, keys and values of earlier weights go into the log-probs of responses that
     have older tokens, so that none of their tokens counts.
     """
-    mask, versions = batch.response_mask.values, batch.token_versions
-    if versions is None:
-        return mask
-    is_current = mask & (versions.values == version)
+    mask = batch.response_mask.values
+    is_current = mask & (batch.versions.values == version)
     if not keep_kv:
         return is_current
     older = batch.responses.like(mask & ~is_current).counts()
@@ -89,7 +86,6 @@ def _by_engine(
     batch: RolloutBatch, difference: Tensor, mask: Tensor
 ) -> tuple[dict[int, float], dict[int, int]]:
     """Return the sum over the masked tokens of each engine that has any, and their number."""
-    assert batch.engine is not None
     sampled = difference if bool(mask.all()) else difference.masked_fill(~mask, 0.0)
     of_rows = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths)
     totals = torch.bincount(batch.engine, weights=of_rows.double())
@@ -108,9 +104,8 @@ def adapter_share(batch: RolloutBatch, mask: Tensor, *, top_p: float) -> dict[st
     rollout/adapter_share is null without a reference, before the first update, and where no token
     is of these weights.
     """
-    if batch.ref_log_probs is None or not mask.any():
+    if "ref_log_probs" not in batch.added or not mask.any():
         return {"rollout/adapter_share": None}
-    assert batch.old_log_probs is not None
     trained = batch.old_log_probs.values
     moved = trained - batch.ref_log_probs.values
     shown = moved + _outside_nucleus(batch.rollout_log_probs.values, trained, top_p)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -95,19 +94,20 @@ class Scoring:
                 metrics |= of_model
             responses = Responses(sampled.prompts, batch, rewarded)
             scores, of_scores = self._token_scores(responses, step)
-            scored = replace(batch, scores=scores, baseline_rewards=baseline)
-            scheduled = scheduled.keeping(scored).adding(**fields)
+            batch = scheduled.batch.adding(scores=scores, **baseline)
+            scheduled = scheduled.keeping(batch).adding(**fields)
         self._phases.split("score", outcomes)
         metrics |= of_scores | self._mismatch(scheduled, weight_version)
         return Scored(responses, scheduled, metrics)
 
-    def _reward(self, sampled: Sampled) -> tuple[Rewarded, Tensor | None, Row]:
-        """Score the responses and, with a greedy baseline, the greedy ones."""
+    def _reward(self, sampled: Sampled) -> tuple[Rewarded, dict[str, Tensor], Row]:
+        """Score the responses and, for baseline_rewards, the greedy ones."""
         start = time.perf_counter()
         rewarded = sampled.rewarded or self._rewards.score(sampled.prompts, sampled.batch)
-        baseline = None
+        baseline = {}
         if (greedy := sampled.greedy) is not None:
-            baseline = baseline_rewards(self._config, self._rewards, sampled.prompts, greedy)
+            outcomes = baseline_rewards(self._config, self._rewards, sampled.prompts, greedy)
+            baseline["baseline_rewards"] = outcomes
         metrics: Row = {
             **rewarded.part_metrics(),
             "reward/seconds": time.perf_counter() - start,
@@ -133,7 +133,7 @@ class Scoring:
                 f"agent.other_sampling=mask leaves out."
             )
         scores = outcome_on_last_token(outcome, episodes)
-        if episodes.turn_rewards is not None:
+        if "turn_rewards" in episodes.added:
             scores = with_turn_rewards(scores, episodes)
         return batch.responses.like(scores.values), metrics
 

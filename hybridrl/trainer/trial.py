@@ -30,7 +30,6 @@ def try_estimator(
         return
     least = max(2, config.pass_k + 1) if estimator.compares_groups else 1
     batch = toy_batch(max(least, responses_per_prompt))
-    assert batch.scores is not None
     try:
         AdvantageEstimator(config).estimate(batch, batch.scores)
     except WrongReturn as error:
@@ -88,9 +87,11 @@ def toy_batch(group_size: int) -> RolloutBatch:
         group_id=rows // group_size * 7 + 3,  # ids of prompts, not counted from 0
         weight_version=torch.zeros_like(rows),
         truncated=torch.zeros_like(rows, dtype=torch.bool),
-        scores=ragged(rewards),
-        values=ragged(torch.linspace(0.0, 1.0, num_tokens)),
-        baseline_rewards=(rows % 3 == 0).float(),
+        added={
+            "scores": ragged(rewards),
+            "values": ragged(torch.linspace(0.0, 1.0, num_tokens)),
+            "baseline_rewards": (rows % 3 == 0).float(),
+        },
     )
 
 

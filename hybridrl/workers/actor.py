@@ -132,8 +132,9 @@ class ActorWorker(TrainedWorker):
         }
         function = self.config.algorithm.loss.function
         loss = as_token_loss(self.token_loss(**inputs), function, log_probs)
-        weights = micro.loss_weights
-        terms = [loss.values if weights is None else loss.values * self.on_device(weights)]
+        terms = [loss.values]
+        if "loss_weights" in micro.added:
+            terms = [loss.values * self.on_device(micro.loss_weights)]
         bonus = entropy_bonus(entropy, mask, coef=self.config.entropy_coef)
         terms.append(bonus.values)
         sums = loss.sums | bonus.sums
@@ -148,22 +149,21 @@ class ActorWorker(TrainedWorker):
             )
             terms.append(penalty.values)
             sums |= penalty.sums
-        values, tokens = torch.stack(terms).sum(0), micro.episode_tokens
         scalar = aggregate(
             self.config.algorithm.aggregation,
-            values,
+            torch.stack(terms).sum(0),
             mask,
             sequence_id,
             totals,
             self.config.max_response_tokens,
-            None if tokens is None else to_device(tokens, self.device),
+            to_device(micro.episode_tokens, self.device),
         )
         if routing is not None:
             self.routing.add(routing)
             if self.config.router_balance_coef:
                 scalar = scalar + self.balance_loss(routing, micro, totals)
         maxima = {}
-        if micro.old_log_probs is not None:  # reference answers have none
+        if "old_log_probs" in micro.added:  # reference answers have none
             maxima = ratio_maxima(log_probs, self.on_device(micro.old_log_probs), mask)
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
@@ -173,9 +173,8 @@ class ActorWorker(TrainedWorker):
         An episode's responses share its weight by their counted tokens. Those without such a
         token, which the total leaves out, do not count.
         """
-        counts = micro.counted.counts()
-        whole = counts if micro.episode_tokens is None else micro.episode_tokens
-        losses = routing.balance * to_device(counts / whole.clamp(min=1), self.device)
+        shares = micro.counted.counts() / micro.episode_tokens.clamp(min=1)
+        losses = routing.balance * to_device(shares, self.device)
         return self.config.router_balance_coef * losses.sum() / totals.episodes
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:

@@ -78,9 +78,8 @@ class ModelWorker(Worker):
         """Pack this rank's part of a micro-batch, on the device, with its experts if given."""
         return pack(micro, self.device, self.sequence_group, states, routed_experts)
 
-    def on_device(self, values: Ragged | None) -> Tensor:
-        """Copy the flat values of a field of the batch, not None, to the device."""
-        assert values is not None, "the phase that fills this field has not run"
+    def on_device(self, values: Ragged) -> Tensor:
+        """Copy the flat values of a field of the batch to the device."""
         return to_device(values.values, self.device)
 
     @torch.no_grad()

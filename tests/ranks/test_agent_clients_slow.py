@@ -76,5 +76,5 @@ def test_a_client_as_published_trains_what_it_sampled(client, python, served):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     batch = served.batch(episode)
-    assert batch.turns.tolist() == TURNS[client]
+    assert batch.conversation.turns.tolist() == TURNS[client]
     assert all(row.any() for row in batch.response_mask.rows())

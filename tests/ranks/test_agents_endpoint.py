@@ -74,7 +74,7 @@ def test_a_second_turn_continues_the_sampled_tokens(served):
     more = {"role": "user", "content": "And if Ann has 2 more?"}
     second = chat(client, QUESTION, said(first), more)
     batch = served.batch(episode)
-    assert len(batch) == 1 and batch.turns.tolist() == [2]
+    assert len(batch) == 1 and batch.conversation.turns.tolist() == [2]
     assert second.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
     sampled = first.usage.completion_tokens + second.usage.completion_tokens
     assert int(batch.response_mask.values.sum()) == sampled
@@ -149,7 +149,7 @@ def test_a_template_that_strips_thinking_from_earlier_turns_begins_a_branch(serv
     rows = episode.record.sequences
     assert [len(row.turns) for row in rows] == ([1, 1] if strips else [2])
     assert ("</think>" in rows[-1].text) is not strips
-    assert served.batch(episode).turns.tolist() == ([1, 1] if strips else [2])
+    assert served.batch(episode).conversation.turns.tolist() == ([1, 1] if strips else [2])
 
 
 def test_a_completion_ends_at_a_stop_string_that_it_keeps_for_training(served):
@@ -170,7 +170,7 @@ def test_a_completion_ends_at_a_stop_string_that_it_keeps_for_training(served):
         assert row.text == text + choice.text + choice.stop_reason
     assert ends == {(" 11 =", "stop")}
     batch = served.batch(episode)
-    assert batch.turns.tolist() == [1, 1, 1, 1]
+    assert batch.conversation.turns.tolist() == [1, 1, 1, 1]
 
 
 def test_text_that_the_program_adds_is_context(served):
@@ -217,8 +217,8 @@ def test_responses_streamed_or_not(served):
     items = [*whole.output, {"role": "user", "content": "And then?"}]
     history = [{"role": "user", "content": QUESTION["content"]}, *items]
     client.responses.create(**(asked | {"input": history}))
-    assert served.batch(one).turns.tolist() == [2]
-    assert served.batch(other).turns.tolist() == [1]
+    assert served.batch(one).conversation.turns.tolist() == [2]
+    assert served.batch(other).conversation.turns.tolist() == [1]
 
 
 def test_a_streamed_response_with_tools_has_its_text_or_call_in_pieces(served):
@@ -250,7 +250,7 @@ def test_messages_of_anthropic_streamed_or_not(served):
     assert final.stop_reason == whole.stop_reason and final.usage == whole.usage
     more = [QUESTION, {"role": "assistant", "content": whole.content}, QUESTION]
     clients[0].messages.create(**(asked | {"messages": more}))
-    assert served.batch(one).turns.tolist() == [2]
+    assert served.batch(one).conversation.turns.tolist() == [2]
     for wrong in (
         {"messages": [QUESTION | {"content": 5}]},
         {"messages": [QUESTION | {"content": ["a"]}]},
@@ -413,7 +413,9 @@ def test_a_forced_tool_call_fits_its_schema_and_is_continued(served, choice, nam
     result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
     chat(client, QUESTION, answer.message, result, tools=TOOLS)
     batch = served.batch(episode)
-    assert batch.turns.tolist() == [2] and 0 < int(batch.response_mask.values.sum()) <= 60
+    assert (
+        batch.conversation.turns.tolist() == [2] and 0 < int(batch.response_mask.values.sum()) <= 60
+    )
     assert not episode.record.branch
 
 
@@ -506,7 +508,7 @@ def test_a_repeated_episode_begins_anew(served):
     first = chat(client_of(served, episode.key), QUESTION)
     again = chat(client_of(served, served.repeat(episode, "b")), QUESTION)
     assert said(first) == said(again)
-    assert served.batch(episode).turns.tolist() == [1]
+    assert served.batch(episode).conversation.turns.tolist() == [1]
 
 
 @pytest.mark.parametrize("path", ["models", "transcript", "chat/completions"])
@@ -521,7 +523,7 @@ def test_a_key_that_the_pool_did_not_name_is_refused_and_changes_nothing(served,
         assert found.status_code == 401
     more = chat(client, QUESTION, said(first), QUESTION)
     assert more.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
-    assert served.batch(episode).turns.tolist() == [2]
+    assert served.batch(episode).conversation.turns.tolist() == [2]
 
 
 def test_late_requests_of_an_earlier_attempt_change_nothing(served):
@@ -540,7 +542,7 @@ def test_late_requests_of_an_earlier_attempt_change_nothing(served):
     with pytest.raises(openai.AuthenticationError):
         chat(client, QUESTION)
     assert not episode.is_open and not episode.open
-    assert served.batch(episode).turns.tolist() == [1]
+    assert served.batch(episode).conversation.turns.tolist() == [1]
 
 
 def test_a_client_that_goes_away_frees_the_engine_and_the_rest_goes_on(served):
@@ -651,7 +653,7 @@ def test_a_turn_that_is_asked_for_before_the_last_ones_end(served):
     whole = {"role": "assistant", "content": "".join(pieces)}
     chat(client, QUESTION, whole, QUESTION)
     assert len(whole["content"]) > len(part["content"])
-    assert sorted(served.batch(episode).turns.tolist()) == [1, 2]
+    assert sorted(served.batch(episode).conversation.turns.tolist()) == [1, 2]
 
 
 def test_turns_may_come_in_any_order(served):
@@ -663,7 +665,7 @@ def test_turns_may_come_in_any_order(served):
     back = chat(client, *history[:2], {"role": "user", "content": "Once more?"})
     chat(client, *history)
     batch = served.batch(episode)
-    assert batch.turns.tolist() == [4, 1] and not episode.record.branch
+    assert batch.conversation.turns.tolist() == [4, 1] and not episode.record.branch
     first, branch = episode.record.sequences
     shared = first.turns[0].end
     assert branch.ids[:shared] == first.ids[:shared] and not any(branch.trained[:shared])

@@ -216,7 +216,7 @@ def test_a_response_ends_at_a_further_stop_token_and_keeps_it(seen):
 
 def test_a_budget_ends_responses_but_those_that_must_finish(seen):
     whole, cut, early, again = (seen["budget"][name] for name in ("whole", "cut", "early", "again"))
-    assert whole.unfinished is None
+    assert not whole.unfinished.any()
     assert not cut.unfinished[1] and early.unfinished.all() and not early.truncated.any()
     assert cut.responses.lengths[1] == whole.responses.lengths[1]
     assert early.responses.lengths.tolist() == [3, 3, 3]  # decoded together, 7.5 tokens in all

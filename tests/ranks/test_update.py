@@ -1,7 +1,6 @@
 """Updates at the edges: losses that are not finite, mini-batches without a token, clipping."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ def skipped_update(folder, mesh, spec):
     batch = my_part(training_batch())
     poisoned = training_batch().advantages.values.clone()
     poisoned[:] = float("inf")
-    no_advantage = replace(training_batch(), advantages=training_batch().responses.like(poisoned))
+    no_advantage = training_batch().adding(advantages=training_batch().responses.like(poisoned))
     odd.odd = plain.odd = False
     for actor in (odd, plain):
         actor.update(batch, step=1, kl_coef=0.1)
@@ -108,14 +107,14 @@ def replays(folder, mesh, spec, disk):
     before, found = state_of(actor), {"nothing": findings(batch)}
     advantages = batch.advantages.values.clone()
     advantages[sum(RESPONSES[:5]) + 1] = float("nan")
-    poisoned = replace(batch, advantages=batch.responses.like(advantages))
+    poisoned = batch.adding(advantages=batch.responses.like(advantages))
     found["advantage"] = findings(poisoned)
     found["loss"] = findings(batch, HereAndThere(NaNForShortest(actor.config, mesh)))
     found["unchanged"] = same(before, state_of(actor))
     critic = CriticWorker(critic_config(folder, spec), mesh)
     returns = batch.returns.values.clone()
     returns[0] = float("inf")
-    overflowing = replace(batch, returns=batch.responses.like(returns))
+    overflowing = batch.adding(returns=batch.responses.like(returns))
     of_critic = ReplayBatch("critic", 3, 0.0, overflowing, dealt.ranks, config)
     found["critic"] = examine(of_critic, HereAndThere(critic, "critic"))
     saver = SaverWorker(saver_config(), mesh)
@@ -157,8 +156,8 @@ def odd_updates(folder, disk):
     poisoned = batch.advantages.values.clone()
     poisoned[0] = float("nan")
     batches = {
-        "poisoned": replace(batch, advantages=mask.like(poisoned)),
-        "masked": replace(batch, response_mask=mask.like(torch.zeros_like(mask.values))),
+        "poisoned": batch.adding(advantages=mask.like(poisoned)),
+        "masked": batch.adding(response_mask=mask.like(torch.zeros_like(mask.values))),
         "plain": batch,
     }
     found = {}

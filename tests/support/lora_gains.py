@@ -5,7 +5,6 @@ The policy gains log-prob on responses that it has sampled itself: every token h
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +86,7 @@ def gains(
     worker.reshard(0)
     batch = worker.generate(requests(size))
     ones = torch.ones_like(batch.rollout_log_probs.values)
-    batch = replace(batch, advantages=batch.responses.like(ones))
+    batch = batch.adding(advantages=batch.responses.like(ones))
     before = sides(worker, actor, batch)
     exact, found = ExactLogProbs(folder, batch, device_type), Gains({}, {}, {}, {}, {})
     held_before = exact.of(in_engine(worker)), exact.of(in_actor(actor))
@@ -166,7 +165,7 @@ def requests(size: Size) -> Requests:
 
 def learn(actor: ActorWorker, batch: RolloutBatch, step: int) -> None:
     """One step up the log-prob of all tokens, from the policy as it is."""
-    batch = replace(batch, old_log_probs=trained_log_probs(actor, batch))
+    batch = batch.adding(old_log_probs=trained_log_probs(actor, batch))
     actor.update(dealt(batch).shard(1)[0], step, 0.0)
 
 

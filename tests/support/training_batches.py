@@ -39,11 +39,13 @@ def training_batch() -> RolloutBatch:
         group_id=torch.arange(8),
         weight_version=torch.zeros(8, dtype=torch.int64),
         truncated=torch.zeros(8, dtype=torch.bool),
-        old_log_probs=normal(-4.2, 0.3),
-        ref_log_probs=normal(-4.2, 0.3),
-        values=normal(),
-        advantages=normal(),
-        returns=normal(),
+        added={
+            "old_log_probs": normal(-4.2, 0.3),
+            "ref_log_probs": normal(-4.2, 0.3),
+            "values": normal(),
+            "advantages": normal(),
+            "returns": normal(),
+        },
     )
 
 

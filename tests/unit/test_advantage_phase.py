@@ -30,7 +30,7 @@ def scored():
     scores = like(torch.tensor([0.0, 0.0, 2.0, 0.0]))
     values = like(torch.ones(4))
     group_id = torch.zeros(2, dtype=torch.int64)
-    return type(batch)(**vars(batch) | {"group_id": group_id, "scores": scores, "values": values})
+    return batch.adding(group_id=group_id, scores=scores, values=values)
 
 
 def doubled(rewards, group_id, response_mask, gamma, extra=2.0):
@@ -50,7 +50,7 @@ def test_gae_gets_values_discount_and_lambda():
 
 def test_grpo_needs_no_values_and_returns_no_targets():
     batch = batch_of([3, 1])
-    batch = type(batch)(**vars(batch) | {"group_id": torch.zeros(2, dtype=torch.int64)})
+    batch = batch.adding(group_id=torch.zeros(2, dtype=torch.int64))
     found = AdvantageEstimator(config("grpo")).estimate(batch, scored().scores)
     # 2 and 0: mean 1, std sqrt(2).
     assert list(found) == ["advantages"]
@@ -59,7 +59,7 @@ def test_grpo_needs_no_values_and_returns_no_targets():
 
 def test_remax_gets_the_greedy_responses_outcomes():
     batch = scored()
-    batch = type(batch)(**vars(batch) | {"baseline_rewards": torch.tensor([0.5, 1.0])})
+    batch = batch.adding(baseline_rewards=torch.tensor([0.5, 1.0]))
     found = AdvantageEstimator(config("remax")).estimate(batch, batch.scores)
     # Outcomes 2 and 0.
     assert found["advantages"].values.tolist() == [1.5, 1.5, 1.5, -1.0]
@@ -83,7 +83,7 @@ def test_whitening_leaves_out_what_does_not_count_in_the_loss():
     batch = scored()
     counts = batch.responses.like(torch.tensor([True, True, True, False]))
     found = AdvantageEstimator(config("gae", whiten=True)).estimate(
-        replace(batch, loss_mask=counts), batch.scores
+        batch.adding(loss_mask=counts), batch.scores
     )
     # -0.5, 0, 1: mean 1/6, variance (1/4 + 1) / 3 - 1/36 = 14/36.
     std = (14 / 36) ** 0.5
@@ -95,7 +95,7 @@ def test_where_nothing_counts_advantages_stay_as_they_are():
     batch = scored()
     nothing = batch.responses.like(torch.zeros(4, dtype=torch.bool))
     found = AdvantageEstimator(config("gae", whiten=True)).estimate(
-        replace(batch, loss_mask=nothing), batch.scores
+        batch.adding(loss_mask=nothing), batch.scores
     )
     assert found["advantages"].values.tolist() == pytest.approx([-0.5, 0.0, 1.0, -1.0])
 

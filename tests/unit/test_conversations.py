@@ -107,7 +107,9 @@ def test_three_turns_by_hand():
     log_probs = batch.rollout_log_probs.values
     assert log_probs[batch.response_mask.values].tolist() == [-3.0, -2.0] * 3
     assert (log_probs[~batch.response_mask.values] == 0).all()
-    assert batch.turns.tolist() == [3] and batch.environment_rewards.tolist() == [6.0]
+    assert batch.conversation.turns.tolist() == [
+        3
+    ] and batch.conversation.environment_rewards.tolist() == [6.0]
     assert batch.weight_version.tolist() == [5] and not batch.truncated.any()
     assert [row.tolist() for row in batch.prompts.rows()] == [[A]]
 
@@ -149,7 +151,7 @@ def test_conversations_come_back_in_the_order_of_their_prompts():
     )
     batch = rollout
     assert batch.group_id.tolist() == [1, 1, 1, 0, 0, 0, 2, 2, 2]
-    assert batch.turns.tolist() == [3] * 9
+    assert batch.conversation.turns.tolist() == [3] * 9
     assert batch.truncated.all()  # nobody ended them
     assert batch.prompts.lengths.tolist() == [2, 2, 2, 1, 1, 1, 3, 3, 3]
     for row, mask, group, sample in zip(
@@ -187,7 +189,7 @@ def test_all_of_a_conversation_has_one_budget():
     """2 said, 3 heard, 2 said; an answer of 3 more would leave nothing to say."""
     for max_tokens, turns, length in ((2, 1, 2), (5, 1, 2), (6, 2, 6), (7, 2, 7), (8, 2, 7)):
         rollout, *_ = talk(always(A, STOP), max_tokens=max_tokens)
-        assert (rollout.turns.tolist(), rollout.responses.lengths.tolist()) == (
+        assert (rollout.conversation.turns.tolist(), rollout.responses.lengths.tolist()) == (
             [turns],
             [length],
         ), max_tokens
@@ -197,16 +199,16 @@ def test_all_of_a_conversation_has_one_budget():
 
 def test_a_turn_that_was_cut_off_is_the_last_and_still_earns():
     rollout, _, environments = talk(always(A, *[B] * 10, STOP), max_tokens=8)
-    assert rollout.turns.tolist() == [1] and rollout.truncated.all()
-    assert rollout.environment_rewards.tolist() == [1.0]
+    assert rollout.conversation.turns.tolist() == [1] and rollout.truncated.all()
+    assert rollout.conversation.environment_rewards.tolist() == [1.0]
     assert len(environments.heard) == 1
 
 
 def test_after_the_last_turn_nothing_more_is_heard():
     rollout, *_ = talk(always(A, STOP), max_turns=2)
-    assert rollout.turns.tolist() == [2] and rollout.truncated.all()
+    assert rollout.conversation.turns.tolist() == [2] and rollout.truncated.all()
     assert rollout.responses.values[-2:].tolist() == [A, STOP]
-    assert rollout.environment_rewards.tolist() == [3.0]
+    assert rollout.conversation.environment_rewards.tolist() == [3.0]
 
 
 def test_an_opening_is_heard_before_the_first_turn_and_counts_in_the_budget():
@@ -242,8 +244,10 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
     generate = generator(engines.generate, environments, Limits(2, 40), failures)
     batch = generate(wanted(PROMPTS[:2], each=2))
-    assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
-    assert batch.turns.tolist() == [2, 2, 1, 1]
+    assert [number > 0 for number in batch.conversation.environment_failures.tolist()] == [
+        False
+    ] + [True] * 3
+    assert batch.conversation.turns.tolist() == [2, 2, 1, 1]
     prompts = [PROMPTS[p] for p in (0, 0, 1, 1)]
     rewarded = EnvironmentRewards(decode, failures, -7.0).score(prompts, batch)
     assert rewarded.scores == [2.0, -7.0, -7.0, -7.0]
@@ -258,7 +262,7 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 def test_an_opening_that_leaves_nothing_to_say_has_failed():
     failures = FailureReasons()
     rollout, *_ = talk(always(A, STOP), greeting="b" * 40, failures=failures)
-    (number,) = rollout.environment_failures.tolist()
+    (number,) = rollout.conversation.environment_failures.tolist()
     reason = "its opening of 40 tokens leaves none of rollout.max_response_tokens=40"
     assert failures.look_up(number) == (FailureKind.error, reason)
     assert rollout.responses.values.tolist() == [A, STOP]
@@ -300,5 +304,5 @@ def test_engines_and_environments_are_timed_over_all_turns():
     heard = len(rollout.responses.values) - 6
     assert metrics["environment/tokens_mean"] == heard > 0
     assert (metrics["rollout/turns_mean"], metrics["rollout/turns_max"]) == (3.0, 3.0)
-    without = replace(rollout, turns=None)
+    without = replace(rollout, conversation=None)
     assert turn_metrics(without) == {}

@@ -32,8 +32,7 @@ def case(seed: int, *, tools: bool, unmixed: int, filtered: bool) -> tuple[Rollo
     if tools:
         mask = torch.rand(count, generator=generator) < 0.6
         mask[lengths.cumsum(0) - 1] = True
-    batch = replace(
-        batch,
+    batch = batch.adding(
         response_mask=like(mask),
         group_id=torch.arange(4).repeat_interleave(EACH),
         truncated=torch.rand(4 * EACH, generator=generator) < 0.3,
@@ -106,7 +105,7 @@ def test_what_does_not_count_changes_nothing(name, **kinds):
     free = ~batch.responses.spread(of_row) | ~batch.response_mask.values
     other = rewards.like(torch.where(free, 7.0 - 3 * rewards.values, rewards.values))
     values = torch.where(free, 5.0 - batch.values.values, batch.values.values)
-    changed = replace(batch, values=batch.responses.like(values))
+    changed = batch.adding(values=batch.responses.like(values))
     before, after = estimated(name, batch, rewards), estimated(name, changed, other)
     torch.testing.assert_close(after[counted], before[counted], atol=1e-5, rtol=1e-5)
 

@@ -75,7 +75,7 @@ def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones():
     # 0..3: 1 and 3 stay; 4, 5: 4 stays; 6
     assert source.asked == [4, 2, 1]
     assert numbers(result) == [1, 3, 4, 6]
-    assert result.batch.loss_mask is None
+    assert "loss_mask" not in result.batch.added
     assert result.metrics == {
         "sampling/rounds": 3.0,
         "sampling/prompts": 7.0,

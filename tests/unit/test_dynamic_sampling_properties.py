@@ -116,7 +116,7 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
     assert (of_groups == of_groups[:, :1]).all() and len(of_groups.unique()) == wanted
 
     counts = [chance.is_mixed(group) for group in found for _ in range(each)]
-    if batch.loss_mask is None:
+    if "loss_mask" not in batch.added:
         assert not rest
     else:
         assert [bool(row.any()) for row in batch.loss_mask.rows()] == counts

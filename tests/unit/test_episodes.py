@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.algorithms.token_loss import aggregate
 from hybridrl.config.choices import Aggregation
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import ConversationOutcome, RolloutBatch
 from hybridrl.data.partition import partition_by_total
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import UpdateSizes, schedule
@@ -143,7 +143,7 @@ def test_branches_share_the_weight_of_their_episode_by_tokens(kind, weight, rank
     """Not 3/4 and 1/4; wherever they are computed."""
     mask = torch.ones(24, dtype=torch.bool)
     mask[LASTS] = False
-    of = replace(TWO, loss_mask=TWO.responses.like(mask))
+    of = TWO.adding(loss_mask=TWO.responses.like(mask))
     found = token_weights(of, kind, ranks, max_tokens)
     found = [value for row in range(4) for value in found[row]]
     assert found == pytest.approx((weight * mask).tolist(), rel=1e-6)
@@ -157,7 +157,7 @@ def test_without_branches_weights_are_those_without_episodes_to_the_bit(kind):
 
 
 def test_an_episode_without_a_counted_token_is_no_part_of_the_mean():
-    of = replace(TWO, loss_mask=TWO.responses.like(torch.arange(24) < 12))
+    of = TWO.adding(loss_mask=TWO.responses.like(torch.arange(24) < 12))
     found = token_weights(of, Aggregation.sequence_mean, 1, 1000)
     assert [sum(found[row]) for row in range(4)] == pytest.approx([4 / 12, 3 / 12, 5 / 12, 0.0])
 
@@ -167,7 +167,9 @@ def test_metrics_of_responses_are_by_episode():
     of = replace(
         TWO,
         truncated=torch.tensor([False, True, False, False]),
-        turns=torch.tensor([1, 1, 2, 1]),
+        conversation=ConversationOutcome(
+            torch.tensor([1, 1, 2, 1]), torch.zeros(4), torch.zeros(4)
+        ),
         response_mask=TWO.responses.like(torch.arange(24) >= 6),
     )
     found = rollout_metrics(of, 1.0, None)

@@ -15,6 +15,7 @@ from hybridrl.app.reference_answers import references, show_reference_rewards
 from hybridrl.commands.check import _reward_lines
 from hybridrl.config.keys import leaves
 from hybridrl.config.sections import HealthConfig
+from hybridrl.data.batch import ConversationOutcome
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
@@ -315,7 +316,7 @@ def test_measures_of_responses_hand_worked():
     }
     cut = replace(batch, truncated=torch.tensor([False, False, False, True]))
     assert response_measures(cut, TOKENS)["response/unended_fraction"] == 0.0
-    turns = replace(batch, turns=torch.ones(4))
+    turns = replace(batch, conversation=ConversationOutcome(*[torch.ones(4)] * 3))
     assert response_measures(turns, TOKENS)["response/unended_fraction"] is None
 
 

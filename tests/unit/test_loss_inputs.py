@@ -1,7 +1,5 @@
 """What is computed of a step for the policy loss: by config, and on the batch's own tokens."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -18,8 +16,7 @@ def batch(**fields) -> RolloutBatch:
     plain = batch_of(LENGTHS)
     old = plain.rollout_log_probs.values + torch.tensor(2.0).log()
     advantages = plain.responses.like(torch.arange(8.0))
-    return replace(
-        plain,
+    return plain.adding(
         old_log_probs=plain.responses.like(old),
         advantages=advantages,
         truncated=torch.tensor([False, False, True]),

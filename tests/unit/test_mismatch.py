@@ -25,7 +25,8 @@ def batch_with(
     """Two responses of 2 and 1 tokens, each `times` in a row."""
     batch = batch_of([2 * times, times])
     lengths = batch.responses
-    return replace(batch, engine=torch.tensor(engine)).adding(
+    return batch.adding(
+        engine=torch.tensor(engine),
         rollout_log_probs=lengths.like(torch.tensor(rollout).repeat_interleave(times)),
         old_log_probs=lengths.like(torch.tensor(old).repeat_interleave(times)),
     )
@@ -68,16 +69,16 @@ def test_tokens_of_earlier_weights_and_what_is_sampled_after_them_do_not_count()
     for keep_kv, counted in ((False, [0, 2, 4]), (True, [0, 2])):
         found = current_tokens(batch, 4, keep_kv=keep_kv)
         assert found.nonzero().flatten().tolist() == counted
-    assert current_tokens(replace(batch, token_versions=None), 4, keep_kv=True).equal(mask.values)
+    whole = replace(batch, token_versions=None, weight_version=torch.full((3,), 4))
+    assert current_tokens(whole, 4, keep_kv=True).equal(mask.values)
 
 
 def test_one_of_many_engines_off_by_a_nat_is_named_with_its_ranks():
     """Over all tokens the difference is 1/128, far below the limit; 12 tokens are enough."""
     batch = batch_of([12] * 128)
     off = (batch.responses.row_ids() == 70).float()
-    batch = replace(batch, engine=torch.arange(128).flip(0)).adding(
-        old_log_probs=batch.responses.like(batch.rollout_log_probs.values - off)
-    )
+    old = batch.responses.like(batch.rollout_log_probs.values - off)
+    batch = batch.adding(engine=torch.arange(128).flip(0), old_log_probs=old)
     with pytest.raises(RunStopped, match=r"on 1 of 128 rollout engines") as caught:
         check(batch, limit=0.1)
     (named,) = re.findall(r"engine (\d+) \((.*)\): ([\d.]+) nats", str(caught.value))
@@ -100,8 +101,7 @@ def drawn(counts: torch.Tensor, mean: float, seed: int) -> RolloutBatch:
         group_id=engines,
         weight_version=torch.zeros_like(engines),
         truncated=torch.zeros(len(counts), dtype=torch.bool),
-        engine=engines,
-        old_log_probs=zeros.like(mean * log.exp()),
+        added={"engine": engines, "old_log_probs": zeros.like(mean * log.exp())},
     )
 
 

@@ -111,7 +111,7 @@ class Agents:
 
 def assert_first_turns_are_rewarded(batch: RolloutBatch) -> None:
     samples = batch.response_mask.values[batch.response_mask.lengths.cumsum(0) - 1]
-    rewarded = samples & (batch.environment_failures == 0)
+    rewarded = samples & (batch.conversation.environment_failures == 0)
     assert torch.stack([row.sum() for row in batch.turn_rewards.rows()]).equal(0.25 * rewarded)
     assert rewarded.any()
 
@@ -132,14 +132,16 @@ def test_every_episode_is_trained_once_and_no_token_is_too_old():
     source, rewards, lags = source_of(agents, 0), [], []
     for step in range(1, 31):
         sampled = source.take(step)
-        batch, reasons = sampled.batch, sampled.batch.environment_failures.tolist()
+        batch, reasons = sampled.batch, sampled.batch.conversation.environment_failures.tolist()
         assert (batch.group_id.bincount() == EACH).all() and len(batch) == PER_STEP * EACH
         assert_first_turns_are_rewarded(batch)
         assert [one.prompt_id for one in sampled.prompts[::EACH]] == sorted(
             {one.prompt_id for one in sampled.prompts}
         )
-        rewards += batch.environment_rewards.tolist()
-        for reward, reason, turns in zip(rewards[-8:], reasons, batch.turns.tolist(), strict=True):
+        rewards += batch.conversation.environment_rewards.tolist()
+        for reward, reason, turns in zip(
+            rewards[-8:], reasons, batch.conversation.turns.tolist(), strict=True
+        ):
             if reason:
                 _, text = agents.failures.look_up(reason)
                 reward = float(text.split()[1])

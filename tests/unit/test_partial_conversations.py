@@ -144,7 +144,7 @@ def test_cut_turns_go_on_and_each_token_is_trained_once(split):
             batch.response_mask.rows(),
             batch.rollout_log_probs.rows(),
             batch.token_versions.rows(),
-            batch.turns.tolist(),
+            batch.conversation.turns.tolist(),
             strict=True,
         )
         for asked, response, mask, log_probs, versions, turns in rows:
@@ -159,8 +159,8 @@ def test_cut_turns_go_on_and_each_token_is_trained_once(split):
             assert begins <= turns <= 3
             assert len(response) <= LONGEST
         trained += int(batch.response_mask.values.sum())
-        assert batch.environment_rewards.tolist() == [
-            sum(range(1, turns + 1)) for turns in batch.turns.tolist()
+        assert batch.conversation.environment_rewards.tolist() == [
+            sum(range(1, turns + 1)) for turns in batch.conversation.turns.tolist()
         ]
     kept = sum(int(one.mask.sum()) for group in left for one in group.responses)
     assert trained + kept == engines.sampled

@@ -84,7 +84,7 @@ def test_best_worst_farthest_and_others_are_picked(count, rows):
     far = [[0.0, 0.0] for _ in range(8)]
     far[5] = [0.0, -3.0]
     zeros = batch.responses.like(torch.zeros(16))
-    batch = replace(batch, old_log_probs=zeros, ref_log_probs=ragged(*far))
+    batch = batch.adding(old_log_probs=zeros, ref_log_probs=ragged(*far))
     assert pick_rows(batch, SCORES, count) == rows
     assert pick_rows(batch, SCORES, 100) == [*range(8)]
 
@@ -106,8 +106,7 @@ LOG_2 = 0.6931472
 )
 def test_a_token_is_clipped_on_the_side_where_the_loss_is_cut(loss, cut):
     batch = batch_of([4, 2])
-    batch = replace(
-        batch,
+    batch = batch.adding(
         old_log_probs=batch.responses.like(torch.full((6,), -1.0)),
         advantages=ragged([1.0, -1.0, -1.0, 1.0], [1.0, 1.0]),
         loss_mask=ragged([True, True, True, True], [False, True]),
@@ -120,8 +119,7 @@ def test_a_token_is_clipped_on_the_side_where_the_loss_is_cut(loss, cut):
 
 def test_a_table_has_a_row_per_token_and_null_where_there_is_no_number(tmp_path):
     batch = batch_of([2, 1])
-    batch = replace(
-        batch,
+    batch = batch.adding(
         response_mask=ragged([True, False], [True]),
         old_log_probs=ragged([-0.5, -0.25], [-0.125]),
         advantages=ragged([1.0, 0.0], [2.0]),

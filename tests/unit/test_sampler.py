@@ -18,18 +18,17 @@ def countdown(request: Request) -> list[int]:
     return list(range(request.prompt[0], 0, -1))
 
 
-def lengths(asked: list[list[int]], **call) -> tuple[list[int], list[bool] | None]:
+def lengths(asked: list[list[int]], **call) -> tuple[list[int], list[bool]]:
     batch = requests_of(asked, PLAIN, max_tokens=9, **call)
     answer = Sampler(FakeEngine(countdown), CONFIG).generate(batch, 3)
     assert (answer.weight_version == 3).all()
-    open_rows = answer.unfinished
-    return answer.responses.lengths.tolist(), open_rows if open_rows is None else open_rows.tolist()
+    return answer.responses.lengths.tolist(), answer.unfinished.tolist()
 
 
 @pytest.mark.parametrize(
     ("call", "sampled", "unfinished"),
     [
-        ({}, [2, 4, 8], None),
+        ({}, [2, 4, 8], [False] * 3),
         ({"token_budget": 2.5}, [2, 3, 3], [False, True, True]),  # 8 tokens of 7.5
         ({"token_budget": 0.0}, [0, 0, 0], [True] * 3),
         ({"token_budget": 99.0, "enough_ended": 0.5}, [2, 4, 4], [False, False, True]),

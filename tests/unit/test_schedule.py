@@ -98,7 +98,7 @@ def test_a_field_that_is_added_is_a_piece_of_its_own():
         assert list(after[-1]()) == ["values"]
         assert rank.batch.values.values.tolist() == (rank.batch.responses.values * 2).tolist()
         assert rank.epochs == before[0]().epochs
-    assert more.batch.values is values and plan.batch.values is None
+    assert more.batch.values is values and "values" not in plan.batch.added
 
 
 def test_a_field_that_is_kept_stays_with_the_driver():

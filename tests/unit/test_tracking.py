@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -306,7 +305,7 @@ def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
         ]
         rewarded = Rewarded(["r"] * 16, [0.0] * 16, failures)
         batch = batch_of([1] * 16)
-        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+        batch = batch.adding(old_log_probs=batch.rollout_log_probs)
         trained = Trained(batch, {}, Responses(prompts, batch, rewarded))
         metrics = {"reward/failed": float(len(failures))}
         warnings = health.after(StepRecord(step, metrics, trained, TIMELINE)).warnings

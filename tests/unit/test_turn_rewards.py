@@ -50,7 +50,7 @@ def estimator(*overrides: str) -> AdvantageEstimator:
 def advantages(of: RolloutBatch, *overrides: str, penalty: float = 0.0) -> list[list[float]]:
     """Advantages of the sampled tokens of each row; `penalty` is that of each such token."""
     whole, last = of.by_episode(), of.last_of_episodes
-    scores = outcome_on_last_token(of.environment_rewards[last], whole)
+    scores = outcome_on_last_token(of.conversation.environment_rewards[last], whole)
     scores = with_turn_rewards(scores, whole)
     rewards = of.responses.like(scores.values - penalty * of.response_mask.values)
     found = estimator(*overrides).estimate(of, rewards)["advantages"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hybridrl.agents.record import EpisodeRecord, TokenSequence, digest_of
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import ConversationOutcome, RolloutBatch
 from hybridrl.data.ragged import Ragged
 
 
@@ -51,27 +51,30 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
     ]
     turn_rewards = [on_tokens(row, own) for (_, _, row), own in zip(rows, of_turns, strict=True)]
     is_last = torch.cat([index.diff(), torch.ones(1)]) > 0
-    starts = [sequence.turns[0].start for _, _, sequence in rows]
-    parts = [(sequence, start) for (_, _, sequence), start in zip(rows, starts, strict=True)]
+    parts = [(sequence, sequence.turns[0].start) for _, _, sequence in rows]
+
+    def ragged(name: str, dtype: torch.dtype) -> Ragged:
+        return Ragged.from_rows([vars(one)[name][start:] for one, start in parts], dtype)
+
     batch = RolloutBatch(
         prompts=Ragged.from_rows([sequence.ids[:start] for sequence, start in parts], torch.int32),
-        responses=Ragged.from_rows([one.ids[start:] for one, start in parts], torch.int32),
-        response_mask=Ragged.from_rows([one.trained[start:] for one, start in parts], torch.bool),
-        rollout_log_probs=Ragged.from_rows(
-            [one.log_probs[start:] for one, start in parts], torch.float32
-        ),
+        responses=ragged("ids", torch.int32),
+        response_mask=ragged("trained", torch.bool),
+        rollout_log_probs=ragged("log_probs", torch.float32),
         group_id=torch.tensor([episode.group for _, episode, _ in rows]),
         weight_version=torch.tensor([one.versions[-1] for one, _ in parts]),
-        token_versions=Ragged.from_rows(
-            [one.versions[start:] for one, start in parts], torch.int32
-        ),
+        token_versions=ragged("versions", torch.int32),
         truncated=torch.tensor([sequence.truncated for _, _, sequence in rows]),
-        engine=torch.tensor([episode.engine for _, episode, _ in rows]),
         episode=index,
-        turns=torch.tensor([len(sequence.turns) for _, _, sequence in rows]),
-        environment_rewards=torch.tensor([e.reward for _, e, _ in rows], dtype=torch.float64),
-        turn_rewards=Ragged.from_rows(turn_rewards, torch.float32),
-        environment_failures=torch.tensor([e.failure for _, e, _ in rows]).where(is_last, 0),
+        conversation=ConversationOutcome(
+            turns=torch.tensor([len(sequence.turns) for _, _, sequence in rows]),
+            environment_rewards=torch.tensor([e.reward for _, e, _ in rows], dtype=torch.float64),
+            environment_failures=torch.tensor([e.failure for _, e, _ in rows]).where(is_last, 0),
+        ),
+        added={
+            "engine": torch.tensor([episode.engine for _, episode, _ in rows]),
+            "turn_rewards": Ragged.from_rows(turn_rewards, torch.float32),
+        },
     )
     check_turns(batch, [sequence for _, _, sequence in rows])
     return batch

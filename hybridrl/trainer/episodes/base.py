@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import CallStats, RolloutBatch, total_stats
+from hybridrl.data.batch import CallStats, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.partition import balance
-from hybridrl.data.requests import Request, Requests, SamplingParams
+from hybridrl.data.requests import Request, Requests, SamplingParams, total_stats
 from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.episodes.responses import Group, Response

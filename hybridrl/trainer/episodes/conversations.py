@@ -11,7 +11,7 @@ import torch
 from hybridrl.config.errors import Problem, raised_problems
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import ConversationOutcome, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, load_tokenizer
 from hybridrl.data.sources.turns import TurnTokens
@@ -32,7 +32,7 @@ MANY = "for one of many reasons; the log has the first of them"
 class FailureReasons:
     """Numbered reasons of environment failures since the run began.
 
-    RolloutBatch.environment_failures holds one number per response, 0 for no failure.
+    ConversationOutcome.environment_failures holds one number per response, 0 for no failure.
     """
 
     def __init__(self) -> None:
@@ -77,13 +77,14 @@ class EnvironmentRewards:
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
         """Return each conversation's text and its sum of rewards."""
-        assert batch.environment_rewards is not None and batch.environment_failures is not None
+        outcome = batch.conversation
+        assert outcome is not None, "no environment"
         failures = [
             Failure(index, *self._failures.look_up(number), traceback="")
-            for index, number in enumerate(batch.environment_failures.tolist())
+            for index, number in enumerate(outcome.environment_failures.tolist())
             if number
         ]
-        scores = batch.environment_rewards.tolist()
+        scores = outcome.environment_rewards.tolist()
         for failure in failures:
             scores[failure.index] = self._failed_score
         texts = self._decode(row.tolist() for row in batch.responses.rows())
@@ -178,16 +179,16 @@ class Conversations(Turns):
             new[index] = new[index].with_answer(ids) if has_room else _ended(new[index], cut=True)
         return new
 
-    def fields(self, responses: Sequence[Response]) -> dict[str, Any]:
+    def outcome(self, responses: Sequence[Response]) -> ConversationOutcome:
         """Return the turns, rewards and failures of finished conversations."""
         states, number = [*map(conversation_of, responses)], self._failures.number
         rewards = [state.reward for state in states]
         failures = [number(one.failure, one.reason) if one.failure else 0 for one in states]
-        return {
-            "turns": torch.tensor([response.turns for response in responses]),
-            "environment_rewards": torch.tensor(rewards, dtype=torch.float64),
-            "environment_failures": torch.tensor(failures),
-        }
+        return ConversationOutcome(
+            torch.tensor([response.turns for response in responses]),
+            torch.tensor(rewards, dtype=torch.float64),
+            torch.tensor(failures),
+        )
 
     def take_seconds(self) -> float:
         """Return the seconds that the environments have taken since the last call."""

@@ -32,12 +32,11 @@ from hybridrl.trainer.errors import RunStopped
 
 def has_turn_rewards(batch: RolloutBatch) -> bool:
     """Return whether a program reported rewards of turns."""
-    return batch.turn_rewards is not None and bool(batch.turn_rewards.values.any())
+    return "turn_rewards" in batch.added and bool(batch.turn_rewards.values.any())
 
 
 def with_turn_rewards(scores: Ragged, episodes: RolloutBatch) -> Ragged:
     """Move the rewards of turns, which the score of each episode includes, to their tokens."""
-    assert episodes.turn_rewards is not None
     values = scores.values + episodes.turn_rewards.values
     values[episodes.last_sampled] -= torch.stack([r.sum() for r in episodes.turn_rewards.rows()])
     return scores.like(values)
@@ -66,7 +65,6 @@ def by_turn(
             f"rewards of turns.\nSet algorithm.advantage to {', '.join(of_turns)}, gae or "
             f"reinforce_plus_plus, or let the program return their sum as one reward."
         )
-    assert batch.turn_rewards is not None
     is_cut = batch.turn_rewards.counts() > 0
     starts, ends = _turns(batch.response_mask, sequences)
     rows = batch.response_mask.row_ids()[ends]

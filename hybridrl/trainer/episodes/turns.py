@@ -8,12 +8,12 @@ was cut and a conversation that goes on are the same thing: a response that is n
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import CallStats, RolloutBatch
+from hybridrl.data.batch import CallStats, ConversationOutcome, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.requests import Generate, Request, Requests, SamplingParams
 from hybridrl.data.seeds import sample_seed
@@ -42,9 +42,9 @@ class Turns:
         """Return responses whose turns have ended, by the length limit if `cut`, as they go on."""
         return [one.finished(truncated=is_cut) for one, is_cut in zip(responses, cut, strict=True)]
 
-    def fields(self, responses: Sequence[Response]) -> dict[str, Any]:
-        """Return further fields of a `RolloutBatch` of finished responses."""
-        return {}
+    def outcome(self, responses: Sequence[Response]) -> ConversationOutcome | None:
+        """Return the outcome of finished conversations; None without an environment."""
+        return None
 
     def take_seconds(self) -> float:
         """Return the seconds that answers have taken since the last call."""
@@ -100,13 +100,13 @@ class TurnEpisodes:
             weight_version=torch.tensor([int(response.versions[-1]) for response in responses]),
             truncated=torch.tensor([response.truncated for response in responses]),
             token_versions=ragged("versions", torch.int32),
-            engine=torch.tensor([group.engine for _, group in rows]),
-            **self.turns.fields(responses),
+            conversation=self.turns.outcome(responses),
+            added={"engine": torch.tensor([group.engine for _, group in rows])},
         )
 
     def _continued(self, responses: Sequence[Response], part: RolloutBatch) -> list[Response]:
         """Return responses with the tokens of a call, and with what follows ended turns."""
-        is_open = [False] * len(part) if part.unfinished is None else part.unfinished.tolist()
+        is_open = part.unfinished.tolist()
         rows = zip(
             responses,
             part.responses.rows(),

@@ -9,7 +9,8 @@ from statistics import fmean
 
 import torch
 
-from hybridrl.data.batch import RolloutBatch, total_stats
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import total_stats
 from hybridrl.trainer.episodes.responses import Group
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.sampling.source import Metrics, Sampled, Source, SourceParts, without_loss

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from hybridrl.data.batch import CallStats, RolloutBatch, total_stats
-from hybridrl.data.requests import SamplingParams
+from hybridrl.data.batch import CallStats, RolloutBatch
+from hybridrl.data.requests import SamplingParams, total_stats
 from hybridrl.trainer.episodes.base import Episodes, Grown, Until
 from hybridrl.trainer.episodes.responses import Group, unfinished
 from hybridrl.trainer.sampling.source import Metrics, Sampled, Source, SourceParts
@@ -133,8 +133,7 @@ class GroupsInFlight(Source):
 
     def _lag(self, batch: RolloutBatch) -> Tensor:
         """Return the updates since each trained token was sampled."""
-        assert batch.token_versions is not None
-        versions = batch.token_versions.values[batch.response_mask.values]
+        versions = batch.versions.values[batch.response_mask.values]
         return self._engine.weight_version - versions
 
     def _in_flight_metrics(self, calls: Sequence[CallStats]) -> Metrics:

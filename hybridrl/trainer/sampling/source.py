@@ -129,7 +129,7 @@ class WholeGroups(Source):
         wanted = Wanted(prompts, step, params, each, self._samples, returns_experts=True)
         self._samples += each
         batch = self._generation(wanted)
-        episodes = range(len(batch)) if batch.episode is None else batch.episode.tolist()
+        episodes = batch.episode_index.tolist()
         return Sampled(batch, [prompts[episode // each] for episode in episodes])
 
     def begin_update(self, step: int, batch: RolloutBatch) -> Metrics:
@@ -179,4 +179,4 @@ def without_loss(sampled: Sampled, rows: Tensor) -> Sampled:
     """Exclude responses, `rows` [B] bool, from the policy loss, too."""
     batch = sampled.batch
     mask = batch.counted.values & ~batch.responses.spread(rows)
-    return replace(sampled, batch=replace(batch, loss_mask=batch.responses.like(mask)))
+    return replace(sampled, batch=batch.adding(loss_mask=batch.responses.like(mask)))

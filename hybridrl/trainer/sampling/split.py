@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain, repeat
 
-from hybridrl.data.batch import CallStats, RolloutBatch, total_stats
-from hybridrl.data.requests import Requests
+from hybridrl.data.batch import CallStats, RolloutBatch
+from hybridrl.data.requests import Requests, total_stats
 from hybridrl.distributed.background import MAY_BLOCK, run_in_background
 from hybridrl.trainer.episodes.base import Grown, Until
 from hybridrl.trainer.episodes.responses import Group

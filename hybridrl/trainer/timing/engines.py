@@ -37,12 +37,11 @@ def response_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 def turn_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Compute metrics of multi-turn responses; none without an environment or agent."""
-    if batch.turns is None:
+    if batch.conversation is None:
         return {}
-    turns, branches, count = batch.turns.float(), {}, len(batch.last_of_episodes)
-    if batch.episode is not None:
-        turns = torch.zeros(count).index_add(0, batch.episode, turns)
-        branches = {"agent/branches": len(batch) / count - 1}
+    count = len(batch.last_of_episodes)
+    turns = torch.zeros(count).index_add(0, batch.episode_index, batch.conversation.turns.float())
+    branches = {} if batch.episode is None else {"agent/branches": len(batch) / count - 1}
     return branches | {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": float(turns.max()),

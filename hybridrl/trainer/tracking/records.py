@@ -110,7 +110,6 @@ class Records(Observer):
             self._files.attempt("experts/", lambda: write_experts(self._run_dir, step, shares))
         if responses is None:  # of supervised fine-tuning
             return
-        assert batch.advantages is not None
         self._tracker.show("advantages", step, batch.advantages.values[batch.counted.values])
         if count := self._config.tracking.token_samples:
             rows = pick_rows(batch, responses.rewarded.scores, count)

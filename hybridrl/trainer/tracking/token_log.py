@@ -29,8 +29,8 @@ def pick_rows(batch: RolloutBatch, scores: Sequence[float], count: int) -> list[
     They are the best, the worst, the one with the token farthest from the reference (without a
     reference: from vLLM's log-prob), and others at even distances.
     """
-    assert batch.old_log_probs is not None
-    other = batch.ref_log_probs or batch.rollout_log_probs
+    has_reference = "ref_log_probs" in batch.added
+    other = batch.ref_log_probs if has_reference else batch.rollout_log_probs
     log_probs, mask = batch.old_log_probs.values, batch.response_mask.values
     distance = in_chunks(distances, log_probs, other.values, mask)
     farthest = torch.tensor([row.max() for row in batch.responses.like(distance).views()])
@@ -48,7 +48,6 @@ def clipped(batch: RolloutBatch, log_probs: Tensor, loss: FunctionConfig) -> Ten
     """
     if loss.function not in CUTTING:
         return None
-    assert batch.old_log_probs is not None and batch.advantages is not None
     mask = batch.counted.values
     log_ratio = (log_probs - batch.old_log_probs.values).where(mask, 0.0)
     if loss.function == "gspo":
@@ -74,7 +73,7 @@ def token_table(
     """
     import pyarrow as pa
 
-    count, ids = len(updated.values), batch.responses.values
+    count, ids, tensors = len(updated.values), batch.responses.values, batch.tensors()
     names = dict(zip(known := ids.unique().tolist(), decode([id] for id in known), strict=True))
     positions = [torch.arange(length) for length in batch.responses.lengths.tolist()]
 
@@ -89,13 +88,13 @@ def token_table(
         "token_id": ids,
     }
     numbers = {
-        "old_log_prob": batch.old_log_probs,
-        "ref_log_prob": batch.ref_log_probs,
+        "old_log_prob": tensors["old_log_probs"],
+        "ref_log_prob": tensors.get("ref_log_probs"),
         "new_log_prob": updated.values.real,
         "entropy": updated.values.imag,
-        "advantage": batch.advantages,
-        "value": batch.values,
-        "return_": batch.returns if batch.values is not None else None,
+        "advantage": tensors["advantages"],
+        "value": tensors.get("values"),
+        "return_": tensors.get("returns") if "values" in tensors else None,
     }
     return pa.table(
         {name: array(values, pa.int32()) for name, values in whole.items()}
@@ -107,15 +106,9 @@ def token_table(
         | {
             "clipped": array(cut, pa.bool_()),
             "trained": array(batch.counted, pa.bool_()),
-            "version": array(_versions(batch), pa.int32()),
+            "version": array(batch.versions, pa.int32()),
         }
     )
-
-
-def _versions(batch: RolloutBatch) -> Ragged:
-    if batch.token_versions is not None:
-        return batch.token_versions
-    return batch.responses.like(batch.responses.spread(batch.weight_version))
 
 
 def write_tokens(run_dir: Path, step: int, table: "pyarrow.Table") -> Path:
