@@ -222,7 +222,7 @@ class Session:
                 facts,
                 started=datetime.now(UTC),
                 command=checked.command,
-                found=checkpoint,
+                checkpoint=checkpoint,
             )
             link_latest(run_dir)
         except OSError as error:  # the run does not need them

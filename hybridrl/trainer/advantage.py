@@ -172,14 +172,14 @@ class AdvantageEstimator:
         estimates = list(self._by_block(blocks, inputs, taken))
         advantages = [estimate.advantages for estimate in estimates]
         if not all(bool(block.sum().isfinite()) for block in advantages):
-            found = {"advantages": blocks.ragged(advantages)}
-            _check_finite(f"the policy loss after {self._name}", batch.response_mask, found)
+            wrong = {"advantages": blocks.ragged(advantages)}
+            _check_finite(f"the policy loss after {self._name}", batch.response_mask, wrong)
         if self._whiten and bool(batch.counted.values.any()):
             advantages = whiten_parts(advantages, list(blocks.of(batch.counted, False)))
         returns = [estimate.returns for estimate in estimates if estimate.returns is not None]
-        found = {"advantages": blocks.ragged(advantages)}
-        found |= {"returns": blocks.ragged(returns)} if returns else {}
-        return {name: Ragged(value.values, lengths) for name, value in found.items()}
+        fields = {"advantages": blocks.ragged(advantages)}
+        fields |= {"returns": blocks.ragged(returns)} if returns else {}
+        return {name: Ragged(value.values, lengths) for name, value in fields.items()}
 
     def _by_block(
         self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor], names: Sequence[str]
@@ -191,8 +191,8 @@ class AdvantageEstimator:
         for tensors in zip(*padded, strict=True):
             named = dict(zip(inputs, tensors, strict=True))
             taken = {name: named[name] for name in names}
-            found = self._function(**taken, **self._settings)
-            yield as_estimate(found, self._name, named["response_mask"], named.get("values"))
+            estimate = self._function(**taken, **self._settings)
+            yield as_estimate(estimate, self._name, named["response_mask"], named.get("values"))
 
 
 def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Tensor]) -> None:
@@ -237,8 +237,8 @@ class LossInputs:
         fields: dict[str, Ragged] = {}
         metrics = mismatch(batch)
         if self._correction is not None:
-            fields["loss_weights"], found = importance_weights(batch, self._correction)
-            metrics |= found
+            fields["loss_weights"], of_weights = importance_weights(batch, self._correction)
+            metrics |= of_weights
         if self._select is not None:
             seed = derive_seed(self._seed, "selected_tokens", step)
             draw = partial(self._select, generator=torch.Generator().manual_seed(seed))

@@ -70,8 +70,8 @@ def build_loop(
     `observers` returns them, given what computes log-probs after an update and the guard.
     """
     config, workers = parts.config, parts.workers
-    beside = range(0) if workers.sender is None else workers.rollout.ranks
-    phases = Phases(workers.pool.spans.take, parts.phase, beside)
+    sampling_ranks = range(0) if workers.sender is None else workers.rollout.ranks
+    phases = Phases(workers.pool.spans.take, parts.phase, sampling_ranks)
     kl = KLControl(config.algorithm.kl)
     engine = engine_of(workers, config.fsdp.offload)
     guard = NonFiniteGuard(config, parts.run_dir, parts.checkpoints.write_state)

@@ -48,14 +48,14 @@ def check_rollout_log_probs(
     wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
     if wrong:
         versions = ", ".join(map(str, batch.weight_version.unique().tolist()))
-        found = "".join(
+        engines = "".join(
             f"\n  rollout engine {k} ({where(k)}): {sums[k] / counts[k]:.3g} nats per token in the "
             f"mean of {counts[k]} tokens"
             for k in wrong
         )
         raise RunStopped(
             f"rollout_log_probs and old_log_probs differ by more than trainer.max_log_prob_diff = "
-            f"{limit:g} on {len(wrong)} of {len(means)} rollout engines:{found}\n"
+            f"{limit:g} on {len(wrong)} of {len(means)} rollout engines:{engines}\n"
             f"vLLM (weight version {versions}) does not sample from the actor's weights: the run "
             "would train on noise. (Between bfloat16 kernels 0.02 to 0.05 is usual.)"
         )
@@ -91,8 +91,8 @@ def _by_engine(
     totals = torch.bincount(batch.engine, weights=of_rows.double())
     of_mask = batch.responses.like(mask).counts()
     counts = torch.bincount(batch.engine, weights=of_mask.double()).long()
-    found = counts.nonzero().flatten().tolist()
-    return {k: float(totals[k]) for k in found}, {k: int(counts[k]) for k in found}
+    engines = counts.nonzero().flatten().tolist()
+    return {k: float(totals[k]) for k in engines}, {k: int(counts[k]) for k in engines}
 
 
 def adapter_share(batch: RolloutBatch, mask: Tensor, *, top_p: float) -> dict[str, float | None]:

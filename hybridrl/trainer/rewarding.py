@@ -168,7 +168,7 @@ def outcome_metrics(
     for row, prompt in enumerate(prompts):
         if prompt.dataset:
             rows.setdefault(prompt.dataset, []).append(row)
-    means = {f"reward/mean_{name}": float(outcome[found].mean()) for name, found in rows.items()}
+    means = {f"reward/mean_{name}": float(outcome[own].mean()) for name, own in rows.items()}
     return means | {
         "reward/mean": float(outcome.mean()),
         "reward/std": float(outcome.std(correction=0)),

@@ -48,9 +48,9 @@ def try_loss(key: str, path: str, config: AlgorithmConfig) -> Iterator[str]:
         return
     tokens = toy_tokens()
     log_probs, mask = tokens["log_probs"], tokens["response_mask"]
-    found = locate(key, path)(**{name: tokens[name] for name in loss.tensors}, **args)
+    returned = locate(key, path)(**{name: tokens[name] for name in loss.tensors}, **args)
     try:
-        values = as_token_loss(found, path, log_probs).values
+        values = as_token_loss(returned, path, log_probs).values
     except WrongReturn as error:
         yield f"{key} = {error}"
         return

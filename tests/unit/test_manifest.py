@@ -95,7 +95,7 @@ def test_package_installed_inside_another_repository_has_no_commit(tmp_path):
 
 def test_a_run_that_begins_from_anothers_checkpoint_has_no_earlier_starts(tmp_path, caplog):
     found = VerifiedCheckpoint(tmp_path / "other" / "checkpoints" / "step_00000002", None)
-    write_manifest(tmp_path, run_config(), {"hardware": {}}, started=STARTED, found=found)
+    write_manifest(tmp_path, run_config(), {"hardware": {}}, started=STARTED, checkpoint=found)
     assert json.loads((tmp_path / "manifest.json").read_text())["earlier_starts"] == []
     assert caplog.text == ""
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_pat
             run_config(),
             {"hardware": {}},
             started=STARTED.replace(hour=hour),
-            found=checkpoint,
+            checkpoint=checkpoint,
         )
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["resumed_from"] == str(found.folder)

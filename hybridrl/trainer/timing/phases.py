@@ -21,7 +21,7 @@ class Phases:
     Args:
         take_spans: returns the ranks' calls since the last time (`SpanLog.take`).
         on_enter: called with the name of each phase at its beginning.
-        beside: see `Timeline`.
+        sampling_ranks: see `Timeline`.
 
     Attributes:
         timeline: the last whole step.
@@ -36,9 +36,9 @@ class Phases:
         self,
         take_spans: Callable[[], list[list[Span]]],
         on_enter: Callable[[str], None] = lambda name: None,
-        beside: range = range(0),
+        sampling_ranks: range = range(0),
     ) -> None:
-        self._beside = beside
+        self._sampling_ranks = sampling_ranks
         self._take_spans = take_spans
         self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Phases:
         self._take_spans()  # of work between steps
         with Stopwatch("step") as watch:
             yield
-        self.timeline = Timeline(watch.span, self._sections, self._beside)
+        self.timeline = Timeline(watch.span, self._sections, self._sampling_ranks)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:

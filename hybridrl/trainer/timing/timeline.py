@@ -40,13 +40,13 @@ class Section:
 class Timeline:
     """Timeline of a step: its span on the driver and its disjoint sections.
 
-    `beside` are ranks whose calls may begin in an earlier section than they end in: they only
-    sample. There the driver's clock and theirs are compared.
+    Calls of `sampling_ranks`, which only sample, may begin in an earlier section than they end in.
+    There the driver's clock and theirs are compared.
     """
 
     step: Span
     sections: list[Section]
-    beside: range = range(0)
+    sampling_ranks: range = range(0)
 
     @property
     def num_ranks(self) -> int:
@@ -73,10 +73,10 @@ class Timeline:
     ) -> list[Span]:
         """Return a rank's calls in a window: those of `own`, or all of the step.
 
-        Of a rank in `beside`, the parts of all its calls that are in the window.
+        Of a rank in `sampling_ranks`, the parts of all its calls that are in the window.
         """
         spans = [span for section in self.sections for span in section.ranks[rank]]
-        if rank in self.beside:
+        if rank in self.sampling_ranks:
             return [clipped(span, window) for span in spans]
         return spans if own is None else list(own[rank])
 
@@ -96,9 +96,11 @@ class Timeline:
         per_rank = [self.step.seconds - total(self._within(self.step, rank)) for rank in ranks]
         idle = {f"rank{rank}": seconds for rank, seconds in enumerate(per_rank)}
         idle |= {"mean": fmean(per_rank), "max": max(per_rank), "between": fmean(per_rank)}
-        if self.beside:
-            idle["engines"] = fmean(per_rank[rank] for rank in self.beside)
-            idle["trainers"] = fmean(per_rank[rank] for rank in ranks if rank not in self.beside)
+        if self.sampling_ranks:
+            idle["engines"] = fmean(per_rank[rank] for rank in self.sampling_ranks)
+            idle["trainers"] = fmean(
+                per_rank[rank] for rank in ranks if rank not in self.sampling_ranks
+            )
         for section in self.sections:
             mean = fmean(self.idle(section, rank) for rank in ranks)
             idle["between"] -= mean
@@ -123,7 +125,7 @@ class Timeline:
             "step": step,
             "seconds": round(self.step.seconds, 6),
             "num_ranks": self.num_ranks,
-            **({"beside": list(self.beside)} if self.beside else {}),
+            **({"beside": list(self.sampling_ranks)} if self.sampling_ranks else {}),
             "sections": [
                 {
                     "name": section.span.name,

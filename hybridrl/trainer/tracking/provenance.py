@@ -53,14 +53,13 @@ def write_manifest(
     *,
     started: datetime,
     command: Mapping[str, Any] = MappingProxyType({}),
-    found: VerifiedCheckpoint | None = None,
+    checkpoint: VerifiedCheckpoint | None = None,
     argv: Sequence[str] | None = None,
 ) -> Path:
     """Write <run>/manifest.json; return its path.
 
     `facts` has the hardware and inputs, by name; `command` is that of `command_of`; `argv` is that
-    of this process if None. If the run resumes from a checkpoint `found`, earlier starts stay
-    listed.
+    of this process if None. If the run resumes from `checkpoint`, earlier starts stay listed.
     """
     path = run_dir / MANIFEST_FILE
     manifest = {
@@ -69,13 +68,13 @@ def write_manifest(
         "started": started.isoformat(timespec="seconds"),
         "argv": [argument_without_secret(argument) for argument in argv or sys.argv],
         **command,
-        "resumed_from": None if found is None else str(found.folder),
+        "resumed_from": None if checkpoint is None else str(checkpoint.folder),
         "config": plain(config),
         "versions": versions(),
         "git": git_state(Path(hybridrl.__file__).resolve().parent),
         **{name: plain(fact, name) for name, fact in facts.items()},
         "platform": platform.platform(),
-        "earlier_starts": [] if found is None else _starts(path),
+        "earlier_starts": [] if checkpoint is None else _starts(path),
     }
     return replace_text(path, json.dumps(manifest, indent=2) + "\n")
 
@@ -132,13 +131,13 @@ def plain(value: Any, name: str = "") -> Any:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of installed packages that influence a run's numbers."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -67,18 +67,18 @@ def conversations(batch: RolloutBatch, decode: Decode, role: str) -> list[list[d
     Turns are told apart by the response mask: an empty answer joins the turns around it. An episode
     whose program failed before the model sampled anything has none.
     """
-    found: list[list[dict[str, str]]] = []
+    turns: list[list[dict[str, str]]] = []
     ragged = batch.responses, batch.response_mask, batch.rollout_log_probs
     for tokens, mask, log_probs in zip(*(one.rows() for one in ragged), strict=True):
         if not mask.any() and not log_probs.any():
-            found.append([])
+            turns.append([])
             continue
         ends = (mask[1:] != mask[:-1]).nonzero().flatten() + 1
         texts = decode(part.tolist() for part in tokens.tensor_split(ends))
         roles = [POLICY if part[0] else role for part in mask.tensor_split(ends)]
         pairs = zip(roles, texts, strict=True)
-        found.append([{"role": speaker, "text": text} for speaker, text in pairs])
-    return found
+        turns.append([{"role": speaker, "text": text} for speaker, text in pairs])
+    return turns
 
 
 def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -> Path:

@@ -217,14 +217,14 @@ class MLflowSink:
         """Return the id of an experiment; jobs of a sweep may make it at the same time."""
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
             except MlflowException:
-                if (found := self._client.get_experiment_by_name(name)) is None:
+                if (experiment := self._client.get_experiment_by_name(name)) is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send scalars in one request."""

@@ -37,8 +37,8 @@ def pick_rows(batch: RolloutBatch, scores: Sequence[float], count: int) -> list[
     ranked = torch.tensor(scores)
     size = len(batch)
     spread = [k * size // count for k in range(count)]
-    found = [int(ranked.argmax()), int(ranked.argmin()), int(farthest.argmax())]
-    return sorted([*dict.fromkeys([*found, *spread, *range(size)])][:count])
+    extremes = [int(ranked.argmax()), int(ranked.argmin()), int(farthest.argmax())]
+    return sorted([*dict.fromkeys([*extremes, *spread, *range(size)])][:count])
 
 
 def clipped(batch: RolloutBatch, log_probs: Tensor, loss: FunctionConfig) -> Tensor | None:
