@@ -101,12 +101,12 @@ def _zeros(layer: str, left: int, r: int, start: int, stop: int) -> list[TracedF
 
 def _adapted(trace: Trace, lora: LoRAConfig) -> Iterator[tuple[str, dict[str, list[TracedCopy]]]]:
     """Yield the names of vLLM's adapted layers, each with its copies by checkpoint weight."""
-    found: dict[str, dict[str, list[TracedCopy]]] = {}
+    layers: dict[str, dict[str, list[TracedCopy]]] = {}
     for copy in trace.copies:
         if copy.source.rpartition(".weight")[0].rpartition(".")[2] in lora.target_modules:
-            layer = found.setdefault(copy.parameter.removesuffix(".weight"), {})
+            layer = layers.setdefault(copy.parameter.removesuffix(".weight"), {})
             layer.setdefault(copy.source, []).append(copy)
-    for layer_name, sources in found.items():
+    for layer_name, sources in layers.items():
         for source, parts in sources.items():
             columns = {(part.region.offset[1], part.region.shape[1]) for part in parts}
             assert len(columns) == 1, f"{layer_name} splits the columns of {source}"

@@ -70,11 +70,11 @@ def check_experts(model: nn.Module) -> None:
             continue
         method: Any = module.quant_method
         known = "unquantized_backend" in vars(method)
-        found = method.unquantized_backend.name if known else type(method).__name__
-        if found != BACKEND and KEPT not in vars(module):
+        backend = method.unquantized_backend.name if known else type(method).__name__
+        if backend != BACKEND and KEPT not in vars(module):
             raise ConfigError(
-                f"vLLM computes {name} with {found}, expected {BACKEND}: other backends permute or "
-                "pack weights, which a weight sync would overwrite.\n"
+                f"vLLM computes {name} with {backend}, expected {BACKEND}: other backends permute "
+                "or pack weights, which a weight sync would overwrite.\n"
                 "Give your own `LLM` moe_backend=triton; in a run, unset environment variables "
                 "that choose a backend (VLLM_USE_FLASHINFER_MOE_*, VLLM_ROCM_USE_AITER*)."
             )

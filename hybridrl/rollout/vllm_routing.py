@@ -132,7 +132,7 @@ class RoutedExperts:
         The last token of each has no experts: it was sampled, not computed.
         """
         rows: list[NDArray[np.integer[Any]]] = []
-        for found in map(self._done.pop, request_ids):
-            rows += [found.flatten(), np.zeros(found[0].size, found.dtype)]
+        for experts in map(self._done.pop, request_ids):
+            rows += [experts.flatten(), np.zeros(experts[0].size, experts.dtype)]
         sizes = torch.tensor([row.size for row in rows], dtype=torch.int64)
         return Ragged(joined(rows, self._buffer[:0].flatten()), sizes.view(-1, 2).sum(1))

@@ -51,11 +51,11 @@ def load_parser(name: str, tokenizer: Any) -> ParseTools:
     def parse(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
         extract = parser_of(tools)
         try:
-            found = extract(text)
+            extracted = extract(text)
         except Exception:  # some parsers raise any class at a malformed call
             return Parsed(text, [])
-        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
-        return Parsed(found.content or "", calls)
+        calls = [(call.function.name, call.function.arguments) for call in extracted.tool_calls]
+        return Parsed(extracted.content or "", calls)
 
     try:  # a parser that fails at any text must not pass for one that finds no calls
         parser_of([{"type": "function", "function": {"name": "any"}}])("")

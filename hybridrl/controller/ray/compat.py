@@ -60,7 +60,7 @@ def local_processes() -> dict[str, int]:
     }
 
 
-def found_address() -> str:
+def cluster_address() -> str:
     """Return the address of the cluster that RAY_ADDRESS=auto finds; empty if there is none."""
     try:
         return services.canonicalize_bootstrap_address("auto") or ""

@@ -150,7 +150,7 @@ def _join(environment: Mapping[str, str]) -> None:
             f"RAY_ADDRESS={address} is a Ray client server, which cannot reach workers.\n"
             "Run on a node of the cluster and set RAY_ADDRESS=<head node>:6379, or auto."
         )
-    place = head_place(compat.found_address() if address == "auto" else address)
+    place = head_place(compat.cluster_address() if address == "auto" else address)
     if place is not None and (problem := connect(*place).problem):
         raise _no_cluster(address, problem)
     compat.reload_authentication()

@@ -152,7 +152,7 @@ def test_a_node_that_the_cluster_knows_by_a_name_fails(monkeypatch):
     ((verdict, evidence),) = judged(found, "ray.loopback")
     assert verdict is Verdict.fail and "b is known in the cluster by node-b, a name" in evidence
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(runtime.compat, "found_address", str)
+    monkeypatch.setattr(runtime.compat, "cluster_address", str)
     monkeypatch.setattr(runtime.compat, "reload_authentication", lambda: None)
     monkeypatch.setattr(runtime.ray, "init", lambda **_: None)
     nodes = [{"NodeManagerAddress": name, "Alive": True} for name in ("10.0.1.2", "node-b")]
