@@ -73,19 +73,17 @@ class Chat(Format):
         return request.ask(episode, prompt, request.max_completion_tokens or request.max_tokens)
 
     def answer(
-        self, policy: Policy, episode: Episode, request: ChatRequest, found: Sequence[Completion]
+        self, policy: Policy, episode: Episode, request: ChatRequest, sampled: Sequence[Completion]
     ) -> dict[str, Any]:
         """Return a chat.completion."""
         choices = []
-        for one in found:
+        for one in sampled:
             message, reason = message_of(policy, episode, one, request.tools)
             choice = {"index": one.index, "message": message, "finish_reason": reason}
             choice |= {"stop_reason": one.stop}
             choices.append(choice | {"logprobs": self._logprobs(policy, request, one)})
-        return self._head("chat.completion", found[0]) | {
-            "choices": choices,
-            "usage": usage(found),
-        }
+        head = self._head("chat.completion", sampled[0])
+        return head | {"choices": choices, "usage": usage(sampled)}
 
     async def events(
         self,
@@ -163,8 +161,8 @@ def rendered(
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates expect it: text, and arguments of calls as mappings."""
-    found = dict(message)
-    content, calls = found.get("content"), found.get("tool_calls") or []
+    plain = dict(message)
+    content, calls = plain.get("content"), plain.get("tool_calls") or []
     if not isinstance(content, str | list | None):
         raise RequestError(f"This content is no text: {content!r}.", param="messages")
     if not isinstance(calls, list) or not all(
@@ -172,17 +170,17 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     ):
         raise RequestError(f"These tool_calls are no calls: {calls!r}.", param="messages")
     if not calls:  # clients send null; some templates look for the key alone
-        found.pop("tool_calls", None)
+        plain.pop("tool_calls", None)
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if None in texts:
             wrong = content[texts.index(None)]
             kind = wrong.get("type") if isinstance(wrong, dict) else wrong
             raise RequestError(f"The policy reads text only, not {kind}.", param="messages")
-        found["content"] = "".join(map(str, texts))
-    found["content"] = found.get("content") or ""
-    found["role"] = "system" if found.get("role") == "developer" else found.get("role")
-    return found
+        plain["content"] = "".join(map(str, texts))
+    plain["content"] = plain.get("content") or ""
+    plain["role"] = "system" if plain.get("role") == "developer" else plain.get("role")
+    return plain
 
 
 def tools_of(policy: Policy, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

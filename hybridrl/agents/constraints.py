@@ -47,9 +47,9 @@ def constraint_of(
     """
     match choice:
         case None | "auto" | "none" | {"type": "auto" | "none"}:
-            found = _of_format(parameter, form)
+            constraint = _of_format(parameter, form)
             calls = bool(tools) and choice not in ("none", {"type": "none"})
-            return found and found._replace(excludes_calls=calls)
+            return constraint and constraint._replace(excludes_calls=calls)
         case "required" | {"type": "any"}:
             return _of_calls(choice, tools or ())
         case {"type": "function", "function": {"name": str() as name}} | {
@@ -76,11 +76,11 @@ def parsed_call(text: str) -> Parsed:
 def is_json_object(text: str) -> bool:
     """Return whether a text is a JSON object that every client reads: no NaN, Unicode alone."""
     try:
-        found = json.loads(text)
-        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+        content = json.loads(text)
+        json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict)
+    return isinstance(content, dict)
 
 
 def _of_format(parameter: str, form: Mapping[str, Any] | None) -> Constraint | None:

@@ -172,7 +172,7 @@ class Format(ABC):
 
     @abstractmethod
     def answer(
-        self, policy: Policy, episode: Episode, request: Any, found: Sequence[Completion]
+        self, policy: Policy, episode: Episode, request: Any, sampled: Sequence[Completion]
     ) -> dict[str, Any]:
         """Return the body of the answer."""
 
@@ -190,8 +190,8 @@ class Format(ABC):
         """Return the body of an error, in OpenAI's form."""
         kind = "authentication_error" if error.status == 401 else "invalid_request_error"
         kind = "server_error" if error.status >= 500 else kind
-        found = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-        return {"error": found}
+        content = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+        return {"error": content}
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> str:
@@ -214,9 +214,9 @@ def checked_stops(name: str, stops: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(stops or ())
 
 
-def usage(found: Sequence[Completion]) -> dict[str, int]:
+def usage(completions: Sequence[Completion]) -> dict[str, int]:
     """Return OpenAI's count of tokens."""
-    prompt, sampled = found[0].prompt_tokens, sum(len(one.tokens) for one in found)
+    prompt, sampled = completions[0].prompt_tokens, sum(len(one.tokens) for one in completions)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,

@@ -63,10 +63,10 @@ class Messages(Format):
         policy: Policy,
         episode: Episode,
         request: MessagesRequest,
-        found: Sequence[Completion],
+        sampled: Sequence[Completion],
     ) -> dict[str, Any]:
         """Return a message."""
-        (one,) = found
+        (one,) = sampled
         return self._message(one, self._blocks(policy, episode, request, one))
 
     async def events(

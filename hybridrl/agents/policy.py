@@ -183,8 +183,8 @@ class Policy:
         tasks = [asyncio.create_task(forward(one)) for one in begun]
         try:
             for _ in tasks:
-                while (found := await queue.get()) is not None:
-                    completion, piece, is_last = found
+                while (sampled := await queue.get()) is not None:
+                    completion, piece, is_last = sampled
                     text = held.pop(completion.index, "") + piece
                     if completion.has_ended and not is_last:  # since this piece was queued
                         held[completion.index] = text

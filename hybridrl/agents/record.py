@@ -158,10 +158,10 @@ def encode_sequences(sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]
     return [vars(sequence) | {"messages": ()} for sequence in sequences]
 
 
-def decode_sequences(found: list[dict[str, Any]]) -> list[TokenSequence]:
+def decode_sequences(encoded: list[dict[str, Any]]) -> list[TokenSequence]:
     """Return the token sequences of a value of `encode_sequences`."""
     return [
-        TokenSequence(**one | {"turns": [Turn(*turn) for turn in one["turns"]]}) for one in found
+        TokenSequence(**one | {"turns": [Turn(*turn) for turn in one["turns"]]}) for one in encoded
     ]
 
 

@@ -65,10 +65,10 @@ class Responses(Format):
         policy: Policy,
         episode: Episode,
         request: ResponsesRequest,
-        found: Sequence[Completion],
+        sampled: Sequence[Completion],
     ) -> dict[str, Any]:
         """Return a response."""
-        (one,) = found
+        (one,) = sampled
         return self._response(request, one, self._items(policy, episode, request, one))
 
     async def events(

@@ -85,8 +85,8 @@ def _handler(policy: Policy, form: Format) -> Handler:
             pieces = policy.pieces(episode, begun)
             events = _until_the_end(form, form.events(policy, episode, asked, pieces))
             return StreamingResponse(events, media_type="text/event-stream")
-        found = await _unless_gone(request, policy.complete(episode, begun))
-        return JSONResponse(form.answer(policy, episode, asked, found))
+        sampled = await _unless_gone(request, policy.complete(episode, begun))
+        return JSONResponse(form.answer(policy, episode, asked, sampled))
 
     return handle
 
@@ -99,8 +99,8 @@ def _with_errors(form: Format, handle: Handler) -> Handler:
             return await handle(request)
         except Exception as error:
             # uvicorn would close the connection, at which a client's next request fails.
-            found = _request_error(error)
-        return JSONResponse(form.error(found), found.status, CLOSE if found.status == 401 else None)
+            fault = _request_error(error)
+        return JSONResponse(form.error(fault), fault.status, CLOSE if fault.status == 401 else None)
 
     return answer
 
@@ -123,13 +123,13 @@ async def _no_route(policy: Policy, request: Request, error: Exception) -> Respo
     why = (
         f"{request.method} {request.url.path}: {error.detail}. OpenAI's clients take the base URL "
     )
-    found = RequestError(f"{why}{url}/v1, Anthropic's {url}.", error.status_code, code="not_found")
+    fault = RequestError(f"{why}{url}/v1, Anthropic's {url}.", error.status_code, code="not_found")
     headers = None
     try:
         policy.episode(_key(request))
     except RequestError:
         headers = CLOSE
-    return JSONResponse({"type": "error"} | Chat().error(found), found.status, headers)
+    return JSONResponse({"type": "error"} | Chat().error(fault), fault.status, headers)
 
 
 async def _until_the_end(form: Format, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -138,8 +138,8 @@ async def _until_the_end(form: Format, events: AsyncIterator[str]) -> AsyncItera
         async for one in events:
             yield one
     except Exception as error:
-        if (found := _request_error(error)).status != 401:
-            yield event(form.error(found), "error")
+        if (fault := _request_error(error)).status != 401:
+            yield event(form.error(fault), "error")
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -91,9 +91,9 @@ class ModelText:
     def _decode_tokens(self, tokens: tuple[int, ...], special: bool) -> str:
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         # Of a list, transformers would look at each element.
-        found = self._tokenizer.decode(np.asarray(tokens, np.int64), **options)
-        assert isinstance(found, str)
-        return found
+        text = self._tokenizer.decode(np.asarray(tokens, np.int64), **options)
+        assert isinstance(text, str)
+        return text
 
     def without_end(self, tokens: Sequence[int]) -> str:
         """Return the text of a completion with special tokens, but for its end token."""
@@ -140,10 +140,10 @@ class TextStream:
         if not (self._in_pieces or self._stops):
             return ""
         self._decode()
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop)) >= 0]
-        if not found:
+        stops = [(at, stop) for stop in self._stops if (at := self.text.find(stop)) >= 0]
+        if not stops:
             return self._next(len(self.text.rstrip(INCOMPLETE)) - self._held)
-        at, self.stop = min(found)
+        at, self.stop = min(stops)
         while self.used - 1 > first and self.stop in self._model.decode(
             self._tokens[: self.used - 1]
         ):

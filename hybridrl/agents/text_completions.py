@@ -32,11 +32,11 @@ class TextCompletions(Format):
         return request.ask(episode, prompt, request.max_tokens)
 
     def answer(
-        self, policy: Policy, episode: Episode, request: TextRequest, found: Sequence[Completion]
+        self, policy: Policy, episode: Episode, request: TextRequest, sampled: Sequence[Completion]
     ) -> dict[str, Any]:
         """Return a text_completion."""
-        choices = [self._choice(policy, request, one, one.text) for one in found]
-        return self._head(found[0]) | {"choices": choices, "usage": usage(found)}
+        choices = [self._choice(policy, request, one, one.text) for one in sampled]
+        return self._head(sampled[0]) | {"choices": choices, "usage": usage(sampled)}
 
     async def events(
         self,
