@@ -119,15 +119,15 @@ def _check_target(folder: Path) -> None:
         added = added_to(folder) if is_export(folder) else []
         if not added and (is_export(folder) or not any(folder.iterdir())):
             return
-        found = "is not empty and not an earlier export"
+        reason = "is not empty and not an earlier export"
         if added:
             rest = f" and {len(added) - MAX_NAMED} more" if len(added) > MAX_NAMED else ""
-            found = f"has more than an earlier export: {', '.join(added[:MAX_NAMED])}{rest}"
+            reason = f"has more than an earlier export: {', '.join(added[:MAX_NAMED])}{rest}"
     elif folder.exists() or folder.is_symlink():
-        found = "is not a folder"
+        reason = "is not a folder"
     else:
         return
-    raise _target_error(folder, found)
+    raise _target_error(folder, reason)
 
 
 def _check_origin(folder: Path, checkpoint: Path, base: Path) -> None:
@@ -142,8 +142,8 @@ def _check_origin(folder: Path, checkpoint: Path, base: Path) -> None:
         raise _target_error(folder, "contains the base model")
 
 
-def _target_error(folder: Path, found: str) -> UsageError:
-    return UsageError(f"DIR = {folder}: {found}, and is not overwritten.\nUse another folder.")
+def _target_error(folder: Path, reason: str) -> UsageError:
+    return UsageError(f"DIR = {folder}: {reason}, and is not overwritten.\nUse another folder.")
 
 
 def _is_write_error(error: OSError, folder: Path) -> bool:

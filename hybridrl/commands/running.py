@@ -110,29 +110,29 @@ def checkpoint_at(path: Path) -> VerifiedCheckpoint:
     """
     try:
         with as_unreadable():
-            found = _look(path)
+            checkpoint = _look(path)
     except ConfigError as error:
         if type(error) is not ConfigError:  # has its own subject
             raise
         raise UsageError(*error.problems) from error
-    for damaged in found.damaged:
+    for damaged in checkpoint.damaged:
         if damaged.folder.exists():  # else the run has removed it
             sys.stderr.write(f"skipped, damaged: {damaged}\n")
-    return found
+    return checkpoint
 
 
-def warn_about_changed_model(found: VerifiedCheckpoint, model: ModelConfig) -> None:
+def warn_about_changed_model(checkpoint: VerifiedCheckpoint, model: ModelConfig) -> None:
     """Warn if the files of a checkpoint's base model have changed since training.
 
     Tokenizer and chat template come from there, and the weights under adapters.
     """
-    before = found.manifest.models
-    weights = found.manifest.config["lora"] is not None and model.init is Init.pretrained
+    before = checkpoint.manifest.models
+    weights = checkpoint.manifest.config["lora"] is not None and model.init is Init.pretrained
     if not weights:
         before = {key: without_weights(known) for key, known in before.items()}
     for names in other_files(before, trained_model(model, weights=weights)).values():
         sys.stderr.write(
-            f"{model.path} has changed since {found.folder} was trained: "
+            f"{model.path} has changed since {checkpoint.folder} was trained: "
             f"{', '.join(names)} changed, were added or removed\n"
         )
 

@@ -248,9 +248,9 @@ def slow_engine(seen: Seen) -> str | None:
     rows = [*seen.before[1 - SLOW_STEPS :], seen.row]
     if len(rows) < SLOW_STEPS:
         return None
-    found = [dict(_slow_engines(row, seen.limit)) for row in rows]
-    for engine, (speed, others) in found[-1].items():
-        if all(engine in slow for slow in found):
+    by_step = [dict(_slow_engines(row, seen.limit)) for row in rows]
+    for engine, (speed, others) in by_step[-1].items():
+        if all(engine in slow for slow in by_step):
             return (
                 f"rollout engine {engine} ({seen.place(engine)}) sampled {speed:,.0f} tokens/s, "
                 f"the other engines {others:,.0f} in the median, and so for {SLOW_STEPS} steps"

@@ -64,7 +64,7 @@ def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
     is_special = torch.isin(responses.values, tokens.special)
     unended = ~is_end[responses.lengths.cumsum(0) - 1] & ~batch.truncated
     has_text, has_special = (
-        responses.like(found & sampled).counts() > 0 for found in (~is_end, is_special)
+        responses.like(kind & sampled).counts() > 0 for kind in (~is_end, is_special)
     )
     return {
         "response/empty_fraction": _share(~has_text),
@@ -109,10 +109,10 @@ def _pairs(count: int) -> float:
 def carriers(batch: RolloutBatch, one: Ragged, other: Ragged, decode: Decode) -> str:
     """Name the tokens whose log-probs `one` and `other`, in nats, differ most."""
     distance = in_chunks(distances, one.values, other.values, batch.response_mask.values)
-    found = distance.topk(min(SHOWN, len(distance))).indices
-    rows = batch.responses.row_ids()[found].tolist()
+    farthest = distance.topk(min(SHOWN, len(distance))).indices
+    rows = batch.responses.row_ids()[farthest].tolist()
     starts = batch.responses.lengths.cumsum(0) - batch.responses.lengths
-    tokens = zip(found.tolist(), rows, strict=True)
+    tokens = zip(farthest.tolist(), rows, strict=True)
     return "most in " + ", ".join(
         f"{decode([[int(batch.responses.values[index])]])[0]!r} (response {row}, token "
         f"{index - int(starts[row])}: {float(distance[index]):.3g} nats)"

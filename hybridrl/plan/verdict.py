@@ -39,17 +39,17 @@ COSTS = {
 
 
 def verdict(
-    case: MemoryCase, chosen: Sequence[Change], found: list[Change] | None
+    case: MemoryCase, chosen: Sequence[Change], fitting: list[Change] | None
 ) -> Iterator[RenderableType]:
     """Yield the parts of the plan.
 
     Args:
         case: the run with the settings chosen for it.
         chosen: those of its settings that are not the fastest, but were chosen.
-        found: settings with which it fits; empty if none are needed, None if there are none.
+        fitting: settings with which it fits; empty if none are needed, None if there are none.
     """
     yield from _summary(case)
-    if found == []:
+    if fitting == []:
         there, worst = gib(case.gpu.memory_bytes), case.worst()
         yield f"It fits: at most {gib(worst.total)} ({worst.name}) of a GPU's {there}."
         if worst.total > ROOM * case.gpu.memory_bytes:
@@ -60,15 +60,15 @@ def verdict(
                 f"that you set stand."
             )
     else:
-        yield f"It does not fit: {_reason(case)}.\n{advice(case, found)}"
+        yield f"It does not fit: {_reason(case)}.\n{advice(case, fitting)}"
     yield ""
     yield from memory_tables(case.config, case.shape, case.machine, case.reward_shape)
     keys = {change.key for change in chosen}
     base = case.changed(change for change in FASTEST if change.key in keys)
-    yield from _savings(base, [*chosen, *(found or [])])
-    if found is not None:
-        yield f"\nWith {' '.join(map(str, found))}:" if found else ""
-        yield from _time(case.changed(found))
+    yield from _savings(base, [*chosen, *(fitting or [])])
+    if fitting is not None:
+        yield f"\nWith {' '.join(map(str, fitting))}:" if fitting else ""
+        yield from _time(case.changed(fitting))
 
 
 def _summary(case: MemoryCase) -> Iterator[str]:

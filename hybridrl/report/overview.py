@@ -166,10 +166,10 @@ def settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for key, name in choice.items()
     }
     values = groups | values
-    found = dict.fromkeys(groups, Source.recipe) | provenance_of(typed, recipes)
+    chosen = dict.fromkeys(groups, Source.recipe) | provenance_of(typed, recipes)
     return [
         (key, shown(flat.get(key, values.get(key, ""))), source.name.replace("_", " "))
-        for key, source in sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        for key, source in sorted(chosen.items(), key=lambda item: (-item[1], item[0]))
         if key not in NOT_TYPED and (key in flat or key in values)
     ]
 

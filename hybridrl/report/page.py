@@ -33,14 +33,14 @@ RUN_FILES = (METRICS_FILE, RESULT_FILE, ".hydra")
 
 def find_folders(paths: Sequence[Path]) -> list[Path]:
     """Return the folders of runs among paths; of another folder, such as a sweep's, those below."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for path in paths:
         for folder, inside, names in os.walk(path):
             if {*RUN_FILES} & {*names, *inside}:
-                found.append(Path(folder))
+                folders.append(Path(folder))
                 inside.clear()
             inside.sort(key=lambda name: (len(name), name))
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(folders)]
 
 
 def write_report(folders: Sequence[Path], path: Path, max_bytes: int = MAX_BYTES) -> Path:

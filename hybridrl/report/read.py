@@ -43,18 +43,18 @@ def read_run(folder: Path, budget: int) -> Data:
         experts: the last file of experts/, step and shares by layer; null without one.
         found: numbers of responses, tokens and timeline on disk. notes: what cannot be read.
     """
-    found, notes = Counter[str](), list[str]()
-    tokens = _tokens(folder, budget * TOKENS, found, notes)
+    on_disk, notes = Counter[str](), list[str]()
+    tokens = _tokens(folder, budget * TOKENS, on_disk, notes)
     steps = [step for step in read_metrics(folder / TIMELINE_FILE) if "sections" in step]
-    found["timeline"], size = len(steps), sum(len(str(step)) for step in steps)
+    on_disk["timeline"], size = len(steps), sum(len(str(step)) for step in steps)
     return {
         "rows": read_metrics(folder / METRICS_FILE),
         "points": min(MAX_POINTS, budget // POINT_CHARACTERS),
-        "responses": _responses(folder, budget * RESPONSES, tokens, found),
+        "responses": _responses(folder, budget * RESPONSES, tokens, on_disk),
         "tokens": tokens,
         "experts": _experts(folder),
         "timeline": _evenly(steps, budget * TIMELINE / max(size, 1)),
-        "found": found,
+        "found": on_disk,
         "notes": notes,
     }
 
@@ -121,7 +121,7 @@ def number(value: Any) -> Any:
 
 
 def _responses(
-    folder: Path, budget: float, tokens: Sequence[Data], found: Counter[str]
+    folder: Path, budget: float, tokens: Sequence[Data], on_disk: Counter[str]
 ) -> list[list[Data]]:
     """Read rollouts/: of each file about the same number of characters, whole prompts first.
 
@@ -142,7 +142,7 @@ def _responses(
             {"kind": kind, **record, "step": step, "k": k}
             for k, record in enumerate(read_metrics(path))
         ]
-        found["responses"] += len(records)
+        on_disk["responses"] += len(records)
         records.sort(key=order)
         sizes = accumulate(min(len(str(record)), 2 * MAX_TEXT) for record in records)
         fitting = [*takewhile(lambda size: size <= budget / len(files), sizes)]
@@ -174,7 +174,7 @@ def clip(value: Any) -> str:
     return f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
 
 
-def _tokens(folder: Path, budget: float, found: Counter[str], notes: list[str]) -> list[Data]:
+def _tokens(folder: Path, budget: float, on_disk: Counter[str], notes: list[str]) -> list[Data]:
     """Read tokens/: responses spread evenly over the recorded ones, if not all of them fit."""
     files = _numbered(folder / "tokens", r"step_(\d+)\.parquet")
     if not files:
@@ -192,7 +192,7 @@ def _tokens(folder: Path, budget: float, found: Counter[str], notes: list[str]) 
             continue
         start = 0
         for response, count in Counter(columns["response"]).items():
-            found["tokens"] += 1
+            on_disk["tokens"] += 1
             size = min(count, MAX_TOKENS) * TOKEN_CHARACTERS
             if used + size <= budget * done / len(files) or not kept:
                 used += size
