@@ -26,6 +26,9 @@ from paths import PACKAGE, REPO, files_of_section, recorded
 BUDGETS = REPO / "tools" / "house.toml"
 TOP = "files of no folder"
 LONG_FUNCTION, LONG_SENTENCE = 60, 25
+# Ends of a docstring's text: an empty line, or one before an indented line, an item, a table's row
+# with columns, a name's meaning or a formula.
+TEXT_END = r"\n\s*\n|\n(?=\s|- |\||.*\S  |\S+ ?[:=] )"
 # Words that name nothing; an identifier names the thing.
 WORDS = {"found", "told", "heard", "advanced", "counting", "beside"}
 Counts = dict[str, int]
@@ -81,10 +84,10 @@ class Module:
         )
 
     def long_sentences(self) -> int:
-        """Docstrings' sentences with over `LONG_SENTENCE` words; indented lines are apart."""
+        """Docstrings' sentences with over `LONG_SENTENCE` words."""
         kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         texts = [ast.get_docstring(node) or "" for node in self.nodes if isinstance(node, kinds)]
-        paragraphs = (part for text in texts for part in re.split(r"\n\s*\n|\n(?=\s|- )", text))
+        paragraphs = (part for text in texts for part in re.split(TEXT_END, text))
         sentences = (each for part in paragraphs for each in re.split(r"(?<=[.!?])\s", part))
         return sum(len(sentence.split()) > LONG_SENTENCE for sentence in sentences)
 

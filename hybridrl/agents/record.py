@@ -1,7 +1,7 @@
 """Tokens of an episode: what was sampled, and the token sequences that are trained.
 
-A request is rendered to text. If the text begins with that of a recorded sequence, up to the end of
-one of its turns, the recorded token ids are the prompt as they are, and only the rest is tokenised:
+A request is rendered to text. Where it begins with that of a recorded sequence, up to the end of a
+turn, the recorded token ids are used. Only the rest is tokenised:
 
     recorded        <|user|>2 + 3?<|assistant|>5<|end|>
     next request    <|user|>2 + 3?<|assistant|>5<|end|><|user|>And doubled?<|assistant|>

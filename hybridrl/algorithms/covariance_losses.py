@@ -7,8 +7,8 @@ partition over ranks and micro-batches. (The paper's code selects within each mi
 current log-probs, which are the same before the first update of a step.)
 
 Tensors and errors are those of token_loss.py. A selection takes covariances and a mask, [N] each.
-It selects max(1, floor(fraction * tokens)) tokens of the mask, [N] bool, as the authors' code does:
-the minimum of 1 keeps small batches from selecting none.
+It selects max(1, floor(fraction * tokens)) tokens of the mask, [N] bool, as the authors' code does.
+The minimum of 1 keeps small batches from selecting none.
 
 Source: Cui et al. 2025, section 4, https://arxiv.org/abs/2505.22617
 """

@@ -1,9 +1,9 @@
 """Rendezvous of the ranks: a file of rank 0 if they share a node, else an address and a port.
 
 A listening store has no authentication, so any user could join the ranks; the file is readable
-by the run's user only. A free port can be taken before it is used; therefore the store listens on
-the very socket that found the port, and the process group is built on that store. torch is
-imported inside functions, after the number of threads is set (host.py).
+by the run's user only. A free port can be taken before it is used. Therefore the store, on which
+the process group is built, listens on the very socket that found the port. torch is imported inside
+functions, after the number of threads is set (host.py).
 """
 
 import errno

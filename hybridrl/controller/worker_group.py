@@ -198,8 +198,8 @@ def _build_role(pool: Pool, role: str, config: RoleConfig, ranks: range | None) 
 class Workers:
     """Worker groups of a run and their pool, which the caller closes.
 
-    `critic` is None if the advantage estimator uses no values, `ref` without KL penalty,
-    `reward_model` if the run has none, `sender` if every rank trains and samples.
+    `critic` is None if the advantage estimator uses no values, `ref` without KL penalty. `sender`
+    is None if every rank trains and samples.
     """
 
     pool: Pool

@@ -1,7 +1,7 @@
 """Nodes of `doctor --join`, before there is a Ray.
 
-The same command runs on every node. The node with the address HEAD listens, the others connect
-and run the probes that it names, with JSON both ways; the hints of a probe give the types back.
+The same command runs on every node. The node with the address HEAD listens; the others connect and
+run the probes that it names. JSON goes both ways; the hints of a probe give the types back.
 A probe may do what its process may, so both ends prove the same key first, by the challenges of
 `multiprocessing.connection`.
 """

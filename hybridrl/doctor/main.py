@@ -4,6 +4,7 @@
     RAY_ADDRESS=10.0.0.1:6379 python -m hybridrl.doctor +recipe=gsm8k_ppo cluster.nodes=2
     python -m hybridrl.doctor --join 10.0.0.1:29600 --nodes 2 +recipe=gsm8k_ppo cluster.nodes=2
                                       on every node, before Ray; with the same HYBRIDRL_DOCTOR_KEY
+
 Exit codes: 0 no failure, 1 warnings and --strict, 2 failures or a wrong config, 129
 SIGHUP, 130 Ctrl-C, 143 SIGTERM. The report is always written.
 """

@@ -199,8 +199,8 @@ def some(texts: Sequence[str]) -> str:
 class CacheFacts(NamedTuple):
     """A cache folder as seen by processes of a node.
 
-    `variable` sets its path; `space` has the error of writing there by `user`; `owner` is that of
-    the nearest existing parent; `lacking` are models and datasets to be downloaded.
+    `variable` sets its path; `space` has the error of writing there by `user`. `owner` is that of
+    the nearest existing parent. `lacking` are models and datasets to be downloaded.
     """
 
     variable: str

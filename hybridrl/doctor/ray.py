@@ -31,7 +31,7 @@ class RayFacts(NamedTuple):
     """Ray as seen by one node.
 
     `auth_mode` is RAY_AUTH_MODE in lower case, as Ray reads it, `token` the first characters of the
-    token's SHA-256; `listeners` and `holders` are addresses and processes on the head's port.
+    token's SHA-256. `listeners` and `holders` are addresses and processes on the head's port.
     """
 
     version: str

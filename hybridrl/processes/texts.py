@@ -35,8 +35,8 @@ def last_frame(trace: str) -> str:
 def printable(text: str) -> str:
     r"""Return a text as one line, with tabs as spaces and all that is not printable escaped.
 
-    Such are line ends (\n), sequences that a terminal obeys (\x1b), changes of the direction of
-    text (\u202e) and lone surrogates (\ud800), which files cannot encode.
+    Such are line ends (\n), sequences that a terminal obeys (\x1b) and changes of the direction of
+    text (\u202e). So are lone surrogates (\ud800), which files cannot encode.
     """
     escaped = (c if c.isprintable() else ascii(c)[1:-1] for c in text.expandtabs())
     return "".join(escaped)

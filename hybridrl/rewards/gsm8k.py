@@ -69,9 +69,9 @@ def score(prompt: str, response: str, example: dict[str, Any], mode: str = "stri
 def strict_answer(text: str) -> Decimal | None:
     """Return the number after the last `####` if the text ends with it, else None.
 
-    The number may be followed by a percent sign or a unit of at most three words, one period and
-    white space: "#### 42", "#### $1,234.50.", "####-3 km/h". "#### 42 or 43", "#### 42 = x",
-    "#### **42**" and a sentence after the number give None.
+    A percent sign or a unit of at most three words may follow, and a period: "#### 42",
+    "#### $1,234.50.", "####-3 km/h". "#### 42 or 43", "#### 42 = x", "#### **42**" and a sentence
+    after the number give None.
     """
     _, marker, tail = text.rpartition(MARKER)
     match = _FINAL_ANSWER.fullmatch(tail) if marker else None

@@ -13,7 +13,7 @@ stacked, their B are the blocks of one matrix that is 0 elsewhere:
 
 The trace lists each block of W on this rank. Its adapter has the same rows of B and the same
 columns of A, so tensor parallelism needs no further rules. A layer that is fused in the checkpoint,
-too, is one layer with one adapter, of whose B a rank may hold several blocks of rows.
+too, has one adapter, of whose B a rank may hold several blocks of rows.
 """
 
 from collections.abc import Iterator

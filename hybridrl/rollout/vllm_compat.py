@@ -191,9 +191,9 @@ def compiled_for_all_batches() -> Iterator[None]:
 def models_inspected_here() -> Iterator[None]:
     """Within this context, vLLM looks at a model's class in this process, which imports it anyway.
 
-    vLLM would start another process for this, so that its own would not use CUDA yet. That one
-    imports all of vLLM, which takes 6 s on two quick CPU cores and 19 s on a GPU's host with slow
-    ones, in the first start with each kind of model.
+    For each new kind of model, vLLM would start another process for this, so that its own would not
+    use CUDA yet. That one imports all of vLLM: 6 s on two quick CPU cores, 19 s on slow ones of a
+    GPU's host.
     """
     from vllm.model_executor.models import registry
 

@@ -1,8 +1,8 @@
 """Decoding steps of vLLM's engine core: token ids in, tokens and their log-probs out.
 
 `LLM.generate` spends much of each step on text, counters and log-prob tables that are not needed
-here, and the scheduler looks at each token of each sequence, while a GPU with hundreds of sequences
-waits. What is scheduled, allocated and cached is what vLLM does by itself. NAMES are the private
+here. The scheduler looks at each token of each sequence, while a GPU with hundreds of them waits.
+What is scheduled, allocated and cached is what vLLM does by itself. NAMES are the private
 names in use.
 """
 

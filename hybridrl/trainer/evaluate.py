@@ -200,8 +200,8 @@ def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int
 def half_width(scores: Sequence[float]) -> float:
     """Compute the half-width of a mean's 95 % confidence interval, on its farther side.
 
-    For scores of 0 or 1 the interval is Wilson's (1927), which has a width even if all problems
-    fail: 0 of 500 are 0 +- 0.0076. For others it is 1.96 standard errors, too narrow with few
+    For scores of 0 or 1 the interval is Wilson's (1927). It has a width even if all problems fail:
+    0 of 500 are 0 +- 0.0076. For others it is 1.96 standard errors, too narrow with few
     problems.
     """
     count, mean = len(scores), fmean(scores)

@@ -100,7 +100,7 @@ class Optimizer:
         """Clip, take one step and clear the gradients; a collective over all ranks.
 
         All ranks skip the step if the norm or the loss, a rank's sum over the step, is not finite
-        on any of them: weights and moments do not change. No synchronisation with the device:
+        on any of them. Then weights and moments do not change. No synchronisation with the device:
         AdamW's kernel divides gradients by grad_scale and skips if found_inf is 1, the interface of
         torch.amp.GradScaler.
         """

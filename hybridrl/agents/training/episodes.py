@@ -5,8 +5,8 @@
     engines      sample continuously for all of them, called by the driver's main thread
 
 What the engines sampled is recorded by the endpoint as token ids and becomes the batch. With
-rollout.schedule=partial, sampling ends when enough groups have: other programs run on meanwhile,
-their requests wait at the endpoint, and the next step goes on with them. Which episodes end first
+rollout.schedule=partial, sampling ends when enough groups have. Other programs run on meanwhile;
+their requests wait at the endpoint for the next step. Which episodes end first
 is decided by the clock. A program does not survive the driver: a resumed run has the ended episodes
 of a checkpoint, and starts the programs of the others again.
 """

@@ -1,9 +1,8 @@
 """Ray for the time of a run: started here or joined, and removed without leftovers.
 
-A Ray started here keeps its files in a temporary folder, listens on the loopback interface, and
-requires a token from the environment of its processes. So no other user can reach it, and nothing
-is written to the home directory. All its processes, orphans included, inherit an environment
-variable that identifies them.
+A Ray started here keeps its files in a temporary folder and listens on the loopback interface. It
+requires a token from the environment of its processes, so that no other user can reach it. All its
+processes, orphans included, inherit an environment variable that identifies them.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Ray monitor: detects lost or stopped processes of Ray, which Ray reports late or never.
 
-Without the control process (GCS), Ray ends a program after a minute; without a raylet, at the next
-`ray.put`; with a stopped raylet, it waits for ever. Processes of a Ray started here are checked by
+Without the control process (GCS), Ray ends a program after a minute, without a raylet at the next
+`ray.put`. With a stopped raylet it waits for ever. Processes of a Ray started here are checked by
 their ids, a joined cluster at the port of its head.
 """
 

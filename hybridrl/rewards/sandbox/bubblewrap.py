@@ -100,10 +100,10 @@ def start_in_bubblewrap(command: list[str], seen: Sequence[str], **options: Any)
 def call_filter() -> bytes:
     """Build the seccomp filter of programs under test, in the kernel's format, with libseccomp.
 
-    It refuses calls outside the reach of namespaces and limits: new processes (their memory is not
-    added up), more tables of descriptors (each may hold sockets full of data), memory and keys
-    outside of files, sockets without network namespace, and kernel interfaces that programs do not
-    need. Threads, files and pipes are allowed.
+    It refuses calls outside the reach of namespaces and limits. These are new processes, whose
+    memory is not added up, and more tables of descriptors, which may hold sockets full of data. So
+    are memory and keys outside of files, sockets without network namespace, and kernel interfaces
+    that programs do not need. Threads, files and pipes are allowed.
 
     Raises:
         SandboxError: libseccomp is missing or cannot build a rule.

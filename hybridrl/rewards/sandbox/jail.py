@@ -2,8 +2,8 @@
 
     hybridrl.rewards.sandbox.programs -> (bubblewrap) -> this process -> one process per test
 
-It reads JSON with the program, its limits and its tests from stdin, and writes "ready", then for
-each test a line of JSON: the outcome, and a digest of the output. The expected output is compared
+It reads JSON with the program, its limits and its tests from stdin. It writes "ready", then for
+each test a line of JSON: the outcome, and a digest of the output. The expected one is compared
 outside. Only this module and `kernel` are visible in the sandbox. No code under test runs in this
 process: the test's process proves that it reached the end by a random secret.
 """

@@ -1,12 +1,12 @@
 """Rewards of an episode's turns, on tokens, and turns as members of their group.
 
-With R the reward of the whole episode, less a KL penalty in the reward, and r_j that of turn j, the
-reward-to-go of turn k is
+Let R be the reward of the whole episode, less a KL penalty in the reward, and r_j that of turn j.
+The reward-to-go of turn k is
 
     G_k = R + sum of r_j over turn k and the turns that ended after it, in any conversation
 
 Estimators that read rewards per token (GAE, REINFORCE++) find r on the last tokens of turns. Those
-that compare a group do so with the turns of its episodes, where an episode counts once: each of its
+that compare a group do so with the turns of its episodes. An episode counts once there: each of its
 n_e turns has the weight 1 / n_e. For GRPO, with E episodes e in the group
 
     A_k = (G_k - mean) / std

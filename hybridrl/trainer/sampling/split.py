@@ -4,8 +4,8 @@
     engines    | sample with weights n - 1, until the budget is spent | swap | sample with weights n
 
 A step trains the oldest prompts_per_step prompts whose responses are all finished. Before its
-update the engines begin a call: they continue all unfinished responses, up to a budget of tokens
-that is fixed then; with an environment, several calls share it. Weights arrive in a shadow copy
+update the engines begin a call, which continues all unfinished responses, up to a budget of tokens
+that is fixed then. With an environment, several calls share it. Weights arrive in a shadow copy
 meanwhile, and are swapped in afterwards. So it follows from seeds and lengths alone which weights
 sample a token, and which step trains it.
 """

@@ -1,6 +1,6 @@
 """Timeline of a step: idle time of the ranks by section, and a trace of it.
 
-A rank is busy while it runs a worker's method, until its stream is synchronized; else it is idle,
+A rank is busy while it runs a worker's method, until its stream is synchronized. Else it is idle,
 also while it waits for a straggler between calls. Waiting inside a collective counts as busy: it
 cannot be distinguished from communication. docs/metrics.md defines each number.
 """

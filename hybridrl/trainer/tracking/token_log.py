@@ -26,8 +26,8 @@ CUTTING = ("ppo_clip", "dual_clip", "clip_cov", "gspo")
 def pick_rows(batch: RolloutBatch, scores: Sequence[float], count: int) -> list[int]:
     """Pick up to `count` responses, in ascending order.
 
-    They are the best, the worst, the one with the token farthest from the reference (without a
-    reference: from vLLM's log-prob), and others at even distances.
+    They are the best, the worst, the one with the token farthest from the reference, and others at
+    even distances. Without a reference, vLLM's log-prob takes its place.
     """
     has_reference = "ref_log_probs" in batch.added
     other = batch.ref_log_probs if has_reference else batch.rollout_log_probs
