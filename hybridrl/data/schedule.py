@@ -73,7 +73,7 @@ class ScheduledBatch(Shardable):
     """The global batch of a step and its partition over ranks and micro-batches.
 
     Attributes:
-        batch: [B] responses of the step.
+        batch: [B] responses of the step; fields that `adding` has not added stay with the driver.
         ranks: [rank][epoch][mini][micro] lists of indices into `batch`.
         rows: [rank] ascending indices of the responses that a rank computes in some epoch.
         rank_pieces: [rank] pieces of its `RankBatch`: the batch as scheduled, then the fields of
@@ -113,16 +113,6 @@ class ScheduledBatch(Shardable):
             for sent, rows in zip(self.rank_pieces, self.rows, strict=True)
         ]
         return replace(self, batch=batch, rank_pieces=pieces)
-
-    def keeping(self, batch: RolloutBatch) -> "ScheduledBatch":
-        """Return the same schedule of `batch`, whose new fields stay with the driver.
-
-        Raises:
-            ValueError: `batch` holds other responses.
-        """
-        if not torch.equal(batch.responses.lengths, self.batch.responses.lengths):
-            raise ValueError("a schedule keeps its own responses only")
-        return replace(self, batch=batch)
 
     def pieces(self, num_shards: int) -> list[list[Piece]]:
         """Return the pieces of each rank's `RankBatch`; `num_shards` is the number of ranks."""

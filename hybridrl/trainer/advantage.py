@@ -177,9 +177,8 @@ class AdvantageEstimator:
         if self._whiten and bool(batch.counted.values.any()):
             advantages = whiten_parts(advantages, list(blocks.of(batch.counted, False)))
         returns = [estimate.returns for estimate in estimates if estimate.returns is not None]
-        fields = {"advantages": blocks.ragged(advantages)}
-        fields |= {"returns": blocks.ragged(returns)} if returns else {}
-        return {name: Ragged(value.values, lengths) for name, value in fields.items()}
+        fields = {"advantages": advantages} | ({"returns": returns} if returns else {})
+        return {name: Ragged(blocks.ragged(x).values, lengths) for name, x in fields.items()}
 
     def _by_block(
         self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor], names: Sequence[str]

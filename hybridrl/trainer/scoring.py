@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class Scoring:
             responses = Responses(sampled.prompts, batch, rewarded)
             scores, of_scores = self._token_scores(responses, step)
             batch = scheduled.batch.adding(scores=scores, **baseline)
-            scheduled = scheduled.keeping(batch).adding(**fields)
+            scheduled = replace(scheduled, batch=batch).adding(**fields)
         self._phases.split("score", outcomes)
         metrics |= of_scores | self._mismatch(scheduled, weight_version)
         return Scored(responses, scheduled, metrics)
@@ -104,10 +105,10 @@ class Scoring:
         """Score the responses and, for baseline_rewards, the greedy ones."""
         start = time.perf_counter()
         rewarded = sampled.rewarded or self._rewards.score(sampled.prompts, sampled.batch)
-        baseline = {}
+        baseline: dict[str, Tensor] = {}
         if (greedy := sampled.greedy) is not None:
-            outcomes = baseline_rewards(self._config, self._rewards, sampled.prompts, greedy)
-            baseline["baseline_rewards"] = outcomes
+            of_greedy = baseline_rewards(self._config, self._rewards, sampled.prompts, greedy)
+            baseline = {"baseline_rewards": of_greedy}
         metrics: Row = {
             **rewarded.part_metrics(),
             "reward/seconds": time.perf_counter() - start,

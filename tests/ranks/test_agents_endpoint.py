@@ -413,9 +413,8 @@ def test_a_forced_tool_call_fits_its_schema_and_is_continued(served, choice, nam
     result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
     chat(client, QUESTION, answer.message, result, tools=TOOLS)
     batch = served.batch(episode)
-    assert (
-        batch.conversation.turns.tolist() == [2] and 0 < int(batch.response_mask.values.sum()) <= 60
-    )
+    assert batch.conversation.turns.tolist() == [2]
+    assert 0 < int(batch.response_mask.values.sum()) <= 60
     assert not episode.record.branch
 
 

@@ -114,9 +114,8 @@ def test_an_episode_without_a_token_has_an_untrained_one_and_its_reward():
     batch = batch_of([result(EpisodeRecord(encode), -1.0)], 0, 4)
     assert batch.prompts.values.tolist() == [7, 8] and batch.responses.values.tolist() == [4]
     assert not batch.response_mask.values.any()
-    assert torch.equal(
-        batch.conversation.environment_rewards, torch.tensor([-1.0], dtype=torch.float64)
-    )
+    reward = batch.conversation.environment_rewards
+    assert torch.equal(reward, torch.tensor([-1.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("most", "kept"), [(2, 2 * ANSWERS), (None, 100)])

@@ -107,9 +107,8 @@ def test_three_turns_by_hand():
     log_probs = batch.rollout_log_probs.values
     assert log_probs[batch.response_mask.values].tolist() == [-3.0, -2.0] * 3
     assert (log_probs[~batch.response_mask.values] == 0).all()
-    assert batch.conversation.turns.tolist() == [
-        3
-    ] and batch.conversation.environment_rewards.tolist() == [6.0]
+    assert batch.conversation.turns.tolist() == [3]
+    assert batch.conversation.environment_rewards.tolist() == [6.0]
     assert batch.weight_version.tolist() == [5] and not batch.truncated.any()
     assert [row.tolist() for row in batch.prompts.rows()] == [[A]]
 
@@ -244,9 +243,8 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
     generate = generator(engines.generate, environments, Limits(2, 40), failures)
     batch = generate(wanted(PROMPTS[:2], each=2))
-    assert [number > 0 for number in batch.conversation.environment_failures.tolist()] == [
-        False
-    ] + [True] * 3
+    failures = batch.conversation.environment_failures.tolist()
+    assert [number > 0 for number in failures] == [False] + [True] * 3
     assert batch.conversation.turns.tolist() == [2, 2, 1, 1]
     prompts = [PROMPTS[p] for p in (0, 0, 1, 1)]
     rewarded = EnvironmentRewards(decode, failures, -7.0).score(prompts, batch)

@@ -132,20 +132,18 @@ def test_every_episode_is_trained_once_and_no_token_is_too_old():
     source, rewards, lags = source_of(agents, 0), [], []
     for step in range(1, 31):
         sampled = source.take(step)
-        batch, reasons = sampled.batch, sampled.batch.conversation.environment_failures.tolist()
+        batch, (turns, earned, reasons) = sampled.batch, vars(sampled.batch.conversation).values()
         assert (batch.group_id.bincount() == EACH).all() and len(batch) == PER_STEP * EACH
         assert_first_turns_are_rewarded(batch)
         assert [one.prompt_id for one in sampled.prompts[::EACH]] == sorted(
             {one.prompt_id for one in sampled.prompts}
         )
-        rewards += batch.conversation.environment_rewards.tolist()
-        for reward, reason, turns in zip(
-            rewards[-8:], reasons, batch.conversation.turns.tolist(), strict=True
-        ):
+        rewards += earned.tolist()
+        for reward, reason, count in zip(rewards[-8:], reasons.tolist(), turns, strict=True):
             if reason:
                 _, text = agents.failures.look_up(reason)
                 reward = float(text.split()[1])
-            assert turns == max(1, agents.lengths[f"key{int(reward)}"])
+            assert count == max(1, agents.lengths[f"key{int(reward)}"])
         mask, versions = batch.response_mask.values, batch.token_versions.values
         lags.append(int((agents.weight_version - versions[mask]).max()))
         agents.weight_version += 1

@@ -101,14 +101,6 @@ def test_a_field_that_is_added_is_a_piece_of_its_own():
     assert more.batch.values is values and "values" not in plan.batch.added
 
 
-def test_a_field_that_is_kept_stays_with_the_driver():
-    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
-    scores = plan.batch.responses.like(plan.batch.responses.values * 2.0)
-    more = plan.keeping(plan.batch.adding(scores=scores))
-    assert more.batch.scores is scores
-    assert more.pieces(2) == plan.pieces(2)
-
-
 def test_a_field_that_is_added_again_replaces_the_former():
     plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
     first = plan.batch.responses.like(plan.batch.responses.values * 2.0)

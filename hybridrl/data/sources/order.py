@@ -57,8 +57,8 @@ def shares(weights: Sequence[float]) -> Iterator[int]:
     """Yield indices of `weights` in proportion to the weights, as evenly spaced as possible.
 
     Let w be the k weights, normalised to sum 1, and c = 1 / (2 k - 2). After n draws, index i has
-    been drawn x_i times with |x_i - n w_i| <= 1 - c < 1. Draw n is
-    of the earliest deadline (1 - c - (n w_i - x_i)) / w_i among indices with n w_i - x_i >= c.
+    been drawn x_i times with |x_i - n w_i| <= 1 - c < 1. Draw n selects the
+    earliest deadline (1 - c - (n w_i - x_i)) / w_i of those with n w_i - x_i >= c.
 
     Args:
         weights: positive; decimal values are exact.
