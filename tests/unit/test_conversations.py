@@ -243,8 +243,8 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
     generate = generator(engines.generate, environments, Limits(2, 40), failures)
     batch = generate(wanted(PROMPTS[:2], each=2))
-    failures = batch.conversation.environment_failures.tolist()
-    assert [number > 0 for number in failures] == [False] + [True] * 3
+    numbers = batch.conversation.environment_failures.tolist()
+    assert [number > 0 for number in numbers] == [False] + [True] * 3
     assert batch.conversation.turns.tolist() == [2, 2, 1, 1]
     prompts = [PROMPTS[p] for p in (0, 0, 1, 1)]
     rewarded = EnvironmentRewards(decode, failures, -7.0).score(prompts, batch)
