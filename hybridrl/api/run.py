@@ -196,23 +196,24 @@ def _checked(config: Config, callbacks: "Sequence[Callback]", folder: str | Path
     config = [config] if isinstance(config, str) else config
     at = [] if folder is None else [f"hydra.run.dir={quoted(str(folder))}"]
     if isinstance(config, RunConfig | Mapping | DictConfig):
-        found = _composed(["hardware=cpu", *at])._replace(cfg=_whole(config), overrides=[])
+        composition = _composed(["hardware=cpu", *at])._replace(cfg=_whole(config), overrides=[])
     else:
-        found = _composed([*config, *at])
-    assert found.cfg is not None and found.hydra is not None
-    if problem := auto_problem(found.cfg.resume, RUN_DIR, template(found.hydra, RUN_DIR)):
+        composition = _composed([*config, *at])
+    assert composition.cfg is not None and composition.hydra is not None
+    where = template(composition.hydra, RUN_DIR)
+    if problem := auto_problem(composition.cfg.resume, RUN_DIR, where):
         raise ConfigError(problem)
     try:
-        own = directory(whole_config(found), RUN_DIR)
+        own = directory(whole_config(composition), RUN_DIR)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{RUN_DIR}: {problem_of(error)}.") from error
-    checked = examine(found)
-    if callbacks or not found.overrides:  # a command has neither callbacks nor a whole config
+    checked = examine(composition)
+    if callbacks or not composition.overrides:  # a command has neither callbacks nor a whole config
         checked = checked._replace(command={})
     prepared = prepare(checked, setup, own)
     if prepared is not None:
         prepared.callbacks = [*callbacks, *prepared.callbacks]
-    return _Run(prepared, own, config_secrets(found.cfg))
+    return _Run(prepared, own, config_secrets(composition.cfg))
 
 
 def _composed(overrides: Sequence[str]) -> Precomposed:

@@ -64,12 +64,12 @@ def template(hydra: DictConfig, key: str) -> str:
     return str(tree[section][name])
 
 
-def whole_config(found: Precomposed) -> DictConfig:
+def whole_config(composition: Precomposed) -> DictConfig:
     """Return a copy of the config with Hydra's section, to which its values may link."""
-    cfg = copy.deepcopy(found.cfg)
+    cfg = copy.deepcopy(composition.cfg)
     assert cfg is not None
     with open_dict(cfg):
-        cfg.hydra = found.hydra
+        cfg.hydra = composition.hydra
     return cfg
 
 
@@ -82,14 +82,14 @@ def directory(cfg: DictConfig, key: str) -> Path:
     return Path(str(OmegaConf.select(cfg, key))).absolute()
 
 
-def claim_folder(found: Precomposed, key: str) -> Claim:
+def claim_folder(composition: Precomposed, key: str) -> Claim:
     """Make the folder that `key` names, and set Hydra's settings for the config's links to read.
 
     Raises:
         OmegaConfBaseException: its name cannot be resolved.
         OSError, ValueError: it cannot be made, or not be written to.
     """
-    cfg = whole_config(found)
+    cfg = whole_config(composition)
     HydraConfig.instance().set_config(cfg)
     claimed = claim(directory(cfg, key), is_new=NEW_EACH_TIME in template(cfg.hydra, key))
     with read_write(cfg.hydra):

@@ -92,13 +92,13 @@ def keeps_result(folder: Path, earlier: RunOnDisk | None) -> bool:
 
 def find_runs(folders: Iterable[Path]) -> list[RunOnDisk]:
     """Return the runs in or below folders, newest start first; links are not followed."""
-    found = []
+    runs = []
     for top in folders:
         for folder, inside, files in os.walk(top):
             run = run_at(Path(folder)) if MANIFEST_FILE in files else None
             inside[:] = [] if run is not None else [one for one in inside if one[0] != "."]
-            found += [run] if run is not None else []
-    return sorted(found, key=lambda run: (run.started, run.folder), reverse=True)
+            runs += [run] if run is not None else []
+    return sorted(runs, key=lambda run: (run.started, run.folder), reverse=True)
 
 
 def state_of(run: RunOnDisk) -> str:

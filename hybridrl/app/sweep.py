@@ -162,7 +162,7 @@ def sweep_table(results: list[JobResult]) -> Table:
         table.add_column(name, overflow="fold")
     # Hydra writes a file's name as `my_reward.py\:score`.
     own = [" ".join(o for o in r.overrides if o not in common).replace("\\:", ":") for r in results]
-    short = [_LONG_NUMBER.sub(lambda found: f"{float(found[0]):.3g}", text) for text in own]
+    short = [_LONG_NUMBER.sub(lambda number: f"{float(number[0]):.3g}", text) for text in own]
     if len({*short}) == len({*own}):
         own = short
     alike = [result for result in results[1:] if is_within_noise(results[0], result)]

@@ -117,14 +117,14 @@ def make_plan(overrides: list[str], machine: Machine) -> Plan:
         ConfigError: the config has other problems than memory.
     """
     line = parse_argv([*overrides, "run.dry=true"])
-    found = composed(line, lambda: machine)
-    if found.problems or found.cfg is None:
-        raise ConfigError(*found.problems)
+    composition = composed(line, lambda: machine)
+    if composition.problems or composition.cfg is None:
+        raise ConfigError(*composition.problems)
     examined = examine(
-        found.cfg,
+        composition.cfg,
         machine=machine,
         read_model=_model_config,
-        provenance=provenance_of(found.overrides, []),
+        provenance=provenance_of(composition.overrides, []),
         checks_memory=False,
     )
     if examined.report.problems:

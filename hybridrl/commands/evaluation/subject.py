@@ -158,21 +158,21 @@ def evaluation_config(
             f"{subject.folder}: its config has a value with ${{...}}, expected the resolved "
             f"values that a run writes.\nUse a checkpoint written by hybridrl."
         )
-    found = composed(line, lambda: machine, partial(underlay, subject, sections=sections))
-    if found.problems or found.cfg is None:
-        raise ConfigError(*found.problems)
+    composition = composed(line, lambda: machine, partial(underlay, subject, sections=sections))
+    if composition.problems or composition.cfg is None:
+        raise ConfigError(*composition.problems)
     if own and not runs_code:
         used = {name: part for name, part in own.items() if name in sections}
         refuse_untrusted_code(used, str(subject.folder), line.overrides, runs_rewards=True)
     result = examine(
-        found.cfg,
+        composition.cfg,
         machine=machine,
         read_model=read_model_config,
-        provenance=provenance_of(found.overrides, []),
+        provenance=provenance_of(composition.overrides, []),
         trains=False,
     )
     weights = () if subject.checkpoint else stored_weight_problems(result, on_hub=False)
-    for problem in (*_hidden_problems(found.cfg), *weights):
+    for problem in (*_hidden_problems(composition.cfg), *weights):
         result.report.add(problem)
     if result.report.problems:
         raise ConfigError(*result.report.problems)
