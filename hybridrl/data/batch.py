@@ -228,8 +228,8 @@ class RolloutBatch:
 
     def tensors(self) -> dict[str, Values]:
         """Return all fields with one value per response or token by name, those of parts, too."""
-        fields = {**vars(self), **(vars(self.conversation) if self.conversation else {})}
-        own = {name: x for name, x in fields.items() if isinstance(x, Ragged | Tensor)}
+        named = {**vars(self), **(vars(self.conversation) if self.conversation else {})}
+        own = {name: x for name, x in named.items() if isinstance(x, Ragged | Tensor)}
         return {**own, **self.added}
 
     @classmethod
