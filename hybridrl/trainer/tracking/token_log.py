@@ -29,8 +29,7 @@ def pick_rows(batch: RolloutBatch, scores: Sequence[float], count: int) -> list[
     They are the best, the worst, the one with the token farthest from the reference, and others at
     even distances. Without a reference, vLLM's log-prob takes its place.
     """
-    has_reference = "ref_log_probs" in batch.added
-    other = batch.ref_log_probs if has_reference else batch.rollout_log_probs
+    other = batch.ref_log_probs if "ref_log_probs" in batch.added else batch.rollout_log_probs
     log_probs, mask = batch.old_log_probs.values, batch.response_mask.values
     distance = in_chunks(distances, log_probs, other.values, mask)
     farthest = torch.tensor([row.max() for row in batch.responses.like(distance).views()])
