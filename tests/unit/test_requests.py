@@ -18,6 +18,7 @@ from hybridrl.data.requests import (
 from hybridrl.data.seeds import sample_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.episodes.base import Wanted
+from hybridrl.trainer.sampling.source import Generation
 from tests.support.fake_engine import CONFIG, FakeEngines
 
 PARAMS = SamplingParams(0.5, 0.9, 3, (7, 8))
@@ -58,6 +59,23 @@ def test_prompts_are_dealt_by_expected_tokens():
     first, second = asked.requests(CONFIG).shard(2)
     assert (first.group_id.tolist(), second.group_id.tolist()) == ([1, 1, 0, 0], [3, 3, 2, 2])
     assert asked.engines(2) == [0, 0, 1, 1]
+
+
+def test_engines_begin_with_what_the_source_expects_to_cost_most():
+    """A source's own cost stands before known lengths, by which prompt 2 is the first."""
+    lengths, begun = ResponseLengths(), list[str]()
+    lengths.learn(range(3), [1, 1, 90])
+
+    def script(request: Request) -> list[int]:
+        begun.append(request.request_id)
+        return spelled(request)
+
+    engines = FakeEngines(script)
+    generate = Generation(lambda asked: engines.generate(asked.requests(CONFIG)), engines, lengths)
+    for cost, first in ((None, "1-2-0"), ([1.0, 3.0, 2.0], "1-1-0")):
+        begun.clear()
+        generate(wanted([1, 1, 1], expected_tokens=cost))
+        assert begun[0] == first
 
 
 def test_long_answers_are_spread_over_engines():

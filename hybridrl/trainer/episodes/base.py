@@ -33,7 +33,7 @@ class Wanted:
         params: distribution of their tokens.
         first: index of the first response among all to its prompt in the step; seeds derive from
             it.
-        expected_tokens: cost of each prompt on its engine; None: its length.
+        expected_tokens: cost of each prompt on its engine, highest first; None: its length.
         returns_experts: training needs `RolloutBatch.routed_experts`, if these are recorded.
     """
 

@@ -77,7 +77,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation of responses with the actor's weights; engines are balanced by known lengths."""
+    """Generation with the actor's weights; engines are balanced by the source or known lengths."""
 
     generate: Generator
     engine: HybridEngine
@@ -85,7 +85,8 @@ class Generation:
 
     def __call__(self, wanted: Wanted) -> RolloutBatch:
         """Generate responses to the prompts."""
-        batch = self.generate(wanted.balanced(self.lengths))
+        wanted = wanted if wanted.expected_tokens else wanted.balanced(self.lengths)
+        batch = self.generate(wanted)
         assert (batch.weight_version == self.engine.weight_version).all(), "stale weights"
         self.lengths.learn(batch.group_id.tolist(), batch.responses.lengths.tolist())
         return batch
