@@ -39,8 +39,10 @@ Init = StrEnum("Init", ["pretrained", "random"])
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
 # Treatment of requests with other sampling parameters than the run's (agents/format.py).
 OtherSampling = StrEnum("OtherSampling", ["refuse", "mask", "ignore"])
-# Whether a response may take several steps, and on which ranks (trainer/sampling/).
+# Source of a step's groups (trainer/sampling/).
 Schedule = StrEnum("Schedule", ["sync", "partial", "split"])
+# Those whose responses may take several steps; those with ranks that only sample.
+IN_PARTS, ON_OWN_RANKS = (Schedule.partial, Schedule.split), (Schedule.split,)
 # Use of the experts that vLLM chose (rollout/vllm_routing.py).
 RouterReplay = StrEnum("RouterReplay", ["none", "record", "replay"])
 # Treatment of prompts longer than rollout.max_prompt_tokens.

@@ -5,8 +5,14 @@ from contextlib import suppress
 
 from hybridrl.config.annotations import NoValue, Unusable, is_null, set_value
 from hybridrl.config.checks.resources import gpu_counts
-from hybridrl.config.checks.sizes import divisors, fitting_mini_batches, listed, step_responses
-from hybridrl.config.choices import Accelerator, Schedule
+from hybridrl.config.checks.sizes import (
+    divisors,
+    fitting_mini_batches,
+    listed,
+    step_responses,
+    steps_in_flight,
+)
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.fitting import (
@@ -136,9 +142,7 @@ def _shards(config: RunConfig, machine: Machine) -> int:
 
 def _in_flight(config: RunConfig, machine: Machine) -> int:
     """Return the prompts of a step, or of two if rollout.max_versions allows that."""
-    versions = config.rollout.max_versions
-    steps = {Schedule.sync: 1, Schedule.partial: versions + 1, Schedule.split: versions}
-    return config.data.prompts_per_step * max(1, min(2, steps[config.rollout.schedule]))
+    return config.data.prompts_per_step * min(2, steps_in_flight(config.rollout))
 
 
 def _num_seqs(config: RunConfig, machine: Machine) -> int:

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import Unusable, value_at
-from hybridrl.config.choices import Aggregation, Init, Layout
+from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS, Aggregation, Init, Layout
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.errors import ABSENT, Problem, shown
 from hybridrl.config.estimators import SETTINGS, estimator_of, is_supervised, taking, uses_critic
@@ -143,11 +143,16 @@ VARIANTS = (
     Variant("algorithm.overlong.buffer_tokens", 0, "algorithm.overlong.penalty"),
     Variant(
         "rollout.schedule",
-        "sync",
+        lambda c: c.rollout.schedule not in IN_PARTS,
         "rollout.max_in_flight rollout.max_versions rollout.keep_kv",
         remedy="set rollout.schedule=partial or split",
     ),
-    Variant("rollout.schedule", "split", "rollout.sleep", ", whose engines never sleep"),
+    Variant(
+        "rollout.schedule",
+        lambda c: c.rollout.schedule in ON_OWN_RANKS,
+        "rollout.sleep",
+        ", whose engines never sleep",
+    ),
     Variant("rollout.max_versions", 0, "rollout.keep_kv", ", which leaves no response unfinished"),
     Variant(
         "lora.rank",

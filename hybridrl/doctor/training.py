@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from hybridrl.config.checks.sizes import warm_ups
-from hybridrl.config.choices import Schedule
+from hybridrl.config.choices import IN_PARTS
 from hybridrl.config.command.overrides import quoted
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import num_engines, training_ranks
@@ -52,7 +52,7 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
     return [
         *(f"{key}={_warm_up(key)}" for key, steps in warm_ups(config).items() if steps >= STEPS),
         *([f"algorithm.overlong.buffer_tokens={tokens}"] if buffer > tokens else []),
-        *([] if config.rollout.schedule is Schedule.sync else ["rollout.max_in_flight=null"]),
+        *(["rollout.max_in_flight=null"] if config.rollout.schedule in IN_PARTS else []),
         f"trainer.total_steps={STEPS}",
         "trainer.epochs=null",
         f"data.prompts_per_step={prompts}",

@@ -3,14 +3,16 @@
 import difflib
 from collections.abc import Iterator
 
+from hybridrl.config.checks.sizes import steps_in_flight
 from hybridrl.config.choices import (
+    IN_PARTS,
+    ON_OWN_RANKS,
     Accelerator,
     CorrectionMethod,
     DType,
     KLEstimator,
     KLPlacement,
     RouterReplay,
-    Schedule,
     SleepMode,
 )
 from hybridrl.config.errors import Problem, must_be
@@ -83,11 +85,12 @@ def split_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that some ranks only sample if, and only if, the schedule is split."""
     ranks, schedule = config.placement.rollout_gpus, config.rollout.schedule
     key, supervised = "placement.rollout_gpus", is_supervised(config)
-    if schedule is Schedule.split and ranks is None and not supervised:
-        expected, why = "a number with rollout.schedule = split", "some ranks must only sample"
+    if schedule in ON_OWN_RANKS and ranks is None and not supervised:
+        expected = f"a number with rollout.schedule = {schedule}"
+        why = "some ranks must only sample"
         remedy = f"Set {key} to their number, or rollout.schedule=partial"
         yield Problem("split_needs_ranks", key, None, expected, why, remedy)
-    if ranks is not None and (schedule is not Schedule.split or supervised):
+    if ranks is not None and (schedule not in ON_OWN_RANKS or supervised):
         with_ = SFT if supervised else f"rollout.schedule = {schedule}"
         why = "these ranks would idle during updates, and the others during sampling"
         remedy = f"Remove {key}, or set rollout.schedule=split"
@@ -108,14 +111,14 @@ def agent_problems(config: RunConfig) -> Iterator[Problem]:
     if is_supervised(config):
         why = "supervised fine-tuning runs no programs"
         yield Problem("agent", "environment", "agent", "none", why, "Set environment=none")
-    elif schedule is Schedule.split:
+    elif schedule in ON_OWN_RANKS:
         yield must_be("agent", "rollout.schedule", schedule, "partial", why)
 
 
 def schedule_problems(config: RunConfig) -> Iterator[Problem]:
     """Check what responses that take several steps need."""
     rollout, algorithm = config.rollout, config.algorithm
-    if rollout.schedule is Schedule.sync or is_supervised(config):
+    if rollout.schedule not in IN_PARTS or is_supervised(config):
         return
     method, per_step = algorithm.rollout_correction.method, config.data.prompts_per_step
     is_against_rollout = policy_loss_of(algorithm.loss.function).is_against_rollout
@@ -124,9 +127,7 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
         why = f"rollout.schedule = {rollout.schedule} trains on tokens of earlier weights"
         yield Problem("stale_tokens", key, method, expected, why, f"Set {key}=truncate")
     assert rollout.max_in_flight is not None, "derived before"
-    # With split the first step in which a token can be trained is an update later.
-    steps = rollout.max_versions + (rollout.schedule is Schedule.partial)
-    most = max(1, steps) * per_step
+    most = steps_in_flight(rollout) * per_step
     if not per_step <= rollout.max_in_flight <= most:
         key, expected = "rollout.max_in_flight", f"{per_step} (data.prompts_per_step) to {most}"
         why = f"more could not be trained within rollout.max_versions = {rollout.max_versions}"
@@ -137,9 +138,9 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
 def keep_kv_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that unfinished responses stay in vLLM between steps, if they keep their KV cache."""
     rollout, advantage = config.rollout, config.algorithm.advantage
-    if not rollout.keep_kv or rollout.schedule is Schedule.sync:
+    if not rollout.keep_kv or rollout.schedule not in IN_PARTS:
         return
-    sleeps = rollout.schedule is not Schedule.split and rollout.sleep is not SleepMode.none
+    sleeps = rollout.schedule not in ON_OWN_RANKS and rollout.sleep is not SleepMode.none
     on_gpu = config.hardware.accelerator is Accelerator.gpu
     greedy = f"the greedy responses of algorithm.advantage = {advantage} end requests in each step"
     for is_so, why, more in (
@@ -203,7 +204,7 @@ def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     earlier = f"with rollout.schedule = {rollout.schedule}, experts of earlier weights are not kept"
     for is_so, why in (
         (shape.experts is None, "model.path has no experts to record"),
-        (rollout.schedule is not Schedule.sync, earlier),
+        (rollout.schedule in IN_PARTS, earlier),
         (config.earns_rewards, "experts of earlier turns of a conversation are not kept"),
     ):
         if is_so:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS
 from hybridrl.config.errors import Problem
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.memory import MIB, token_cache_bytes
@@ -19,7 +20,7 @@ from hybridrl.config.planner.world import (
     world_size,
     world_text,
 )
-from hybridrl.config.schema import RunConfig
+from hybridrl.config.schema import RolloutConfig, RunConfig
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
 VOCAB_PADDING = 64
@@ -95,6 +96,14 @@ def prompt_problems(config: RunConfig) -> Iterator[Problem]:
 def step_responses(config: RunConfig) -> int:
     """Return the responses of a step."""
     return config.data.prompts_per_step * config.rollout.responses_per_prompt
+
+
+def steps_in_flight(rollout: RolloutConfig) -> int:
+    """Return the steps whose prompts may be in flight at once."""
+    if rollout.schedule not in IN_PARTS:
+        return 1
+    # On own ranks, the first step in which a token can be trained is an update later.
+    return max(1, rollout.max_versions + (rollout.schedule not in ON_OWN_RANKS))
 
 
 def fitting_mini_batches(config: RunConfig) -> list[int]:

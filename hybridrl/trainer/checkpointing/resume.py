@@ -19,7 +19,7 @@ from hybridrl.checkpoint.verification import (
 )
 from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.checks.checkpoint import AUTO, NONE
-from hybridrl.config.choices import Schedule
+from hybridrl.config.choices import IN_PARTS
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.models.fingerprints import Fingerprints, other_files
@@ -125,7 +125,7 @@ def find_resume(
             f"{listed}\nThe results would differ from those of the steps so far.\n"
             f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
-    in_parts = config.rollout.schedule is not Schedule.sync
+    in_parts = config.rollout.schedule in IN_PARTS
     free = [c for c in changed if not c.matters and c.key not in UNREPORTED]
     # Engines and their limits decide which responses a step trains.
     of_engines = [c for c in free if in_parts and c.key.startswith(OF_ENGINES)]
@@ -140,7 +140,7 @@ def find_resume(
     # A later run with partial would train them, however old, or under prompts of other data.
     why = ["the training data changed"] * bool(other_data)
     why += [f"{change.key} changed" for change in changed if change.key in OF_RESPONSES]
-    why += [] if in_parts else ["sync drops them"]
+    why += [] if in_parts else [f"{config.rollout.schedule} drops them"]
     if state.in_flight and why:
         dropped = f"{len(state.in_flight)} prompts in flight are not trained"
         notes.append(f"{dropped}: {' and '.join(why)}")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hybridrl.config.choices import Init, RewardSignature, Schedule
+from hybridrl.config.choices import IN_PARTS, Init, RewardSignature
 from hybridrl.config.errors import shown
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.world import (
@@ -191,7 +191,7 @@ def _steps(config: RunConfig, data_sets: list[DataSetSummary]) -> str:
 
 def _schedule(config: RunConfig) -> str:
     rollout = config.rollout
-    if rollout.schedule is Schedule.sync:
+    if rollout.schedule not in IN_PARTS:
         return ""
     age = f"no token is older than {rollout.max_versions} updates when it is trained"
     return f"{rollout.schedule.value}: up to {rollout.max_in_flight} prompts in flight; {age}"
