@@ -35,7 +35,7 @@ from hybridrl.app.before_start import (
 )
 from hybridrl.app.checked import Checked, Prepared
 from hybridrl.app.compose import conf_dir, make_paths_absolute, stored_weight_problems
-from hybridrl.app.folders import HYDRA, Claim, kept_unless_begun
+from hybridrl.app.folders import HYDRA, Claim, kept_unless_begun, whole_config
 from hybridrl.app.launch import train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
@@ -56,7 +56,7 @@ from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.config.checks.checkpoint import AUTO
 from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, parse_argv
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
-from hybridrl.config.command.overrides import Precomposed
+from hybridrl.config.command.overrides import Precomposed, run_composed
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -100,7 +100,7 @@ def main() -> None:
         start = time.time()
         try:
             with nullcontext() if claimed is None else kept_unless_begun(claimed.folder):
-                _call_hydra(line, checked)
+                _call_hydra(line, checked, found)
         except INPUT_ERRORS as error:
             # After the jobs it is the sweeper's, such as Optuna's if none has an accuracy.
             if not (claimed and line.sweeps and read_results(claimed.folder, start)):
@@ -117,11 +117,18 @@ def main() -> None:
             sys.exit(EXIT_FAILED)
 
 
-def _call_hydra(line: CommandLine, checked: Checked | None) -> None:
+def _call_hydra(line: CommandLine, checked: Checked | None, found: Precomposed | None) -> None:
+    """Let Hydra run `job`; it composes for sweeps, to show a config, and to debug itself."""
+
     def task(cfg: DictConfig) -> float | None:
         return job(cfg, checked)
 
     sys.argv = [sys.argv[0], *line.overrides, *line.options]
+    if checked is not None and found is not None:
+        cfg = whole_config(found)
+        if not cfg.hydra.verbose:
+            run_composed(cfg, conf_dir(), task)
+            return
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(task)()
 
 

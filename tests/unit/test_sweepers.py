@@ -1,4 +1,4 @@
-"""Hydra's plugins: Optuna draws the values, joblib and submitit start the jobs. Dry runs."""
+"""Runs by Hydra, and its plugins: Optuna draws the values, joblib and submitit start the jobs."""
 
 import json
 import os
@@ -9,13 +9,42 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from hybridrl.app.runs import run_at, state_of
+from tests.support.composing import composed
 from tests.support.deploy_stubs import IN_CI
 from tests.support.run_folders import make_run
 
 EXTRA = "pip install 'hybridrl[sweeps]'"
 DRY = ["+recipe=gsm8k_grpo", "hardware=cpu", "run.dry=true", "-m"]
+COUNTED_RUN = """
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+
+load, seen = ConfigLoaderImpl.load_configuration, []
+
+class Seen(Callback):
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            seen.append(name)
+        return super().__getattribute__(name)
+
+def counted(self, *args, **more):
+    seen.append("compose")
+    return load(self, *args, **more)
+
+def run(cfg, checked):
+    state = HydraConfig.get()
+    assert (cfg.seed, state.job.name, state.mode.name) == (3, "main", "RUN")
+    main.log.info("in %s", state.runtime.output_dir)
+    return 0.5
+
+main.run, ConfigLoaderImpl.load_configuration = run, counted
+import atexit
+atexit.register(lambda: print("seen", *seen))
+"""
 OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=2"]
 
 
@@ -43,6 +72,27 @@ def ended(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run(
         call, cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "times"), [([], 1), (["--config-dir=mine"], 1), (["hydra.verbose=true"], 5)]
+)
+def test_a_run_composes_once_and_is_as_hydra_runs_it(tmp_path, options, times):
+    (tmp_path / "mine").mkdir()
+    where = "runs/${hydra.job.override_dirname}"
+    typed = ["actor.optim.lr=1e-5", "seed=3"]
+    callback = "+hydra.callbacks.seen._target_=__main__.Seen"
+    done = ended(tmp_path, COUNTED_RUN, *typed, f"hydra.run.dir='{where}'", callback, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    called = ["on_run_start", "on_job_start", "on_job_end", "on_run_end"]
+    assert done.stdout.splitlines()[-1].split() == ["seen", *["compose"] * times, *called]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name == "+recipe=gsm8k_grpo,actor.optim.lr=1e-5,seed=3"
+    assert f"in {folder}" in done.stdout and f"in {folder}" in (folder / "main.log").read_text()
+    written = {file.stem: OmegaConf.load(file) for file in (folder / ".hydra").iterdir()}
+    assert written["overrides"] == ["+recipe=gsm8k_grpo", "hardware=cpu", *typed]
+    assert written["config"] == composed(written["overrides"])
+    assert written["hydra"].hydra.runtime.output_dir == str(folder)
 
 
 def state_in(folder: Path) -> str:

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridrl.config.command.command_line import CONFIG_NAME, DIRECTORIES, CommandLine
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
-from hybridrl.config.command.own_functions import drop_inherited, override_leaves
+from hybridrl.config.command.own_functions import Loader, drop_inherited, override_leaves
 from hybridrl.config.command.provenance import hidden_choices, recipe_files
 from hybridrl.config.errors import ABSENT, Problem, as_problem, shown
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, leaves, other_names, raw_tree
 from hybridrl.config.schema_keys import is_read, known_keys, shared_by
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
+# Hydra's name of a run, which names its log.
+JOB = "main"
 # Groups whose further choices come with packages.
 PLUGGED_IN = ("hydra/sweeper", "hydra/launcher")
 # The sweeper that tries every combination; it knows no intervals.
@@ -69,7 +72,7 @@ def precompose(
     `underlay` changes the config between groups and overrides of values.
     """
     problems = list(line.problems)
-    with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
+    with initialize_config_dir(str(config_dir), job_name=JOB, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         parsed = _parsed(line.overrides, loader, problems)
         composer = _Composer(loader, _search_path(line, parsed), config_dir, line.args.config_dir)
@@ -104,7 +107,26 @@ def precompose(
         except INPUT_ERRORS as error:
             problems.append(as_problem(problem_of(error)))
             cfg = None
+    _name_overrides(hydra, usable)
     return Precomposed(problems, cfg, [str(o.input_line) for o in usable], hydra)
+
+
+def run_composed(cfg: DictConfig, config_dir: Path, task: TaskFunction) -> None:
+    """Run Hydra's task with a whole config as hydra.main does, which would compose it twice."""
+    with initialize_config_dir(str(config_dir), job_name=JOB, version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None and isinstance(hydra.config_loader, Loader)
+        hydra.config_loader.composed = cfg
+        hydra.run(CONFIG_NAME, task, overrides=[])
+
+
+def _name_overrides(hydra: DictConfig, overrides: Sequence[Override]) -> None:
+    """Set in Hydra's section, which is composed of groups, all that it says of the overrides."""
+    ours = [o for o in overrides if not o.is_hydra_override()]
+    hydra.overrides.task = [o.input_line for o in ours]
+    hydra.overrides.hydra = [o.input_line for o in overrides if o.is_hydra_override()]
+    dirname = hydra.job.config.override_dirname
+    hydra.job.override_dirname = get_overrides_dirname(ours, **dirname)
 
 
 def _section(override: Override) -> str:

@@ -24,10 +24,17 @@ Layer = Mapping[str, Any]
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's loader with this rule: of runs, jobs of sweeps, `--cfg job` and compose()."""
+    """Hydra's loader with this rule: of runs, jobs of sweeps, `--cfg job` and compose().
+
+    `composed` is a run's config that needs no composing; else None.
+    """
+
+    composed: DictConfig | None = None
 
     def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
         """Compose as Hydra does, then drop inherited args."""
+        if self.composed is not None:
+            return self.composed
         cfg = super().load_configuration(*args, **kwargs)
         runtime, overrides = cfg.hydra.runtime, cfg.hydra.overrides.task
         recipes = recipe_files(runtime.choices, runtime.config_sources)
