@@ -117,15 +117,15 @@ def main() -> None:
             sys.exit(EXIT_FAILED)
 
 
-def _call_hydra(line: CommandLine, checked: Checked | None, found: Precomposed | None) -> None:
+def _call_hydra(line: CommandLine, checked: Checked | None, run: Precomposed | None) -> None:
     """Let Hydra run `job`; it composes for sweeps, to show a config, and to debug itself."""
 
     def task(cfg: DictConfig) -> float | None:
         return job(cfg, checked)
 
     sys.argv = [sys.argv[0], *line.overrides, *line.options]
-    if checked is not None and found is not None:
-        cfg = whole_config(found)
+    if checked is not None and run is not None:
+        cfg = whole_config(run)
         if not cfg.hydra.verbose:
             run_composed(cfg, conf_dir(), task)
             return

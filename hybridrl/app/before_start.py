@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from hybridrl.app.checked import Checked
 from hybridrl.app.compose import composed, examine_config, find_machine
@@ -108,7 +107,7 @@ def before_start(
     except BaseException:
         claimed.release()
         raise
-    OmegaConf.update(found.hydra, key.removeprefix("hydra."), str(claimed.folder))
+    found.hydra.run.dir = str(claimed.folder)
     line.overrides.append(f"{key}={quoted(str(claimed.folder))}")
     if OPTUNA in str(found.hydra.sweeper.get("_target_")):
         logging.getLogger("alembic").setLevel(logging.WARNING)  # lists its plugins

@@ -114,12 +114,10 @@ def make_paths_absolute(config: RunConfig) -> None:
 def hardware_overrides(machine: Machine) -> list[str]:
     """Return hardware=gpu if there is a GPU, else hardware=cpu, with the reason."""
     if machine.gpu_error:
-        raise ConfigError(
-            f"hardware is not set and cannot be chosen: {machine.gpu_error}.\n"
-            f"Repair this, or set hardware=cpu, which is many times slower.\n"
-            f"To plan a run for another machine, set hardware=gpu cluster.gpus_per_node=N "
-            f"run.dry=true."
-        )
+        remedy = "Repair this, or set hardware=cpu, which is many times slower.\nTo plan a run for "
+        remedy += "another machine, set hardware=gpu cluster.gpus_per_node=N run.dry=true"
+        why = f"it is not set and cannot be chosen: {machine.gpu_error}"
+        raise ConfigError(Problem("hardware", "hardware", why=why, remedy=remedy))
     address = ray_address()
     where = f"the Ray cluster at {address}" if address else "this machine"
     reason = f"{where} has {machine.describe()}"

@@ -53,6 +53,5 @@ def examine_data(result: Examined) -> "PromptSets | None":
     if prompts is not None and result.trains:
         set_steps(config, len(prompts.train), report)
     if prompts is not None and not report.problems:
-        for text in trial_problems(config, (prompts.train or prompts.held_out)[0]):
-            report.add(text)
+        report.problems += trial_problems(config, (prompts.train or prompts.held_out)[0])
     return prompts

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from hybridrl.config.checks.checkpoint import NONE
+from hybridrl.config.errors import Problem, as_problem
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.environments.base import trial_problems as environment_trial
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from hybridrl.data.sources.prompts import Prompt
 
 
-def trial_problems(config: RunConfig, prompt: "Prompt") -> list[str]:
+def trial_problems(config: RunConfig, prompt: "Prompt") -> list[Problem]:
     """Try what gives the rewards of a run; return the problems."""
     if config.environment is not None:
         return environment_trial(config.environment, prompt.example)
@@ -26,5 +27,4 @@ def trial_problems(config: RunConfig, prompt: "Prompt") -> list[str]:
     # The endpoint needs packages of vLLM's, which a dry run may lack.
     if config.resume != NONE or find_spec("vllm") is None:
         return []
-    problems: list[str] = locate("agent", AGENT_TRIAL)(config, prompt)
-    return problems
+    return [*map(as_problem, locate("agent", AGENT_TRIAL)(config, prompt))]

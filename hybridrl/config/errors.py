@@ -123,11 +123,6 @@ class Report:
         if broken is not None:
             self.broken.add(broken)
 
-    @property
-    def texts(self) -> list[str]:
-        """The problems' messages."""
-        return [str(problem) for problem in self.problems]
-
     def usable(self, needs: Iterable[str]) -> bool:
         """Return whether every key or whole section of `needs` has a usable value."""
         return not any(

@@ -118,7 +118,7 @@ def is_supervised(config: RunConfig) -> bool:
     return config.algorithm.advantage == SUPERVISED.path
 
 
-def estimator_problems(config: RunConfig) -> Iterator[str]:
+def estimator_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that the estimator exists, that its parameters are known, and what it returns."""
     advantage, each = config.algorithm.advantage, 1
     with suppress(Unusable):  # without a value there is another problem

@@ -125,7 +125,7 @@ def policy_loss_of(function: str) -> PolicyLoss:
     return PolicyLoss(function, tensors, settings)
 
 
-def loss_problems(run: RunConfig) -> Iterator[Problem | str]:
+def loss_problems(run: RunConfig) -> Iterator[Problem]:
     """Check the policy loss, its settings and what it returns."""
     config = run.algorithm.loss
     if found := try_out(f"{KEY}.function", config.function, TRIAL, TRY_LOSS, run.algorithm):

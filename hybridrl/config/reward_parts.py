@@ -4,7 +4,7 @@ import re
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from hybridrl.config.errors import Report
+from hybridrl.config.errors import Problem, Report
 from hybridrl.config.keys import raw_tree
 
 WEIGHTED = "hybridrl.rewards.weighted.score"
@@ -37,12 +37,9 @@ def _set_sum(cfg: DictConfig, paths: list[str], report: Report) -> None:
         for name, path in zip(_names(paths), paths, strict=True)
     }
     if len(parts) < len(paths):
-        report.add(
-            f"{FUNCTION} = [{', '.join(paths)}] has functions of the same name, which name the "
-            f"metrics reward/part_<name>.\n"
-            f"Set reward=weighted, with names of yours in {PARTS}.",
-            broken=FUNCTION,
-        )
+        why = "it has functions of the same name, which name the metrics reward/part_<name>"
+        remedy, listed = f"Set reward=weighted, with names of yours in {PARTS}", ", ".join(paths)
+        report.add(Problem("same_names", FUNCTION, f"[{listed}]", "", why, remedy), broken=FUNCTION)
     for key, value in ((FUNCTION, WEIGHTED), (PARTS, parts), ("reward.signature", "auto")):
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
 

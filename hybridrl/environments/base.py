@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.importing import try_out
@@ -104,7 +104,7 @@ def environment_task(
     return answer
 
 
-def trial_problems(config: EnvironmentConfig, example: dict[str, Any]) -> list[str]:
+def trial_problems(config: EnvironmentConfig, example: dict[str, Any]) -> list[Problem]:
     """Try a user's environment on a row of the data, in another process; return the problems."""
     what = "its trial on the first row of the data"
     check = f"{__name__}.try_environment"

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from hybridrl.config.errors import raised_problems
+from hybridrl.config.errors import Problem, raised_problems
 from hybridrl.config.user_code.classes import function_at, locate
 from hybridrl.config.user_code.importing import check_import
 from hybridrl.config.user_code.signatures import check_arguments
@@ -52,7 +52,7 @@ class ProgramFailed(RuntimeError):
     """A command ended without a reward."""
 
 
-def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
+def command_problems(key: str, args: dict[str, Any]) -> Iterator[Problem | str]:
     """Check the arguments of `command`."""
     argv, reward = args["command"], args["reward"]
     is_list = isinstance(argv, list) and all(isinstance(part, str) for part in argv)
@@ -72,8 +72,7 @@ def command_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     remedy = f"Set '{of_function}=null' or '{of_function}=/path/file.py:name'."
     yield from (f"{problem}\n{remedy}" for problem in wrong)
     if not wrong and reward["function"] is not None:
-        judged = raised_problems(_check_judge, f"{key}.args.reward", reward["function"])
-        yield from map(str, judged)
+        yield from raised_problems(_check_judge, f"{key}.args.reward", reward["function"])
 
 
 def _is_program(name: str) -> bool:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from hybridrl.config.errors import Problem
 from hybridrl.config.keys import unknown_sibling
 
 # Limit of |reward|: sums of squares over a step stay finite in float32.
@@ -47,7 +48,7 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 # (key of the section with function and args, args) -> messages on wrong arguments or missing
 # requirements of this machine
-Problems = Callable[[str, dict[str, Any]], Iterable[str]]
+Problems = Callable[[str, dict[str, Any]], Iterable[Problem | str]]
 
 
 def checked_by(problems: Problems) -> Callable[[Checked], Checked]:

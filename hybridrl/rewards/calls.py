@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.choices import RewardSignature
+from hybridrl.config.errors import Problem
 from hybridrl.config.schema import RewardConfig
 from hybridrl.config.user_code.classes import function_at
 from hybridrl.config.user_code.importing import try_out
@@ -97,7 +98,7 @@ def reward_task(
 
 def trial_problems(
     config: RewardConfig, prompt: str, example: dict[str, Any], response: str
-) -> list[str]:
+) -> list[Problem]:
     """Try a user's reward on the reference answer of a row, or an empty one; return the problems.
 
     A mistake of the program and a result that is no number are problems. Other errors may have

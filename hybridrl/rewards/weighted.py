@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
 
-from hybridrl.config.errors import raised_problems
+from hybridrl.config.errors import Problem, raised_problems
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.config.user_code.signatures import reads_answer
 from hybridrl.rewards.base import (
@@ -24,7 +24,7 @@ _CALL: dict[str, Rule] = {
 _RULES = _CALL | {"weight": ("a finite number", is_number)}
 
 
-def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
+def _problems(key: str, args: dict[str, Any]) -> Iterator[Problem | str]:
     """Check the parts, each as a separate reward."""
     where, parts = f"{key}.args.parts", args["parts"]
     if not isinstance(parts, dict) or not parts:
@@ -38,17 +38,15 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
         yield from _part_problems(f"{where}.{name}", str(name), part)
 
 
-def _part_problems(key: str, name: str, part: Any) -> Iterator[str]:
+def _part_problems(key: str, name: str, part: Any) -> Iterator[Problem | str]:
     if not name.isidentifier():
         yield f"{key}: expected a name of letters, digits and _, for reward/part_<name>."
     if not isinstance(part, dict):
         yield f"{key} = {part}, expected a section with {', '.join(_RULES)}. Remove it with ~{key}."
         return
     yield from section_problems(key, part, _RULES)
-    if any(value_problems(key, part, _CALL)):
-        return
-    wrong = raised_problems(check_reward_function, key, part["function"], part["args"])
-    yield from map(str, wrong)
+    if not any(value_problems(key, part, _CALL)):
+        yield from raised_problems(check_reward_function, key, part["function"], part["args"])
 
 
 @checked_by(_problems)

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config.command.provenance import provenance_of, recipe_files
+from hybridrl.config.errors import Problem
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.fitting import FASTEST
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
@@ -63,9 +65,47 @@ def examined(
 
 def problems(*overrides: str, **kwargs: Any) -> list[str]:
     """The messages of a config's problems."""
-    return examined(overrides, **kwargs).report.texts
+    return [str(problem) for problem in examined(overrides, **kwargs).report.problems]
 
 
 def named(*overrides: str, **kwargs: Any) -> list[tuple[str, str]]:
     """Id and key of each problem of a config."""
     return [(p.id, p.key) for p in examined(overrides, **kwargs).report.problems]
+
+
+def only(*overrides: str, **kwargs: Any) -> Problem:
+    """The one problem of a config."""
+    (problem,) = examined(overrides, **kwargs).report.problems
+    return problem
+
+
+class Mistake(NamedTuple):
+    """Overrides, id and key of the problem that they get, and words of its message."""
+
+    id: str
+    key: str
+    overrides: list[str]
+    words: list[str]
+
+
+def mistakes(table: str) -> list[Any]:
+    """The cases of a table with lines of: id key override override | words | words."""
+    cases = []
+    for line in table.strip().splitlines():
+        start, *words = (part.strip() for part in line.split(" | "))
+        id_, key, *overrides = start.split()
+        cases.append(pytest.param(Mistake(id_, key, overrides, words), id=" ".join(overrides)))
+    return cases
+
+
+def told(mistake: Mistake, problems: Sequence[Problem]) -> list[Mistake]:
+    """Problems as cases of the mistake's overrides, with those of its words that they have."""
+    return [
+        Mistake(p.id, p.key, mistake.overrides, [w for w in mistake.words if w in str(p)])
+        for p in problems
+    ]
+
+
+def made(mistake: Mistake, *base: str, **kwargs: Any) -> list[Mistake]:
+    """The problems of a config with a mistake's overrides; see `told`."""
+    return told(mistake, examined([*base, *mistake.overrides], **kwargs).report.problems)

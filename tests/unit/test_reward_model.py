@@ -95,10 +95,10 @@ def test_a_model_has_its_own_vocabulary(tmp_path):
 def test_the_first_differing_token_is_named(tmp_path):
     """Five special tokens, then the words by alphabet: b is 6 for the one and c for the other."""
     policy, reward = words(tmp_path / "p", "a b c d"), words(tmp_path / "r", "a c d")
-    (problem,) = map(str, vocabulary_problems(policy, reward))
-    assert f"reward_model.model.path = {reward}, expected the vocabulary of" in problem
-    assert "token" in problem and "of 9 tokens differ" in problem
-    assert "reward=http" in problem
+    (problem,) = vocabulary_problems(policy, reward)
+    assert (problem.id, problem.value) == ("other_vocabulary", reward)
+    assert "token" in problem.why and "of 9 tokens differ" in problem.why
+    assert "reward=http" in problem.remedy
 
 
 def test_further_tokens_of_the_reward_model_are_no_problem_and_missing_ones_are(tmp_path):

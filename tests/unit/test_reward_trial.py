@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hybridrl.config.errors import Problem
 from hybridrl.rewards.calls import trial_problems
 from tests.support.run_configs import run_config
 
@@ -16,7 +17,7 @@ import os, time
 """
 
 
-def tried(tmp_path, line: str, keyword: str = "def") -> list[str]:
+def tried(tmp_path, line: str, keyword: str = "def") -> list[Problem]:
     """The problems of a reward with this line."""
     file = tmp_path / "mine.py"
     file.write_text(REWARD.format(line=line, keyword=keyword))
@@ -37,8 +38,8 @@ def tried(tmp_path, line: str, keyword: str = "def") -> list[str]:
 def test_a_mistake_is_a_problem_that_names_function_and_cause(tmp_path, monkeypatch, line, told):
     monkeypatch.setenv("MY_TOKEN", "secret")
     (problem,) = tried(tmp_path, line)
-    assert problem.startswith(f"reward.function = {tmp_path}/mine.py:score")
-    assert told in problem
+    assert str(problem).startswith(f"reward.function = {tmp_path}/mine.py:score")
+    assert told in str(problem)
 
 
 def test_a_row_without_an_answer_is_tried_with_an_empty_response(tmp_path):
@@ -46,7 +47,8 @@ def test_a_row_without_an_answer_is_tried_with_an_empty_response(tmp_path):
     file.write_text("def score(prompt, response, example):\n    return example['answer']\n")
     config = replace(run_config().reward, function=f"{file}:score", args={})
     (problem,) = trial_problems(config, "What?", {"level": 2}, "")
-    assert "an empty response to the first row" in problem and "KeyError: 'answer'" in problem
+    assert problem.id == "trial" and "an empty response to the first row" in problem.why
+    assert "KeyError: 'answer'" in problem.why
 
 
 @pytest.mark.parametrize(

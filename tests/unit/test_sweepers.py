@@ -11,7 +11,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from hybridrl.app import before_start
 from hybridrl.app.runs import run_at, state_of
+from hybridrl.config.command.command_line import parse_argv
+from hybridrl.config.errors import raised_problems
 from tests.support.composing import composed
 from tests.support.deploy_stubs import IN_CI
 from tests.support.run_folders import make_run
@@ -153,6 +156,17 @@ def test_jobs_at_once_have_folders_of_their_own(tmp_path, launcher):
     assert [value(job, "seed") for job in jobs] == ["1", "2"]
     assert len({job["directory"] for job in jobs}) == 2
     assert all(os.path.isfile(f"{job['directory']}/.hydra/config.yaml") for job in jobs)
+
+
+def test_jobs_of_slurm_need_srun(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(before_start, "guard_logging", lambda _: None)
+    monkeypatch.setattr(before_start.shutil, "which", lambda _: None)
+    line = parse_argv([*DRY, "hydra.launcher._target_=a.submitit_launcher.SlurmLauncher"])
+    found = before_start.compose_line(line, guards_output=False)
+    (problem,) = raised_problems(before_start.before_start, line, found, print)
+    assert (problem.id, problem.key) == ("no_slurm", "hydra/launcher=submitit_slurm")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_job_that_does_not_begin_leaves_the_result_of_the_run_in_its_folder(tmp_path):

@@ -65,8 +65,8 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     argv, problems = _without_unknown(argv, unknown)
     args = get_args_parser().parse_intermixed_args(argv)
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
-        seen = f"seen from {Path.cwd()}"
-        raise ConfigError(f"--config-dir {args.config_dir}: there is no such folder ({seen}).")
+        why = f"there is no such folder (seen from {Path.cwd()})"
+        raise ConfigError(Problem("config_dir", f"--config-dir {args.config_dir}", why=why))
     if args.config_dir is None and Path("recipe").is_dir():
         line = parse_argv(["--config-dir", ".", *argv])
         return line._replace(problems=problems)

@@ -99,13 +99,11 @@ def precompose(
         absent = {_section(o) for o in usable if o not in known} - set(base)
         usable = [o for o in known if _section(o) not in absent]
         values = [_first_job(o) for o in usable if o not in groups]
-        try:
-            parsed = OverridesParser.create().parse_overrides(values)
-            inherited = leaves(raw_tree(cfg))
-            ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
+        to_apply = OverridesParser.create().parse_overrides(values)
+        inherited, whole = leaves(raw_tree(cfg)), cfg
+        if _usable(to_apply, lambda o: _apply(o, whole), problems) == to_apply:
             drop_inherited(cfg, [inherited, override_leaves(values)])
-        except INPUT_ERRORS as error:
-            problems.append(as_problem(problem_of(error)))
+        else:
             cfg = None
     _name_overrides(hydra, usable)
     return Precomposed(problems, cfg, [str(o.input_line) for o in usable], hydra)
@@ -127,6 +125,15 @@ def _name_overrides(hydra: DictConfig, overrides: Sequence[Override]) -> None:
     hydra.overrides.hydra = [o.input_line for o in overrides if o.is_hydra_override()]
     dirname = hydra.job.config.override_dirname
     hydra.job.override_dirname = get_overrides_dirname(ours, **dirname)
+
+
+def _apply(override: Override, cfg: DictConfig) -> Problem | None:
+    """Apply an override of a value to a config; return the problem if that cannot be done."""
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config([override], cfg)
+    except INPUT_ERRORS as error:
+        return Problem("not_applied", str(override.input_line), why=problem_of(error))
+    return None
 
 
 def _section(override: Override) -> str:

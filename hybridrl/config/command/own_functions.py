@@ -26,14 +26,14 @@ Layer = Mapping[str, Any]
 class Loader(ConfigLoaderImpl):
     """Hydra's loader with this rule: of runs, jobs of sweeps, `--cfg job` and compose().
 
-    `composed` is a run's config that needs no composing; else None.
+    `composed` is a run's config that needs no composing; empty if it does.
     """
 
-    composed: DictConfig | None = None
+    composed = DictConfig({})
 
     def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
         """Compose as Hydra does, then drop inherited args."""
-        if self.composed is not None:
+        if self.composed:
             return self.composed
         cfg = super().load_configuration(*args, **kwargs)
         runtime, overrides = cfg.hydra.runtime, cfg.hydra.overrides.task

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ABSENT, ConfigError, Problem
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -218,21 +218,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         brings_code = " Code of a model (auto_map) is never run."
         reason = REFUSED.get(str(kind), "the reshard into vLLM supports only these")
-        raise ConfigError(
-            f"model.path is a model of type {kind}, expected one of {', '.join(FAMILIES)}: "
-            f"{reason}.{brings_code * ('auto_map' in config)}"
-        )
+        expected = f"a model of one of the types {', '.join(FAMILIES)}"
+        why = f"it has type {kind}, and {reason}.{brings_code * ('auto_map' in config)}"
+        raise ConfigError(Problem("family", "model.path", ABSENT, expected, why))
     if config.get("quantization_config"):
-        raise ConfigError(
-            "model.path is a quantized model, expected plain weights for training.\n"
-            "Set model.path to the unquantized model."
-        )
+        expected, why = "plain weights for training", "it is a quantized model"
+        remedy = "Set model.path to the unquantized model"
+        raise ConfigError(Problem("quantized", "model.path", ABSENT, expected, why, remedy))
     family = FAMILIES[kind]
     for key, value, expected, reason in _unsupported(config, family):
-        raise ConfigError(
-            f"config.json of model.path has {key} = {value}, expected {expected}: {reason}.\n"
-            f"Set model.path to another model."
-        )
+        why, remedy = f"{reason} (config.json of model.path)", "Set model.path to another model"
+        raise ConfigError(Problem("model_setting", key, value, expected, why, remedy))
     return family
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import LARGEST_COUNT
-from hybridrl.config.errors import ConfigError, shown
+from hybridrl.config.errors import ConfigError, Problem, shown
 from hybridrl.config.planner.families import Family, HeadNorm, family_of, largest_position
 
 # Mandatory keys of config.json.
@@ -168,7 +168,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     expert_keys = family.experts.keys(config) if family.experts else ()
     missing = [key for key in (*REQUIRED, *expert_keys) if config.get(key) is None]
     if missing:
-        raise ConfigError(f"config.json of model.path lacks {', '.join(missing)}.")
+        raise ConfigError(
+            Problem("model_lacks", "model.path", why=f"config.json lacks {', '.join(missing)}")
+        )
     sizes: dict[str, Any] = {key: config.get(key) for key in (*SIZES, *expert_keys)}
     sizes["max_position_embeddings"] = largest_position(config)
     window = family.window and config.get("sliding_window", family.window.default)
@@ -197,10 +199,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         if active > number:
             wrong = [f"num_experts_per_tok = {active} is more than {expert_keys[0]} = {number}"]
     if wrong:
-        raise ConfigError(
-            f"config.json of model.path is wrong: {'; '.join(wrong)}.\n"
-            f"Copy the config.json that belongs to the weights."
-        )
+        why = f"config.json is wrong: {'; '.join(wrong)}"
+        remedy = "Copy the config.json that belongs to the weights"
+        raise ConfigError(Problem("model_sizes", "model.path", why=why, remedy=remedy))
     return ModelShape(
         family=family,
         hidden=hidden,

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.choices import RewardSignature
-from hybridrl.config.errors import ConfigError, Problem, raised_problems
+from hybridrl.config.errors import ABSENT, ConfigError, Problem, raised_problems
 from hybridrl.config.sections import DataConfig, FunctionConfig
 from hybridrl.config.user_code.files import FORMS, file_of, module_and_name, module_of
 from hybridrl.config.user_code.importing import check_import, check_itself, import_problem
@@ -58,9 +58,8 @@ def locate(key: str, path: str) -> Any:
     if name not in vars(module):
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         has = f"it has {', '.join(names)}" if names else "it defines no function or class"
-        raise ConfigError(
-            f"{key} = {path}, but {file_of(module_name) or module_name} has no {name}; {has}."
-        )
+        why = f"{file_of(module_name) or module_name} has no {name}; {has}"
+        raise ConfigError(Problem("no_such_name", key, path, why=why))
     return vars(module)[name]
 
 
@@ -73,14 +72,12 @@ def signature_of(
         ConfigError: it is neither a built-in name nor the path of a function.
     """
     if not module_of(path):
-        raise ConfigError(
-            f"{key} = {path}, expected one of {', '.join(built_in)} or a dotted path or file, "
-            f"such as {FORMS}.\n"
-            f"Set {group}=<name> for a built-in one with its settings."
-        )
+        expected = f"one of {', '.join(built_in)} or a dotted path or file, such as {FORMS}"
+        remedy = f"Set {group}=<name> for a built-in one with its settings"
+        raise ConfigError(Problem("no_path", key, path, expected, remedy=remedy))
     function = locate(key, path)
     if not inspect.isfunction(function):
-        raise ConfigError(f"{key} = {path}, expected a function.\nSet the path of one.")
+        raise ConfigError(Problem("function", key, path, "a function", "", "Set the path of one"))
     return list(inspect.signature(function).parameters.values())
 
 
@@ -96,7 +93,8 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
     key = f"{role}.worker"
     for other, (other_path, _) in BUILT_IN.items():
         if path == other_path:
-            raise ConfigError(f"{key} = {path} is the worker of {other}.\nSet {key}={built_in}.")
+            why, remedy = f"it is the worker of {other}", f"Set {key}={built_in}"
+            raise ConfigError(Problem("worker", key, path, why=why, remedy=remedy))
     with ThreadPoolExecutor(1) as meanwhile:
         # The trial imports torch, and so will this process: together they take half of the time.
         if _is_found(module_of(path)):
@@ -104,15 +102,13 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
         check_import(key, path)
     cls: Any = locate(key, path)
     if not inspect.isclass(cls) or WORKER_BASE not in map(_full_name, cls.__mro__):
-        raise ConfigError(
-            f"{key} = {path} is not a worker class.\nMake it a subclass of {built_in}."
-        )
+        remedy = f"Make it a subclass of {built_in}"
+        raise ConfigError(Problem("worker", key, path, "a worker class", remedy=remedy))
     config_class: Any = inspect.getattr_static(cls, "config_class", None)
     if not (inspect.isclass(config_class) and issubclass(config_class, expected)):
-        raise ConfigError(
-            f"{key} = {path} has config_class {_full_name(config_class)}, expected a subclass of "
-            f"{_full_name(expected)}: other code reads its keys."
-        )
+        needed = f"one whose config_class is a subclass of {_full_name(expected)}"
+        why = f"other code reads its keys, and it has config_class {_full_name(config_class)}"
+        raise ConfigError(Problem("config_class", key, path, needed, why))
     return config_class
 
 
@@ -139,16 +135,14 @@ def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], l
     return classes, problems
 
 
-def reward_problems(config: schema.RunConfig) -> Iterator[Problem | str]:
+def reward_problems(config: schema.RunConfig) -> Iterator[Problem]:
     """Check reward functions and the names of evaluation rules."""
     for name in config.eval.rules:
         begin = name.partition("_")[0]
         if not name.isidentifier() or begin in ("greedy", "sampled") or name == "reward":
-            yield (
-                f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
-                f"with greedy or sampled and is not reward: it is part of eval/accuracy_<name>.\n"
-                "Rename it."
-            )
+            expected = "a name of letters, digits and _ that does not begin with greedy or sampled "
+            expected, why = f"{expected}and is not reward", "it is part of eval/accuracy_<name>"
+            yield Problem("rule_name", f"eval.rules.{name}", ABSENT, expected, why, "Rename it")
     for key, rule, signature in _reward_functions(config):
         problems = raised_problems(check_reward_function, key, rule.function, rule.args, signature)
         yield from problems
@@ -156,17 +150,16 @@ def reward_problems(config: schema.RunConfig) -> Iterator[Problem | str]:
             yield from _answer_problems(config.data, key, rule)
 
 
-def _answer_problems(data: DataConfig, key: str, section: FunctionConfig) -> Iterator[str]:
+def _answer_problems(data: DataConfig, key: str, section: FunctionConfig) -> Iterator[Problem]:
     """Refuse a function that reads answers which the data does not have."""
     path = section.function
     if data.lacks_answers and reads_answer(function_at(key, path), section.args):
         remedy = "name a function that reads none (docs/rewards.md)"
         if key.startswith("eval.rules."):
             remedy = f"remove the rule: '~{key}'"
-        yield (
-            f"{key}.function = {path} compares responses with answers, but data.answer_key = null: "
-            f"the data has none.\nSet data.answer_key=<column of the answer>, or {remedy}."
-        )
+        why = "it compares responses with answers, but data.answer_key = null: the data has none"
+        remedy = f"Set data.answer_key=<column of the answer>, or {remedy}"
+        yield Problem("no_answers", f"{key}.function", path, why=why, remedy=remedy)
 
 
 def _reward_functions(
@@ -178,7 +171,7 @@ def _reward_functions(
         yield f"eval.rules.{name}", rule, RewardSignature.auto
 
 
-def callback_problems(config: schema.RunConfig) -> Iterator[Problem | str]:
+def callback_problems(config: schema.RunConfig) -> Iterator[Problem]:
     """Check the callbacks."""
     for path in config.trainer.callbacks:
         yield from raised_problems(callback_class, path)
@@ -194,43 +187,44 @@ def callback_class(path: str) -> Callable[[], Any]:
     check_import(key, path)
     cls: Any = locate(key, path)
     if not inspect.isclass(cls) or CALLBACK_BASE not in map(_full_name, cls.__mro__):
-        raise ConfigError(f"{key} = {path}, expected a subclass of hybridrl.Callback.")
+        raise ConfigError(Problem("callback", key, path, "a subclass of hybridrl.Callback"))
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
-        raise ConfigError(
-            f"{key} = {path} cannot be made without arguments: {error}.\n"
-            f"Name a subclass that passes them to super().__init__."
-        ) from error
+        why = f"it cannot be made without arguments: {error}"
+        remedy = "Name a subclass that passes them to super().__init__"
+        raise ConfigError(Problem("callback", key, path, why=why, remedy=remedy)) from error
     return cls
 
 
-def environment_problems(config: schema.RunConfig) -> Iterator[str]:
+def environment_problems(config: schema.RunConfig) -> Iterator[Problem]:
     """Check the section environment, if there is one."""
     environment = config.environment
     if environment is not None:
         if not environment.role:
-            yield "environment.role is empty, expected a role of the chat template, such as user."
+            expected = "a role of the chat template, such as user"
+            yield Problem("role", "environment.role", ABSENT, expected, "it is empty")
         _check_function("environment", environment, ({},), "(example, **args)")
         yield from _answer_problems(config.data, "environment", environment)
 
 
-def agent_problems(config: schema.RunConfig) -> Iterator[str]:
+def agent_problems(config: schema.RunConfig) -> Iterator[Problem]:
     """Check the section agent, if there is one."""
     agent = config.agent
     if agent is None:
         return
     if config.environment is not None:
-        yield "there are an environment and an agent.\nRemove environment.*, or the agent."
-    if config.eval.top_k is not None:
-        yield f"eval.top_k = {config.eval.top_k}: an agent's requests have none.\nRemove it."
+        why, remedy = "there is an environment, too", "Remove environment.*, or the agent"
+        yield Problem("agent", "agent", why=why, remedy=remedy)
+    if (top_k := config.eval.top_k) is not None:
+        why = "an agent's requests have none"
+        yield Problem("agent", "eval.top_k", top_k, why=why, remedy="Remove it")
     function = _check_function("agent", agent, (None, None), "(task, client, **args)")
     yield from _answer_problems(config.data, "agent", agent)
     if not inspect.iscoroutinefunction(function):
-        yield (
-            f"agent.function = {agent.function}, expected `async def run(task, client) -> reward`."
-            f"\nMake it async; asyncio.to_thread runs blocking code (docs/agents.md)."
-        )
+        expected = "`async def run(task, client) -> reward`"
+        remedy = "Make it async; asyncio.to_thread runs blocking code (docs/agents.md)"
+        yield Problem("coroutine", "agent.function", agent.function, expected, remedy=remedy)
 
 
 def _check_function(
@@ -280,9 +274,8 @@ def function_at(key: str, path: str) -> Callable[..., Any]:
     """
     function: Callable[..., Any] = locate(f"{key}.function", path)
     if not callable(function):
-        raise ConfigError(
-            f"{key}.function = {path}, expected a function or class.\nSet {key}.function to one."
-        )
+        key, expected = f"{key}.function", "a function or class"
+        raise ConfigError(Problem("function", key, path, expected, "", f"Set {key} to one"))
     return function
 
 

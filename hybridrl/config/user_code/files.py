@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem
 
 # Last word of keys that name code, and a key with a built-in name or own code.
 NAMES_CODE = ("function", "worker")
@@ -52,12 +52,12 @@ def module_and_name(key: str, path: str) -> tuple[str, str]:
         names = _names_in(path)
         has = f"; it has {', '.join(names)}" if names else ""
         name = names[0] if len(names) == 1 else "<name of a function or class>"
-        raise ConfigError(
-            f"{key} = {path} names a file, but nothing in it{has}.\nSet {key}={path}:{name}"
-        )
+        why, remedy = f"it names a file, but nothing in it{has}", f"Set {key}={path}:{name}"
+        raise ConfigError(Problem("no_name", key, path, why=why, remedy=remedy))
     module, name = _parts(path)
     if not module or not name:
-        raise ConfigError(f"{key} = {path}, expected a dotted path or a file, such as {FORMS}.")
+        expected = f"a dotted path or a file, such as {FORMS}"
+        raise ConfigError(Problem("no_path", key, path, expected))
     return module, name
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import wait
 from typing import Any, Protocol, runtime_checkable
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem, as_problem, shown
 from hybridrl.config.user_code.files import file_of, module_and_name, module_of
 from hybridrl.processes.process import ChildEnd, UserProcess
 from hybridrl.processes.supervisor import describe_exit
@@ -28,7 +28,7 @@ Check = tuple[str, tuple[Any, ...]]
 class ChecksItself(Protocol):
     """A reward or environment with checks beyond those of its signature."""
 
-    def problems(self, key: str, args: dict[str, Any]) -> Iterable[str]:
+    def problems(self, key: str, args: dict[str, Any]) -> Iterable[Problem | str]:
         """Return problems of `args`, which fit the signature, or of this machine.
 
         Args:
@@ -53,18 +53,16 @@ def check_import(key: str, path: str) -> None:
         raise ConfigError(import_problem(key, path, reason))
 
 
-def import_problem(key: str, path: str, reason: str) -> str:
+def import_problem(key: str, path: str, reason: str) -> Problem:
     """Return the problem of a module that cannot be imported."""
-    module = module_of(path)
-    text = f"{key} = {path}, but importing {file_of(module) or module} failed: {reason}."
-    if not reason.startswith("ModuleNotFoundError"):
-        return text
-    return (
-        f"{text}\nModules are searched in the current directory, PYTHONPATH and installed packages."
-    )
+    module, remedy = module_of(path), ""
+    if reason.startswith("ModuleNotFoundError"):
+        remedy = "Modules are searched in the current directory, PYTHONPATH and installed packages"
+    why = f"importing {file_of(module) or module} failed: {reason}"
+    return Problem("import", key, path, why=why, remedy=remedy)
 
 
-def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> list[str]:
+def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> list[Problem]:
     """Import the module of `path` and run a check of what it names; return the problems.
 
     Both happen in one separate process. Code of hybridrl needs no trial.
@@ -83,10 +81,10 @@ def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> l
     module, _ = module_and_name(key, path)
     imported, answer = _tried(module, (function, (key, path, *arguments)))
     if isinstance(answer, list):
-        return answer
+        return [Problem(*fields) for fields in answer]
     if not imported:
         raise ConfigError(import_problem(key, path, answer))
-    return [f"{key} = {path}, but {what} failed: {answer}."]
+    return [Problem("trial", key, path, why=f"{what} failed: {answer}")]
 
 
 def check_itself(key: str, path: str, code: object, args: dict[str, Any]) -> None:
@@ -97,7 +95,7 @@ def check_itself(key: str, path: str, code: object, args: dict[str, Any]) -> Non
     if not isinstance(code, ChecksItself):
         return
     if is_ours(path):
-        problems = list(code.problems(key, args))
+        problems = [*map(as_problem, code.problems(key, args))]
     else:
         check, function = "its check `problems`", f"{__name__}.problems_of"
         problems = try_out(f"{key}.function", path, check, function, key, args)
@@ -105,7 +103,9 @@ def check_itself(key: str, path: str, code: object, args: dict[str, Any]) -> Non
         raise ConfigError(*problems)
 
 
-def problems_of(function_key: str, path: str, key: str, args: dict[str, Any]) -> list[str]:
+def problems_of(
+    function_key: str, path: str, key: str, args: dict[str, Any]
+) -> list[Problem | str]:
     """Ask user code for its problems, in a trial's process."""
     module, name = module_and_name(function_key, path)
     return [*vars(importlib.import_module(module))[name].problems(key, args)]
@@ -123,7 +123,7 @@ def _tried_import(module: str, import_path: tuple[str, ...]) -> str:
     return "" if imported else str(answer)
 
 
-def _tried(module: str, check: Check | None = None) -> tuple[bool, list[str] | str]:
+def _tried(module: str, check: Check | None = None) -> tuple[bool, list[tuple[str, ...]] | str]:
     """Run `trial` in a separate process.
 
     Returns:
@@ -157,13 +157,14 @@ def trial(link: ChildEnd) -> None:
         link.send(_described(error))
 
 
-def _problems(function: str, arguments: tuple[Any, ...]) -> list[str]:
+def _problems(function: str, arguments: tuple[Any, ...]) -> list[tuple[str, ...]]:
     """Call a check; the problems of a ConfigError are its answer, too."""
     module, _, name = function.rpartition(".")
     try:
-        return [str(text) for text in vars(importlib.import_module(module))[name](*arguments)]
+        problems = [*map(as_problem, vars(importlib.import_module(module))[name](*arguments))]
     except ConfigError as error:
-        return error.texts
+        problems = error.problems
+    return [(p.id, p.key, shown(p.value), p.expected, p.why, p.remedy) for p in problems]
 
 
 def _described(error: BaseException) -> str:

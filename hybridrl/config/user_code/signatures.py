@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config.choices import RewardSignature
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.errors import ConfigError, Problem, must_be
 from hybridrl.config.keys import similar_siblings
 
 # The call of each signature, for messages.
@@ -157,18 +157,14 @@ def check_signature(
     by_names = recognised(function)
     accepted = by_names if signature is RewardSignature.auto else signature
     if by_names not in (None, accepted):
-        raise ConfigError(
-            f"{key}.signature = {accepted}, but {key}.function = {path} has the parameter names of "
-            f"{by_names}: {inspect.signature(function)}.\nSet {key}.signature={by_names}."
-        )
+        why = f"{key}.function = {path} has its parameter names: {inspect.signature(function)}"
+        raise ConfigError(must_be("signature", f"{key}.signature", accepted, by_names, why))
     if accepted is None:
         calls = "\n".join(f"  {name.value:<9} {call}" for name, call in CALLS.items())
         named = " or set reward.signature=<name>" if key == "reward" else ""
-        raise ConfigError(
-            f"{key}.function = {path} has the signature {inspect.signature(function)}, expected "
-            f"the parameter names of one of these:\n{calls}\n"
-            f"Rename its parameters{named}."
-        )
+        expected = f"the parameter names of one of these:\n{calls}\n"
+        why, remedy = f"it has {inspect.signature(function)}", f"Rename its parameters{named}"
+        raise ConfigError(Problem("signature", f"{key}.function", path, expected, why, remedy))
     # TRL's functions may ask for any column.
     columns = filter(_is_required, inspect.signature(function).parameters.values())
     row = ("", "", {"answer": ""} | {column.name: "" for column in columns}, list[int]())
@@ -199,11 +195,12 @@ def check_arguments(
         required = [name for name in known if _is_required(signature.parameters[name])]
         missing = [f"+{key}.args.{name}=<value>" for name in required if name not in keywords]
         remedy = f"Add {' '.join(missing)}" if missing and not {*keywords} - {*known} else ""
-        raise ConfigError(
-            f"{key}.function = {path} cannot be called with {key}.args = {args}: {error}.\n"
-            f"Its signature is {signature}; the call is {call}. "
-            f"{_similar_args(key, args, known)}{remedy or f'Remove or rename keys of {key}.args'}."
-        ) from error
+        why = f"it cannot be called with {key}.args = {args}: {error}"
+        similar = f"Its signature is {signature}; the call is {call}. "
+        similar += _similar_args(key, args, known)
+        remedy = f"{similar}{remedy or f'Remove or rename keys of {key}.args'}"
+        problem = Problem("arguments", f"{key}.function", path, why=why, remedy=remedy)
+        raise ConfigError(problem) from error
 
 
 def _similar_args(key: str, args: dict[str, Any], known: list[str]) -> str:

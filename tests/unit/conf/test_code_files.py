@@ -81,23 +81,20 @@ def test_files_of_one_name_are_different_modules(folder):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "id_", "words"),
     [
-        (
-            "my.py",
-            "my.py names a file, but nothing in it; it has score.\nSet reward.function=my.py:score",
-        ),
-        ("{}/my.py", "it has score.\nSet reward.function={}/my.py:score"),
-        ("none.py", "nothing in it.\nSet reward.function=none.py:<name"),
-        ("my.py:", "expected a dotted path or a file, such as"),
-        ("my.py:scor", "/my.py has no scor; it has score"),
-        ("empty.py:score", "/empty.py has no score; it defines no function or class."),
-        ("none.py:score", "No such file or directory: '{}/none.py'"),
-        ("broken.py:score", "SyntaxError: invalid syntax ({}/broken.py, line 2)"),
-        ("fails.py:score", "NameError: name 'nothing' is not defined ({}/fails.py, line 1)"),
+        ("my.py", "no_name", "; it has score.\nSet reward.function=my.py:score"),
+        ("{}/my.py", "no_name", "; it has score.\nSet reward.function={}/my.py:score"),
+        ("none.py", "no_name", "nothing in it.\nSet reward.function=none.py:<name"),
+        ("my.py:", "no_path", ""),
+        ("my.py:scor", "no_such_name", "/my.py has no scor; it has score"),
+        ("empty.py:score", "no_such_name", "it defines no function or class."),
+        ("none.py:score", "import", "No such file or directory: '{}/none.py'"),
+        ("broken.py:score", "import", "SyntaxError: invalid syntax ({}/broken.py, line 2)"),
+        ("fails.py:score", "import", "'nothing' is not defined ({}/fails.py, line 1)"),
     ],
 )
-def test_a_mistake_is_named(folder, path, words):
+def test_a_mistake_is_named(folder, path, id_, words):
     (folder / "my.py").write_text(REWARD)
     (folder / "empty.py").write_text("VALUE = 1\n")
     (folder / "broken.py").write_text("x = 1\ndef = 3\n")
@@ -105,5 +102,5 @@ def test_a_mistake_is_named(folder, path, words):
     with pytest.raises(ConfigError) as caught:
         check_import("reward.function", path.format(folder))
         locate("reward.function", path.format(folder))
-    (problem,) = caught.value.texts
-    assert words.format(folder) in problem
+    (problem,) = caught.value.problems
+    assert problem.id == id_ and words.format(folder) in str(problem)

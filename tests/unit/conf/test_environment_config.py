@@ -9,7 +9,7 @@ import pytest
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.environments.base import EnvironmentPool, StepRequest
 from hybridrl.trainer.episodes.conversations import stop_problems, turn_tokens
-from tests.support.composing import REPO, examined, problems
+from tests.support.composing import REPO, examined, made, mistakes, named, only, problems
 from tests.support.role_configs import model_config
 
 CALCULATOR = ["hardware=cpu", "environment=calculator"]
@@ -29,28 +29,24 @@ def test_the_calculator():
     assert (environment.stop, environment.role) == (["="], "user")
 
 
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [
-        ("environment.max_turns=0", "environment.max_turns = 0, expected at least 1"),
-        ("environment.max_turns=often", "environment.max_turns = often, expected an integer"),
-        ("environment.role=''", "environment.role is empty"),
-        ("environment.function=hybridrl.environments.calculator.Calculater", "has no Calculater"),
-        ("environment.function=no_such_module.Thing", "importing no_such_module failed"),
-        (
-            "environment.function=hybridrl.environments.calculator.MARKER",
-            "calculator.MARKER, expected a function or class",
-        ),
-        ("+environment.args.mod=strict", "Did you mean environment.args.mode?"),
-        ("~environment.args.mode", "missing a required argument: 'mode'"),
-        ("+environment.max_turn=3", "Did you mean environment.max_turns?"),
-        ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
-        ("reward.args.mode=flexible", "reward.args.mode: no effect"),
-    ],
-)
-def test_a_mistake_gets_one_problem_that_says_what_to_do(override, names):
-    (problem,) = problems(*CALCULATOR, override)
-    assert names in problem
+MISTAKES = """
+range environment.max_turns environment.max_turns=0
+type environment.max_turns environment.max_turns=often
+role environment.role environment.role='' | it is empty
+no_such_name environment.function environment.function=hybridrl.environments.calculator.Calculater
+import environment.function environment.function=no_such_module.Thing | Modules are searched in
+function environment.function environment.function=hybridrl.environments.calculator.MARKER
+arguments environment.function +environment.args.mod=strict | Did you mean environment.args.mode?
+arguments environment.function ~environment.args.mode | missing a required argument: 'mode'
+unknown_key environment.max_turn +environment.max_turn=3 | Did you mean environment.max_turns?
+no_effect reward.function reward.function=hybridrl.rewards.gsm8k.score | set environment=none
+no_effect reward.args.mode reward.args.mode=flexible
+"""
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_a_mistake_gets_one_problem_that_says_what_to_do(mistake):
+    assert made(mistake, *CALCULATOR) == [mistake]
 
 
 def test_what_steps_and_failures_take_keeps_its_effect():
@@ -106,51 +102,44 @@ def test_an_agent_and_its_command():
     }
 
 
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [
-        ("agent.concurrency=0", "agent.concurrency = 0, expected at least 1"),
-        ("agent.other_sampling=allow", "expected one of refuse, mask, ignore"),
-        ("agent.function=hybridrl.environments.calculator_agent.go", "has no go"),
-        ("agent.function=hybridrl.environments.calculator.evaluate", "cannot be called with"),
-        ("agent.function=hybridrl.environments.calculator.Calculator", "expected `async def run"),
-        ("+agent.args.mod=strict", "Did you mean agent.args.mode?"),
-        ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
-        ("reward.timeout_s=3", "reward.timeout_s: no effect"),
-        ("algorithm.max_sampling_rounds=3", "environment=agent does not work with it yet"),
-        ("algorithm=remax", "Set algorithm=rloo"),
-    ],
-)
-def test_a_mistake_of_an_agent_gets_one_problem(override, names):
-    (problem,) = problems(*AGENT, override)
-    assert names in problem
+AGENT_MISTAKES = """
+range agent.concurrency agent.concurrency=0
+type agent.other_sampling agent.other_sampling=allow | one of refuse, mask, ignore
+no_such_name agent.function agent.function=hybridrl.environments.calculator_agent.go
+arguments agent.function agent.function=hybridrl.environments.calculator.evaluate
+coroutine agent.function agent.function=hybridrl.environments.calculator.Calculator \
+    | `async def run(task, client)
+arguments agent.function +agent.args.mod=strict | Did you mean agent.args.mode?
+no_effect reward.function reward.function=hybridrl.rewards.gsm8k.score | set environment=none
+no_effect reward.timeout_s reward.timeout_s=3
+agent algorithm.max_sampling_rounds algorithm.max_sampling_rounds=3
+agent algorithm.advantage algorithm=remax | Set algorithm=rloo
+"""
+
+
+@pytest.mark.parametrize("mistake", mistakes(AGENT_MISTAKES))
+def test_a_mistake_of_an_agent_gets_one_problem(mistake):
+    assert made(mistake, *AGENT) == [mistake]
 
 
 def test_a_program_is_a_coroutine_and_a_command_is_a_list(tmp_path):
     (tmp_path / "agent.py").write_text("def run(task, client): return 1.0")
-    (problem,) = problems(*AGENT, f"agent.function={tmp_path}/agent.py:run")
-    assert "expected `async def run(task, client)" in problem
-    (problem,) = problems("hardware=cpu", "environment=agent_command", "algorithm=grpo")
-    assert "agent.args.command = [], expected the texts" in problem
+    assert only(*AGENT, f"agent.function={tmp_path}/agent.py:run").id == "coroutine"
+    problem = only("hardware=cpu", "environment=agent_command", "algorithm=grpo")
+    assert "agent.args.command = [], expected the texts" in str(problem)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("score", None),
-        ("scores", "has no scores; it has score, short"),
-        ("short", "cannot be called with"),
-    ],
+    ("name", "ids"), [("score", []), ("scores", ["no_such_name"]), ("short", ["arguments"])]
 )
-def test_the_judge_of_a_command_takes_four_arguments(tmp_path, name, says):
+def test_the_judge_of_a_command_takes_four_arguments(tmp_path, name, ids):
     file = tmp_path / "judge.py"
     file.write_text("def score(task, transcript, folder, output): ...\ndef short(task): ...\n")
     command = ["hardware=cpu", "environment=agent_command", "algorithm=grpo"]
     command += ["agent.args.command=[ls]", f"agent.args.reward.function={file}:{name}"]
-    found = problems(*command)
-    assert len(found) == (says is not None) and (says or "") in "".join(found)
+    assert [id_ for id_, _ in named(*command)] == ids
 
 
 def test_arguments_of_a_chat_template_are_its_own():
-    (found,) = problems("hardware=cpu", "+data.chat_template_kwargs={tokenize: true, mood: 1}")
-    assert found.startswith("data.chat_template_kwargs.tokenize: it is no argument")
+    found = named("hardware=cpu", "+data.chat_template_kwargs={tokenize: true, mood: 1}")
+    assert found == [("template_argument", "data.chat_template_kwargs.tokenize")]

@@ -9,7 +9,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.flops import training_flops
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.plan.tables import plan
-from tests.support.composing import GPU_NODE, TINY, examined, problems
+from tests.support.composing import GPU_NODE, TINY, examined, made, mistakes, only
 
 EXPERTS = {
     "moe_intermediate_size": 24,
@@ -59,41 +59,51 @@ def test_settings_that_vllm_or_the_trainer_ignores_are_refused(kind, setting):
 
 
 def test_absent_and_impossible_sizes_are_named():
-    with pytest.raises(ConfigError, match="lacks moe_intermediate_size"):
-        model_shape(MOE | {"moe_intermediate_size": None})
-    with pytest.raises(ConfigError, match="num_experts_per_tok = 9 is more than num_experts = 8"):
-        model_shape(MOE | {"num_experts_per_tok": 9})
+    problem = only("hardware=cpu", model=MOE | {"moe_intermediate_size": None})
+    assert problem.id == "model_lacks" and "lacks moe_intermediate_size" in problem.why
+    problem = only("hardware=cpu", model=MOE | {"num_experts_per_tok": 9})
+    assert problem.id == "model_sizes"
+    assert "num_experts_per_tok = 9 is more than num_experts = 8" in problem.why
+
+
+MISTAKES = """
+balance_of_parts actor.router_balance_coef actor.router_balance_coef=0.1 fsdp.ulysses_size=2
+no_effect rollout.router_replay rollout.router_replay=record +recipe=gsm8k_sft | no responses
+copy actor.router_replay ++actor.router_replay=replay
+router_replay rollout.router_replay rollout.router_replay=replay rollout.schedule=partial \
+    | schedule = partial
+router_replay rollout.router_replay rollout.router_replay=replay environment=calculator \
+    | earlier turns
+compiled_experts fsdp.compile fsdp.compile=true fsdp.param_dtype=float32
+adapted_layers lora.target_modules lora=default lora.target_modules=[gate_proj]
+"""
+WITHOUT_EXPERTS = """
+no_experts actor.router_balance_coef actor.router_balance_coef=0.1
+router_replay rollout.router_replay rollout.router_replay=replay | no experts to record
+"""
+LONG = {"max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_what_experts_do_not_allow_is_refused(mistake):
+    assert made(mistake, "hardware=gpu", model=MOE | LONG, machine=GPU_NODE) == [mistake]
+
+
+@pytest.mark.parametrize("mistake", mistakes(WITHOUT_EXPERTS))
+def test_what_needs_experts_is_refused_without(mistake):
+    assert made(mistake, "hardware=gpu", model=TINY | LONG, machine=GPU_NODE) == [mistake]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "model", "named"),
+    ("size", "model", "ids", "word"),
     [
-        (["actor.router_balance_coef=0.1"], TINY, "has no experts to balance"),
-        (
-            ["actor.router_balance_coef=0.1", "fsdp.ulysses_size=2"],
-            MOE,
-            "the loss is of whole sequences",
-        ),
-        (["rollout.router_replay=replay"], TINY, "no experts to record"),
-        (["rollout.router_replay=record", "+recipe=gsm8k_sft"], MOE, "samples no responses"),
-        (["++actor.router_replay=replay"], MOE, "no copy of the shared rollout.router_replay"),
-        (["rollout.expert_parallel=true"], TINY, "equally many of the no experts"),
-        (
-            ["rollout.expert_parallel=true", "rollout.tensor_parallel_size=16"],
-            MOE,
-            "rollout.tensor_parallel_size = 16 ranks holds equally many of the 8 experts",
-        ),
-        (["rollout.router_replay=replay", "rollout.schedule=partial"], MOE, "schedule = partial"),
-        (["rollout.router_replay=replay", "environment=calculator"], MOE, "earlier turns"),
-        (["fsdp.compile=true", "fsdp.param_dtype=float32"], MOE, "cannot be compiled"),
-        (
-            ["lora=default", "lora.target_modules=[gate_proj]"],
-            MOE,
-            "gate_proj is not a",
-        ),
-        (["rollout.tensor_parallel_size=16"], MOE, "intermediate size of an expert 24"),
+        (1, TINY, ["no_effect", "expert_parallel"], "equally many of the no experts"),
+        (16, MOE, ["engine_ranks", "slices", "expert_parallel"], "equally many of the 8 experts"),
+        (16, MOE, ["engine_ranks", "slices", "expert_parallel"], "size of an expert 24"),
     ],
 )
-def test_what_experts_do_not_allow_is_refused(overrides, model, named):
-    found = problems("hardware=gpu", *overrides, model=model, machine=GPU_NODE)
-    assert any(named in problem for problem in found), found
+def test_engines_hold_equally_many_experts(size, model, ids, word):
+    overrides = ["rollout.expert_parallel=true", f"rollout.tensor_parallel_size={size}"]
+    found = examined(["hardware=gpu", *overrides], model=model | LONG, machine=GPU_NODE).report
+    assert [problem.id for problem in found.problems] == ids
+    assert any(word in text for text in found.texts)

@@ -57,10 +57,10 @@ def test_a_failing_nvidia_smi_is_not_taken_for_no_gpu(answers, monkeypatch, line
     assert machine.gpus == ()
     with pytest.raises(ConfigError) as raised:
         hardware_overrides(machine)
-    (text,) = raised.value.texts
-    assert f"nvidia-smi failed: {told}" in text
-    assert machine.nodes[0].name in text
-    assert "Repair this, or set hardware=cpu" in text
+    (problem,) = raised.value.problems
+    assert problem.id == "hardware" and f"nvidia-smi failed: {told}" in problem.why
+    assert machine.nodes[0].name in problem.why
+    assert "Repair this, or set hardware=cpu" in problem.remedy
 
 
 @pytest.mark.parametrize(

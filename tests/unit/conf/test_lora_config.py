@@ -14,7 +14,16 @@ from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.plan.tables import plan
-from tests.support.composing import GPU_NODE, LAPTOP, QWEN, TINY, examined, problems
+from tests.support.composing import (
+    GPU_NODE,
+    LAPTOP,
+    QWEN,
+    TINY,
+    examined,
+    made,
+    mistakes,
+    problems,
+)
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -104,37 +113,28 @@ def test_layers_and_their_sizes_are_those_of_the_real_model(config_class):
     assert model_shape(json.loads(config.to_json_string())).linear_layers == found
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        (
-            "lora.target_modules=[q_prj,v_proj]",
-            "q_prj is not a linear layer of the decoder.\nDid you mean q_proj?",
-        ),
-        ("lora.target_modules=[q_prj,v_proj]", "Did you mean q_proj?"),
-        ("lora.target_modules=[lm_head]", "lm_head is not a linear layer"),
-        ("lora.target_modules=[]", "lora.target_modules = [], expected at least one linear layer"),
-        ("lora.rank=33", "lora.rank = 33, expected at most 32, the smaller dimension of k_proj"),
-        ("lora.rank=0", "lora.rank = 0, expected at least 1"),
-        ("lora.alpha=0", "lora.alpha = 0.0, expected above 0"),
-        ("+lora.dropout=0.1", "lora.dropout = 0.1: unknown key"),
-        ("lora.rank=four", "lora.rank = four, expected an integer"),
-        ("++actor.lora.rank=4", "actor.lora = rank=4, expected no copy of the shared lora"),
-    ],
-)
-def test_what_does_not_fit_is_refused(override, expected):
+MISTAKES = """
+adapted_layers lora.target_modules lora.target_modules=[q_prj,v_proj] \
+    | q_prj is not a linear layer | Did you mean q_proj?
+adapted_layers lora.target_modules lora.target_modules=[lm_head] | lm_head is not a linear layer
+adapted_layers lora.target_modules lora.target_modules=[] | at least one linear layer
+adapter_rank lora.rank lora.rank=33 | at most 32, the smaller dimension of k_proj
+range lora.rank lora.rank=0 | at least 1
+range lora.alpha lora.alpha=0 | above 0
+unknown_key lora.dropout +lora.dropout=0.1
+type lora.rank lora.rank=four
+copy actor.lora ++actor.lora.rank=4
+no_effect ref.log_prob_chunk_tokens ref.log_prob_chunk_tokens=64 | set actor.log_prob_chunk_tokens
+"""
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_what_does_not_fit_is_refused(mistake):
     """One head of keys and values: k_proj has 128 / 4 = 32 outputs."""
     one_head = TINY | {"num_key_value_heads": 1}
-    (problem,) = problems("hardware=cpu", "lora=default", override, model=one_head)
-    assert expected in problem
+    assert made(mistake, "hardware=cpu", "lora=default", model=one_head) == [mistake]
 
 
 def test_a_rank_may_be_as_large_as_the_smallest_adapted_layer():
     overrides = ("hardware=gpu", "lora=default", "lora.target_modules=[q_proj]", "lora.rank=896")
     assert not [p for p in problems(*overrides, model=QWEN) if "lora" in p]
-
-
-def test_the_reference_has_no_chunks_of_its_own_where_it_is_the_actors_model():
-    (problem,) = problems("hardware=cpu", "lora=default", "ref.log_prob_chunk_tokens=64")
-    assert "ref.log_prob_chunk_tokens: no effect with lora.rank = 16" in problem
-    assert "set actor.log_prob_chunk_tokens" in problem

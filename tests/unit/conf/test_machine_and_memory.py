@@ -40,6 +40,8 @@ from tests.support.composing import (
     QWEN,
     TINY,
     examined,
+    named,
+    only,
     problems,
 )
 from tests.support.tiny_hf import MORE
@@ -188,8 +190,9 @@ def test_what_vllm_keeps_asleep_counts_in_training(sleep, present):
 def test_a_run_that_does_not_fit_is_told_of_offload():
     small = Machine((Node("small", 16, 512 * GIB, gpus=(GPU("L4", 22 * GIB),)),))
     overrides = ["hardware=gpu", *FASTEST_SET, "actor.mini_batch_size=16"]
-    (problem,) = problems(*overrides, machine=small)[:1]
-    assert "GPU has 22.0 GiB" in problem and "fsdp.offload=idle_all" in problem
+    problem = examined(overrides, machine=small).report.problems[0]
+    assert problem.id == "gpu_memory" and "GPU has 22.0 GiB" in problem.why
+    assert "fsdp.offload=idle_all" in problem.remedy
 
 
 def test_pinned_memory_must_fit_the_node():
@@ -199,10 +202,10 @@ def test_pinned_memory_must_fit_the_node():
     config = examined(overrides, machine=Machine((node,))).config
     pinned = pinned_bytes(config, model_shape(QWEN))
     assert pinned == pytest.approx(28 * 494_032_768, rel=1e-3)
-    (problem,) = problems(*overrides, machine=Machine((node,)))
-    assert problem.startswith("fsdp.offload = idle_all")
-    assert "each of a node's 1 GPUs takes offload 12.9 GiB" in problem
-    assert "the node (or its cgroup) has 18.0 GiB" in problem
+    problem = only(*overrides, machine=Machine((node,)))
+    assert (problem.id, problem.key, problem.value) == ("host_memory", "fsdp.offload", "idle_all")
+    assert "each of a node's 1 GPUs takes offload 12.9 GiB" in problem.why
+    assert "the node (or its cgroup) has 18.0 GiB" in problem.why
     roomy = Machine((Node("roomy", 16, 64 * GIB, gpus=(H200,)),))
     assert not problems(*overrides, machine=roomy)
     assert not problems(*overrides[::2], machine=Machine((node,)))
@@ -214,8 +217,7 @@ def test_the_copy_that_checkpoints_are_written_from_must_fit_the_node():
     overrides = ["hardware=gpu", "actor.mini_batch_size=16"]
     config = examined(overrides, machine=tight).config
     assert staged_bytes(config, model_shape(QWEN)) == pytest.approx(24 * 494_032_768, rel=1e-3)
-    (problem,) = problems(*overrides, machine=tight)
-    assert problem.startswith("checkpoint.every_steps = 10: each of a node's")
+    assert named(*overrides, machine=tight) == [("host_memory", "checkpoint.every_steps")]
     assert not problems(*overrides, "checkpoint.every_steps=0", machine=tight)
 
 
@@ -231,8 +233,9 @@ def test_host_memory_that_is_not_pinned_must_fit_the_node_too():
         "checkpoint staging": 0,
     }
     node = Node("tight", 16, 32 * GIB, gpus=(H200,) * 8)
-    (problem,) = problems(*overrides, machine=Machine((node,)))
-    assert problem.startswith("cluster.gpus_per_node = 8") and "together 34.0 GiB" in problem
+    problem = only(*overrides, machine=Machine((node,)))
+    assert (problem.id, problem.key) == ("host_memory", "cluster.gpus_per_node")
+    assert problem.value == 8 and "together 34.0 GiB" in problem.why
     console = Console(width=160, file=StringIO())
     console.print(plan(config, model_shape(QWEN), GPU_NODE))
     assert "Host memory of one rank: 4.1 GiB (process 4.0 GiB" in console.file.getvalue()
@@ -245,7 +248,8 @@ def test_each_node_needs_memory_for_its_own_ranks_alone():
 
     def refused(*gib):
         nodes = [Node(f"n{k}", 16, size * GIB, gpus=(H200,) * k) for k, size in enumerate(gib)]
-        return [p for p in problems(*overrides, machine=Machine(tuple(nodes))) if "of RAM" in p]
+        found = examined(overrides, machine=Machine(tuple(nodes))).report.problems
+        return [problem.why for problem in found if problem.id == "host_memory"]
 
     assert refused(2, 18, 32) == []
     (problem,) = refused(2, 18, 20)
@@ -261,8 +265,8 @@ def test_a_head_of_ray_without_cpus_is_no_obstacle():
 
 
 def test_offload_without_a_gpu_is_refused():
-    (problem,) = problems("hardware=cpu", "fsdp.offload=idle_optimizer")
-    assert problem.startswith("fsdp.offload = idle_optimizer, expected none: with hardware = cpu")
+    found = named("hardware=cpu", "fsdp.offload=idle_optimizer")
+    assert found == [("cpu_offload", "fsdp.offload")]
     assert not problems("hardware=cpu", "fsdp.offload=none")
 
 
@@ -361,6 +365,7 @@ def test_a_head_size_that_vllm_lacks_on_cpus_is_refused():
     tiny = TINY | {"head_dim": 16}
     if not cpu_head_sizes():
         pytest.skip("needs vLLM")
-    (problem,) = problems("hardware=cpu", model=tiny)
-    assert "expected attention heads of size 32, 64" in problem and "have 16" in problem
+    problem = only("hardware=cpu", model=tiny)
+    assert problem.id == "head_size" and "attention heads of size 32, 64" in problem.expected
+    assert "have 16" in problem.why
     assert problems("hardware=gpu", machine=GPU_NODE, model=QWEN | {"head_dim": 16}) == []

@@ -7,7 +7,7 @@ import pytest
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 from hybridrl.config.planner.memory import rank_phases
 from hybridrl.models.known_shapes import QWEN2_5
-from tests.support.composing import FASTEST_SET, examined
+from tests.support.composing import FASTEST_SET, GPU_NODE, examined, named, only
 from tests.support.model_shapes import QWEN, QWEN_7B
 
 H100 = GPU("NVIDIA H100", 80 * GIB)
@@ -40,7 +40,7 @@ def refused(size, *overrides, machine):
         ["hardware=gpu", *FASTEST_SET, *overrides], machine=machine, model=SHAPES[size]
     )
     phases = rank_phases(found.config, found.shape, 80 * GIB)
-    told = [text for text in found.report.texts if "GiB" in text]
+    told = [text for text in map(str, found.report.problems) if "GiB" in text]
     return told, {phase.name: phase.total for phase in phases}
 
 
@@ -103,21 +103,19 @@ def test_a_cache_larger_than_the_gpu_is_named_and_made_smaller():
     assert problem.startswith("rollout.kv_cache_mb = 200000: ")
     settings, _ = advised(problem)
     assert refused("7B", *given, *settings, machine=nodes(1))[0] == []
+    small = ["algorithm=grpo", "rollout.gpu_memory_utilization=0.05"]
+    found = named("hardware=gpu", *FASTEST_SET, *small, machine=GPU_NODE, model=QWEN_7B)
+    assert found == [("cache_memory", "rollout.gpu_memory_utilization")]
 
 
 @pytest.mark.parametrize(
-    ("given", "gib", "words"),
+    ("given", "gib", "id_"),
     [
-        (
-            "rollout.tensor_parallel_size=8",
-            2048,
-            "expected a divisor of the model's 28 attention heads",
-        ),
-        ("rollout.tensor_parallel_size=2", 32, "each of a node's 8 GPUs takes"),
+        ("rollout.tensor_parallel_size=8", 2048, "slices"),
+        ("rollout.tensor_parallel_size=2", 32, "host_memory"),
     ],
 )
-def test_what_no_setting_helps_is_the_only_problem(given, gib, words):
+def test_what_no_setting_helps_is_the_only_problem(given, gib, id_):
     """Without choosing, this run does not fit into a GPU either."""
     overrides = ["hardware=gpu", "algorithm=grpo", given]
-    found = examined(overrides, machine=nodes(1, gib), model=SHAPES["7B"]).report.texts
-    assert len(found) == 1 and words in found[0], found
+    assert only(*overrides, machine=nodes(1, gib), model=SHAPES["7B"]).id == id_

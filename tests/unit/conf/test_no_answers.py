@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.composing import examined, problems
+from tests.support.composing import examined, named
 
 BASE = ["hardware=cpu", "algorithm=grpo", "data.answer_key=null"]
 NO_RULE = "~eval.rules.flexible"
@@ -21,10 +21,10 @@ READERS = [
 
 @pytest.mark.parametrize(("overrides", "key"), READERS, ids=lambda value: str(value)[:30])
 def test_what_reads_an_answer_is_refused_with_what_to_type(overrides, key):
-    (problem,) = [text for text in problems(*BASE, *overrides) if "data.answer_key = null" in text]
-    assert problem.startswith(f"{key}.function = ")
-    assert "data.answer_key=<" in problem
-    assert f"'~{key}'" in problem or key in ("reward", "environment", "agent")
+    found = examined([*BASE, *overrides]).report.problems
+    (problem,) = [problem for problem in found if problem.id == "no_answers"]
+    assert problem.key == f"{key}.function" and "data.answer_key=<" in problem.remedy
+    assert f"'~{key}'" in problem.remedy or key in ("reward", "environment", "agent")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_reads_an_answer_is_refused_with_what_to_type(overrides, key):
     ],
 )
 def test_other_parts_need_none(overrides):
-    assert [text for text in problems(*BASE, *overrides) if "answer_key" in text] == []
+    assert "no_answers" not in dict(named(*BASE, *overrides))
 
 
 def test_a_function_for_verl_needs_one_if_it_takes_one(tmp_path):
@@ -48,17 +48,18 @@ def test_a_function_for_verl_needs_one_if_it_takes_one(tmp_path):
         "def looks(data_source, solution_str, ground_truth=None): return 0\n"
     )
     for name, count in (("reads", 1), ("looks", 0)):
-        found = problems(*BASE, f"reward.function={file}:{name}")
-        assert len([text for text in found if "answer_key" in text]) == count, found
+        found = named(*BASE, f"reward.function={file}:{name}")
+        assert found.count(("no_answers", "reward.function")) == count, found
 
 
 def test_examples_and_fine_tuning_need_solutions():
     more = ["reward=format", NO_RULE]
     for overrides in (["data.few_shot=2"], ["algorithm=sft"]):
-        (problem,) = [t for t in problems(*BASE, *overrides, *more) if "solution_key" in t]
-        assert "data.solution_key=<" in problem
-        given = problems(*BASE, *overrides, *more, "data.solution_key=worked")
-        assert [text for text in given if "answer_key" in text] == []
+        found = examined([*BASE, *overrides, *more]).report.problems
+        (problem,) = [problem for problem in found if problem.id == "no_solutions"]
+        assert "data.solution_key=<" in problem.remedy
+        given = named(*BASE, *overrides, *more, "data.solution_key=worked")
+        assert not {"no_solutions", "no_answers"} & {*dict(given)}
 
 
 def test_one_data_set_without_answers_counts():
@@ -66,7 +67,6 @@ def test_one_data_set_without_answers_counts():
         "+data.mixture.sums={weight: 1, name: embedded/steps_1, answer_key: answer}",
         "+data.mixture.chats={weight: 1, name: embedded/steps_2}",
     ]
-    (problem,) = problems(*BASE, NO_RULE, *parts)
-    assert problem.startswith("reward.function = hybridrl.rewards.gsm8k.score")
+    assert named(*BASE, NO_RULE, *parts) == [("no_answers", "reward.function")]
     own = ["data.mixture.chats.answer_key=answer"]
-    assert not examined([*BASE, *parts, "+" + own[0]]).report.texts
+    assert not examined([*BASE, *parts, "+" + own[0]]).report.problems

@@ -8,7 +8,7 @@ from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.overrides import precompose
 from hybridrl.config.command.own_functions import drop_inherited, override_leaves
 from hybridrl.config.keys import leaves
-from tests.support.composing import GPU_NODE, composed, examined, problems
+from tests.support.composing import GPU_NODE, composed, examined, made, mistakes, only
 
 BASE = ["hardware=cpu"]
 MINE = "hybridrl.rewards.format.gsm8k_answer"
@@ -151,10 +151,9 @@ def test_functions_of_one_name_in_a_list_are_told_apart_by_their_modules():
         "none_score": both[0],
         "gsm8k_score": both[1],
     }
-    (problem,) = problems(*BASE, f"reward.function=[{both[0]},{both[0]}]")
-    assert f"reward.function = [{both[0]}, {both[0]}]" in problem and "reward/part_" in problem
-    (problem,) = problems(*BASE, "reward.function=[]")
-    assert "reward.function = []" in problem
+    problem = only(*BASE, f"reward.function=[{both[0]},{both[0]}]")
+    assert (problem.id, problem.value) == ("same_names", f"[{both[0]}, {both[0]}]")
+    assert only(*BASE, "reward.function=[]").key == "reward.function"
 
 
 def test_a_part_of_a_sum_drops_its_own_args_alone():
@@ -218,27 +217,17 @@ def test_hardware_gpu_keeps_mini_batches_of_256():
     assert result.config.actor.mini_batch_size == 256
 
 
-@pytest.mark.parametrize(
-    ("overrides", "names"),
-    [
-        (["actor.mini_batch_size=2.0"], ["actor.mini_batch_size = 2.0", "a share", "of at most 1"]),
-        (["actor.mini_batch_size=0.0"], ["actor.mini_batch_size = 0.0", "above 0"]),
-        (["actor.mini_batch_size=0"], ["actor.mini_batch_size = 0", "above 0"]),
-        (["actor.mini_batch_size=half"], ["actor.mini_batch_size = half", "a number"]),
-        (
-            [
-                "cluster.gpus_per_node=2",
-                "data.prompts_per_step=9",
-                "rollout.responses_per_prompt=3",
-            ],
-            [
-                "mini_batch_size = 0.5, expected a share of the 27 responses",
-                "2 ranks",
-                "prompts_per_step to a multiple of 2",
-            ],
-        ),
-    ],
-)
-def test_a_share_without_a_fitting_size_is_refused(overrides, names):
-    (problem,) = problems(*BASE, *overrides)
-    assert [name for name in names if name not in problem] == [], problem
+MISTAKES = """
+mini_batch actor.mini_batch_size actor.mini_batch_size=2.0 | a share | of at most 1
+range actor.mini_batch_size actor.mini_batch_size=0.0 | above 0
+range actor.mini_batch_size actor.mini_batch_size=0 | above 0
+type actor.mini_batch_size actor.mini_batch_size=half | a number
+mini_batch_share actor.mini_batch_size cluster.gpus_per_node=2 data.prompts_per_step=9 \
+    rollout.responses_per_prompt=3 | 0.5, expected a share of the 27 responses | 2 ranks \
+    | prompts_per_step to a multiple of 2
+"""
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_a_share_without_a_fitting_size_is_refused(mistake):
+    assert made(mistake, *BASE) == [mistake]

@@ -9,9 +9,10 @@ import pytest
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.config.user_code import importing
 from hybridrl.environments.base import trial_problems
-from tests.support.composing import problems
+from tests.support.composing import examined, only
 
 TIMEOUT_S = 2.0
+PPO = ["+recipe=gsm8k_ppo", "hardware=cpu"]
 REWARD = "reward.function={}.score"
 KEYS = [
     REWARD,
@@ -48,9 +49,10 @@ def module(tmp_path, monkeypatch, request) -> Path:
 @pytest.mark.parametrize("setting", KEYS, ids=lambda text: text.partition("=")[0])
 def test_one_that_exits_is_named_whatever_it_is_for(module, setting):
     module.write_text("import sys; sys.exit(0)")
-    (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", setting.format(module.stem))
-    assert setting.partition("=")[0].lstrip("+") in found
-    assert f"importing {module.stem} failed: SystemExit: 0 ({module}, line 1)." in found
+    problem = only(*PPO, setting.format(module.stem))
+    key = setting.partition("=")[0].lstrip("+")
+    assert problem.id == "import" and problem.key.startswith(key)
+    assert problem.why == f"importing {module.stem} failed: SystemExit: 0 ({module}, line 1)"
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,8 @@ def test_one_that_exits_is_named_whatever_it_is_for(module, setting):
 )
 def test_one_that_ends_its_process_is_named(module, source, says):
     module.write_text(source)
-    (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", REWARD.format(module.stem))
-    assert f"importing {module.stem} failed: " in found and says in found
+    problem = only(*PPO, REWARD.format(module.stem))
+    assert problem.id == "import" and says in problem.why
 
 
 def test_one_that_hangs_is_waited_for_once_and_leaves_nothing(module, monkeypatch):
@@ -73,10 +75,10 @@ def test_one_that_hangs_is_waited_for_once_and_leaves_nothing(module, monkeypatc
     module.write_text(HANGS)
     start = time.monotonic()
     settings = [key.format(module.stem) for key in KEYS[:2]]
-    found = problems("+recipe=gsm8k_ppo", "hardware=cpu", *settings)
+    found = examined([*PPO, *settings]).report.problems
     assert time.monotonic() - start < 2 * TIMEOUT_S
-    assert len(found) == 2
-    assert all("it did not end within 2 s" in problem for problem in found)
+    assert [problem.id for problem in found] == ["import", "import"]
+    assert all("it did not end within 2 s" in problem.why for problem in found)
     assert not psutil.pid_exists(int(module.with_suffix(".pid").read_text()))
 
 
@@ -111,8 +113,9 @@ def test_a_check_of_the_users_is_asked_in_another_process(module, monkeypatch, k
     setting = f"{{function: {module.stem}.score, args: {{mode: {{1: 2.5}}}}}}"
     if key == "environment":
         setting = setting[:-1] + ", max_turns: 2, stop: [], role: user}"
-    (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", f"++{key}={setting}")
-    assert key in found and says.format(module) in found
+    problem = only(*PPO, f"++{key}={setting}")
+    assert problem.id == ("text" if line.startswith("return") else "trial")
+    assert key in problem.key and says.format(module) in str(problem)
 
 
 TRIED = """
@@ -129,15 +132,16 @@ class Talk:
 def test_an_estimator_that_raises_in_its_trial_is_named_with_its_line(module):
     module.write_text(TRIED)
     setting = f"algorithm.advantage={module.stem}.estimate"
-    (found,) = problems("+recipe=gsm8k_grpo", "hardware=cpu", setting)
-    assert f"algorithm.advantage = {module.stem}.estimate, but its trial on a small batch" in found
-    assert "failed: RuntimeError: shape '[7, 1000]' is invalid" in found
-    assert f"({module}, line 4)" in found
+    problem = only("+recipe=gsm8k_grpo", "hardware=cpu", setting)
+    assert (problem.id, problem.key) == ("trial", "algorithm.advantage")
+    assert problem.why.startswith("its trial on a small batch")
+    assert "failed: RuntimeError: shape '[7, 1000]' is invalid" in problem.why
+    assert f"({module}, line 4)" in problem.why
 
 
 def test_an_environment_that_cannot_answer_an_empty_turn_is_named_with_its_line(module):
     module.write_text(TRIED)
     given = {"function": f"{module.stem}.Talk", "args": {}, "max_turns": 2, "stop": []}
-    (found,) = trial_problems(EnvironmentConfig(**given, role="user"), {"answer": "4"})
-    assert "its trial on the first row of the data failed: IndexError" in found
-    assert f"({module}, line 8)" in found
+    (problem,) = trial_problems(EnvironmentConfig(**given, role="user"), {"answer": "4"})
+    assert problem.why.startswith("its trial on the first row of the data failed: IndexError")
+    assert problem.id == "trial" and f"({module}, line 8)" in problem.why

@@ -2,12 +2,13 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from hybridrl.config.planner.machine import GIB, Machine, Node
 from hybridrl.config.planner.world import slots_on_nodes, world_size
 from hybridrl.plan.tables import plan
-from tests.support.composing import GPU_NODE, H200, QWEN, examined, problems
+from tests.support.composing import GPU_NODE, H200, QWEN, examined, made, mistakes, named
 
 SMALL_NODE = Node("small", cores=32, memory_bytes=512 * GIB, gpus=(H200,) * 3)
 UNEQUAL = Machine((*GPU_NODE.nodes, SMALL_NODE))
@@ -37,37 +38,34 @@ def test_nodes_alike_need_no_list():
 def test_what_is_given_beats_what_is_there():
     result = examined([*GPU, "placement.slots_on_nodes=[4,2]"], machine=UNEQUAL)
     assert slots_on_nodes(result.config) == [4, 2]
-    assert not [p for p in result.report.texts if "placement" in p]
+    assert not [p for p in result.report.problems if "placement" in str(p)]
 
 
-def test_lists_that_do_not_fit_are_refused():
-    (problem,) = problems(*GPU, "placement.slots_on_nodes=[4,2,2]", machine=UNEQUAL)
-    assert "[4, 2, 2], expected a number for each of cluster.nodes = 2" in problem
-    (problem,) = problems(*GPU, "placement.slots_on_nodes=[8,4]", machine=UNEQUAL)
-    assert "at most the GPUs of the nodes, [8, 3]" in problem
-    (problem,) = problems(
-        *GPU, "placement.slots_on_nodes=[8,3]", "rollout.tensor_parallel_size=2", machine=UNEQUAL
-    )
-    assert "expected a divisor of 3 of placement.slots_on_nodes = [8, 3]" in problem
-    assert "placement.allow_straddle=true" in problem
-    (problem,) = problems(*GPU, "placement.slots_on_nodes=[8,0]", machine=UNEQUAL)
-    assert "each at least 1" in problem
-    found = problems(
-        *GPU, "placement.slots_on_nodes=[8,2]", "cluster.gpus_per_node=8", machine=UNEQUAL
-    )
-    assert any("cluster.gpus_per_node: no effect" in text for text in found)
+MISTAKES = """
+slots placement.slots_on_nodes placement.slots_on_nodes=[4,2,2] | [4, 2, 2] | cluster.nodes = 2
+slots placement.slots_on_nodes placement.slots_on_nodes=[8,4] | the GPUs of the nodes, [8, 3]
+engine_ranks rollout.tensor_parallel_size placement.slots_on_nodes=[8,3] \
+    rollout.tensor_parallel_size=2 | a divisor of 3 of placement.slots_on_nodes = [8, 3] \
+    | placement.allow_straddle=true
+range placement.slots_on_nodes placement.slots_on_nodes=[8,0] | each at least 1
+no_effect cluster.gpus_per_node placement.slots_on_nodes=[8,2] cluster.gpus_per_node=8
+engine_ranks rollout.tensor_parallel_size placement.slots_on_nodes=[7,3] \
+    rollout.tensor_parallel_size=2 | a divisor of 7
+engine_ranks rollout.tensor_parallel_size placement.slots_on_nodes=[8,3] \
+    rollout.tensor_parallel_size=2 placement.allow_straddle=true \
+    | a divisor of 11 ranks (placement.slots_on_nodes = [8, 3])
+"""
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_lists_that_do_not_fit_are_refused(mistake):
+    assert made(mistake, *GPU, machine=UNEQUAL) == [mistake]
 
 
 def test_engines_may_straddle_where_that_is_asked_for():
     overrides = [*GPU, "placement.slots_on_nodes=[7,3]", "rollout.tensor_parallel_size=2"]
-    assert any("expected a divisor of 7" in text for text in problems(*overrides, machine=UNEQUAL))
-    allowed = [*overrides, "placement.allow_straddle=true"]
-    assert not [p for p in problems(*allowed, machine=UNEQUAL) if "tensor_parallel" in p]
-    (problem,) = problems(
-        *GPU, "placement.slots_on_nodes=[8,3]", "rollout.tensor_parallel_size=2",
-        "placement.allow_straddle=true", machine=UNEQUAL,
-    )  # fmt: skip
-    assert "expected a divisor of 11 ranks (placement.slots_on_nodes = [8, 3])" in problem
+    allowed = named(*overrides, "placement.allow_straddle=true", machine=UNEQUAL)
+    assert not [key for _, key in allowed if "tensor_parallel" in key]
 
 
 def test_the_plan_lists_ranks_of_unequal_nodes():

@@ -16,7 +16,7 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.step_time import step_seconds
 from hybridrl.models.known_shapes import KNOWN, OLMOE_1B_7B, QWEN2_5, QWEN3_30B_A3B
 from hybridrl.trainer.tracking.provenance import plain
-from tests.support.composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, examined
+from tests.support.composing import FASTEST_SET, GPU_NODE, H200, LAPTOP, examined, named, only
 
 # Of the models' pages on the hub.
 PUBLISHED = {
@@ -179,14 +179,15 @@ def test_small_models_keep_the_fastest_settings(overrides, machine):
 
 def test_the_memory_of_absent_gpus_counts_in_a_dry_run_alone():
     given = ["hardware=gpu", "cluster.gpus_per_node=8", "cluster.gpu_memory_gb=10", *FASTEST_SET]
-    (problem,) = examined([*given, "run.dry=true"]).report.texts
-    assert "the GPU has 10.0 GiB" in problem
+    problem = only(*given, "run.dry=true")
+    assert problem.id == "gpu_memory" and "the GPU has 10.0 GiB" in problem.why
     assert examined(given, machine=GPU_NODE).report.problems == []
     on_cpu = ["hardware=cpu", "run.dry=true", "cluster.gpu_memory_gb=80"]
-    (problem,) = examined([*on_cpu, "cluster.gpus_per_node=16"]).report.texts
-    assert "cores" in problem
-    (problem,) = examined(["hardware=cpu", "fsdp.offload=7"]).report.texts
-    assert "idle_all or null" in problem
+    assert named(*on_cpu, "cluster.gpus_per_node=16") == [("slots", "cluster.gpus_per_node")]
+    problem = only("hardware=cpu", "fsdp.offload=7")
+    assert problem.id == "type" and "idle_all or null" in problem.expected
+    planned_on_cpus = named("hardware=gpu", "run.dry=true")
+    assert ("gpus_to_plan", "cluster.gpus_per_node") in planned_on_cpus
 
 
 def test_a_supervised_step_is_its_update():

@@ -7,7 +7,7 @@ import yaml
 
 from hybridrl.config.policy_losses import BUILT_IN_LOSSES, policy_loss_of
 from hybridrl.config.user_code.classes import locate
-from tests.support.composing import REPO, examined, problems
+from tests.support.composing import REPO, examined, made, mistakes, problems
 
 FOLDER = REPO / "conf" / "algorithm" / "loss"
 LOSSES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -42,77 +42,41 @@ def test_the_list_agrees_with_the_functions(name):
         assert keywords == set(loss.selection_settings)
 
 
-LOSS = "algorithm.loss"
-CORRECTION = "algorithm.rollout_correction"
+MISTAKES = """
+no_path algorithm.loss.function algorithm.loss.function=gsop | ppo_clip, dual_clip | =<name>
+loss_parameters algorithm.loss.function algorithm.loss.function=json.dumps \
+    | parameters obj | Use only log_probs
+no_such_name algorithm.loss.function algorithm.loss.function=json.nothing
+loss_setting algorithm.loss.args.clip_hi +algorithm.loss.args.clip_hi=0.3 | Did you mean | clip_high
+missing algorithm.loss.args.clip_high ~algorithm.loss.args.clip_high | algorithm/loss=
+range algorithm.loss.args.clip_low algorithm.loss.args.clip_low=1.5 | at most 1
+range algorithm.loss.args.clip_high algorithm.loss.args.clip_high=much
+dual_clip algorithm.loss.args.max_ratio algorithm/loss=dual_clip algorithm.loss.args.max_ratio=1.1
+clip_cov algorithm.loss.args.cov_low algorithm/loss=clip_cov algorithm.loss.args.cov_low=9 \
+    | cov_high = 5
+type algorithm.aggregation algorithm.aggregation=token | sequence_mean
+no_effect algorithm.rollout_correction.high algorithm/loss=dppo_kl \
+    algorithm.rollout_correction.high=5
+no_effect algorithm.rollout_correction.low algorithm.rollout_correction.low=0.1 | method=mask
+no_effect algorithm.rollout_correction.level algorithm.rollout_correction.method=none \
+    algorithm.rollout_correction.level=sequence | method = none
+ratios algorithm.rollout_correction.high algorithm.rollout_correction.high=0.9 | at least 1
+ratios algorithm.rollout_correction.low algorithm.rollout_correction.method=mask \
+    algorithm.rollout_correction.low=1 algorithm.rollout_correction.high=1 | less than 1
+no_effect algorithm.overlong.penalty algorithm.overlong.penalty=2
+overlong_buffer algorithm.overlong.buffer_tokens algorithm.overlong.buffer_tokens=49 \
+    | at most | rollout.max_response_tokens = 48
+lone_response algorithm.max_sampling_rounds algorithm.max_sampling_rounds=2 \
+    rollout.responses_per_prompt=1 data.prompts_per_step=256 | responses_per_prompt = 1
+range algorithm.max_sampling_rounds algorithm.max_sampling_rounds=0
+copy actor.algorithm ++actor.algorithm.loss.function=gspo | set algorithm
+unknown_key actor.clip_ratio +actor.clip_ratio=0.1
+"""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ([f"{LOSS}.function=gsop"], [f"{LOSS}.function = gsop", "ppo_clip, dual_clip", "=<name>"]),
-        (
-            [f"{LOSS}.function=json.dumps"],
-            ["json.dumps: it has unknown parameters obj", "Use only log_probs"],
-        ),
-        ([f"{LOSS}.function=json.nothing"], ["json has no nothing"]),
-        ([f"+{LOSS}.args.clip_hi=0.3"], [f"{LOSS}.args.clip_hi", "Did you mean", "clip_high"]),
-        (
-            [f"~{LOSS}.args.clip_high"],
-            [f"{LOSS}.args.clip_high", "algorithm/loss="],
-        ),
-        ([f"{LOSS}.args.clip_low=1.5"], [f"{LOSS}.args.clip_low = 1.5", "at most 1"]),
-        ([f"{LOSS}.args.clip_high=much"], [f"{LOSS}.args.clip_high = much", "a number"]),
-        (
-            ["algorithm/loss=dual_clip", f"{LOSS}.args.max_ratio=1.1"],
-            [f"{LOSS}.args.max_ratio = 1.1", "above 1 + clip_high"],
-        ),
-        (
-            ["algorithm/loss=clip_cov", f"{LOSS}.args.cov_low=9"],
-            [f"{LOSS}.args.cov_low = 9", "cov_high = 5"],
-        ),
-        (["algorithm.aggregation=token"], ["algorithm.aggregation = token", "sequence_mean"]),
-        (
-            ["algorithm/loss=dppo_kl", f"{CORRECTION}.high=5"],
-            [f"{CORRECTION}.high: no effect", "dppo_kl"],
-        ),
-        ([f"{CORRECTION}.low=0.1"], [f"{CORRECTION}.low", "no effect", "method=mask"]),
-        (
-            [f"{CORRECTION}.method=none", f"{CORRECTION}.level=sequence"],
-            [f"{CORRECTION}.level", "no effect", "method = none"],
-        ),
-        ([f"{CORRECTION}.high=0.9"], [f"{CORRECTION}.high = 0.9", "at least 1"]),
-        (
-            [f"{CORRECTION}.method=mask", f"{CORRECTION}.low=1", f"{CORRECTION}.high=1"],
-            [f"{CORRECTION}.low = 1.0", "less than 1"],
-        ),
-        (["algorithm.overlong.penalty=2"], ["algorithm.overlong.penalty", "no effect"]),
-        (
-            ["algorithm.overlong.buffer_tokens=49"],
-            [
-                "algorithm.overlong.buffer_tokens = 49",
-                "at most",
-                "rollout.max_response_tokens = 48",
-            ],
-        ),
-        (
-            [
-                "algorithm.max_sampling_rounds=2",
-                "rollout.responses_per_prompt=1",
-                "data.prompts_per_step=256",
-            ],
-            ["algorithm.max_sampling_rounds = 2", "responses_per_prompt = 1"],
-        ),
-        (["algorithm.max_sampling_rounds=0"], ["algorithm.max_sampling_rounds = 0", "at least 1"]),
-        (["++actor.algorithm.loss.function=gspo"], ["actor.algorithm", "copy", "set algorithm"]),
-        (["+actor.clip_ratio=0.1"], ["actor.clip_ratio", "unknown key"]),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_one_mistake_gets_one_problem(overrides, words):
-    found = problems(CPU, *overrides)
-    assert len(found) == 1, found
-    missing = [word for word in words if word not in found[0]]
-    assert not missing, (missing, found[0])
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_one_mistake_gets_one_problem(mistake):
+    assert made(mistake, CPU) == [mistake]
 
 
 def test_a_function_of_ones_own_is_taken_with_its_settings(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
 from hybridrl.config.user_code.classes import check_reward_function
-from tests.support.composing import REPO, examined, problems
+from tests.support.composing import REPO, examined, named, only, problems
 
 FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))
 # Where there is no bubblewrap, the default is refused: tests/unit/test_sandbox.py.
@@ -131,8 +131,8 @@ def test_the_page_names_every_file():
 
 
 def test_concurrency_of_a_function_that_is_not_async_is_refused():
-    (found,) = problems(*BASE, "reward.concurrency=256")
-    assert "reward.concurrency: no effect" in found and "async" in found
+    problem = only(*BASE, "reward.concurrency=256")
+    assert (problem.id, problem.key) == ("no_effect", "reward.concurrency")
     assert problems(*BASE, "reward=http", "reward.concurrency=256") == []
     args = "{url: 'http://127.0.0.1:1/', timeout_s: 1, retries: 0, token_env: null}"
     part = f"{{function: hybridrl.rewards.http.score, args: {args}, weight: 1}}"
@@ -142,5 +142,4 @@ def test_concurrency_of_a_function_that_is_not_async_is_refused():
 
 @pytest.mark.parametrize("name", ["custom", "verl", "trl"])
 def test_an_own_reward_starts_without_settings_and_asks_for_its_function(name):
-    (found,) = problems(*BASE, f"reward={name}")
-    assert "reward.function, expected text: it is missing" in found
+    assert named(*BASE, f"reward={name}") == [("missing", "reward.function")]

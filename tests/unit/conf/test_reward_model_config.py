@@ -19,10 +19,12 @@ from tests.support.composing import (
     GPU_NODE,
     LAPTOP,
     REPO,
+    Mistake,
     composed,
     examined,
+    made,
+    mistakes,
     named,
-    problems,
 )
 from tests.support.model_shapes import QWEN, REWARD_HEAD, TINY
 
@@ -57,59 +59,50 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
     assert (found.shape.hidden, found.reward_shape.hidden) == (128, 256)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "changes", "words"),
-    [
-        (
-            [],
-            {"id2label": None},
-            ["reward_model.model.path = /rm, expected 1 label", "it has 2 labels"],
-        ),
-        ([], {"id2label": {"0": "a", "1": "b", "2": "c"}}, ["has 3 labels", "reward=http"]),
-        ([], {"id2label": None, "num_labels": 5}, ["has 5 labels"]),
-        (
-            [],
-            {"architectures": ["Qwen2ForCausalLM"]},
-            ["it is a Qwen2ForCausalLM", "ends in ForSequenceClassification", "reward.function"],
-        ),
-        ([], {"architectures": None}, ["it is a model without a class"]),
-        ([], {"model_type": "gemma2"}, ["reward_model.model.path is a model of type gemma2"]),
-        ([], {"quantization_config": {"bits": 4}}, ["reward_model.model.path is a quantized"]),
-        ([], {"vocab_size": 64}, ["it has 64", "policy's 65", "reward=http"]),
-        (
-            [],
-            {"max_position_embeddings": 100},
-            ["a sum of at most 100", "another reward_model.model.path"],
-        ),
-        (
-            ["cluster.gpus_per_node=2", "fsdp.ulysses_size=2", "actor.mini_batch_size=256"],
-            {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 32},
-            ["fsdp.ulysses_size = 2", "7 attention heads", "/rm"],
-        ),
-        (["algorithm.max_sampling_rounds=3"], {}, ["max_sampling_rounds = 3", "vLLM is awake"]),
-        (["algorithm=remax"], {}, ["algorithm.advantage = remax", "greedy", "one of gae, "]),
-        (["reward=none", "reward_model.weight=0"], {}, ["reward_model.weight = 0", "every"]),
-        (["reward_model.weight=nan"], {}, ["reward_model.weight = nan", "neither infinite"]),
-        (["reward_model.weight=much"], {}, ["reward_model.weight = much", "a number"]),
-        (["+reward_model.wieght=1"], {}, ["wieght = 1", "Did you mean reward_model.weight"]),
-        (["++reward_model.fsdp.dp_shard=4"], {}, ["reward_model.fsdp = dp_shard=4", "set fsdp"]),
-        (
-            ["reward_model.worker=hybridrl.workers.critic.CriticWorker"],
-            {},
-            ["is the worker of critic", "hybridrl.workers.reward_model.RewardModelWorker"],
-        ),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_one_mistake_gets_one_problem(overrides, changes, words):
-    (found,) = with_reward_model(*overrides, **changes).report.texts
-    missing = [word for word in words if word not in found]
-    assert not missing, (missing, found)
+MISTAKES = """
+late_scores algorithm.max_sampling_rounds algorithm.max_sampling_rounds=3 | vLLM is awake
+unscored_baseline algorithm.advantage algorithm=remax | greedy | one of gae,
+no_reward reward.function reward=none reward_model.weight=0 | reward_model.weight = 0 | every
+range reward_model.weight reward_model.weight=nan | neither infinite
+type reward_model.weight reward_model.weight=much
+unknown_key reward_model.wieght +reward_model.wieght=1 | Did you mean reward_model.weight
+copy reward_model.fsdp ++reward_model.fsdp.dp_shard=4 | set fsdp
+worker reward_model.worker reward_model.worker=hybridrl.workers.critic.CriticWorker \
+    | it is the worker of critic | hybridrl.workers.reward_model.RewardModelWorker
+"""
+HEADS = {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 32}
+MODELS = [
+    ("reward_labels", {"id2label": None}, ["expected 1 label", "it has 2 labels"]),
+    ("reward_labels", {"id2label": {"0": "a", "1": "b", "2": "c"}}, ["3 labels", "reward=http"]),
+    ("reward_labels", {"id2label": None, "num_labels": 5}, ["has 5 labels"]),
+    ("reward_head", {"architectures": ["Qwen2ForCausalLM"]}, ["a Qwen2ForCausalLM", "reward.func"]),
+    ("reward_head", {"architectures": None}, ["it is a model without a class"]),
+    ("family", {"model_type": "gemma2"}, ["reward_model.model.path", "gemma2"]),
+    ("quantized", {"quantization_config": {"bits": 4}}, ["reward_model.model.path"]),
+    ("reward_vocabulary", {"vocab_size": 64}, ["it has 64", "policy's 65", "reward=http"]),
+    ("positions", {"max_position_embeddings": 100}, ["at most 100", "another reward_model.model"]),
+    ("sequence_heads", HEADS, ["fsdp.ulysses_size = 2", "7 attention heads", "/rm"]),
+]
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_one_mistake_gets_one_problem(mistake):
+    assert made(mistake, "hardware=cpu", *WITH) == [mistake]
+
+
+@pytest.mark.parametrize(("id_", "changes", "words"), MODELS)
+def test_a_model_that_cannot_give_the_reward_is_refused(id_, changes, words):
+    shared = ["cluster.gpus_per_node=2", "fsdp.ulysses_size=2", "actor.mini_batch_size=256"]
+    overrides = shared if changes is HEADS else []
+    (problem,) = with_reward_model(*overrides, **changes).report.problems
+    assert problem.id == id_
+    assert all(word in str(problem) for word in words), problem
 
 
 def test_a_reward_model_is_no_policy():
-    (problem,) = with_reward_model(policy=TINY | REWARD_HEAD).report.texts
-    assert "embedded, expected a language model: vLLM does not sample from a Qwen2ForS" in problem
+    (problem,) = with_reward_model(policy=TINY | REWARD_HEAD).report.problems
+    assert (problem.id, problem.value) == ("classifier", "embedded")
+    assert "vLLM does not sample from a Qwen2ForS" in problem.why
 
 
 def test_it_asks_for_its_checkpoint():
@@ -118,8 +111,8 @@ def test_it_asks_for_its_checkpoint():
 
 
 def test_no_reward_without_a_reward_model_is_refused():
-    (found,) = problems("hardware=cpu", "reward=none")
-    assert "nothing could be learned" in found and "Set reward_model=default" in found
+    case = Mistake("no_reward", "reward.function", ["reward=none"], ["Set reward_model=default"])
+    assert made(case, "hardware=cpu") == [case]
 
 
 def test_a_path_that_is_nowhere_is_told_of_the_reward_model():
@@ -182,8 +175,9 @@ def test_one_too_large_for_the_gpu_is_named():
         machine=GPU_NODE,
         policy=QWEN,
         **large,
-    ).report.texts
-    assert any(p.startswith("reward_model.model.path = /rm: score reward_model") for p in found)
+    ).report.problems
+    ids = [(p.id, p.key) for p in found if p.why.startswith("score reward_model")]
+    assert ids == [("gpu_memory", "reward_model.model.path")]
 
 
 def test_the_plan_shows_it():
