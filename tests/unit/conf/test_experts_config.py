@@ -106,4 +106,4 @@ def test_engines_hold_equally_many_experts(size, model, ids, word):
     overrides = ["rollout.expert_parallel=true", f"rollout.tensor_parallel_size={size}"]
     found = examined(["hardware=gpu", *overrides], model=model | LONG, machine=GPU_NODE).report
     assert [problem.id for problem in found.problems] == ids
-    assert any(word in text for text in found.texts)
+    assert any(word in str(problem) for problem in found.problems)
