@@ -102,6 +102,7 @@ class FSDPConfig(Section):
     ulysses_size: Annotated[int, at_least_one("1 means no sequence parallelism"), FREE]
     offload: Annotated[Offload, FREE, CHOSEN]
     compile: Annotated[bool, FREE]
+    exact: Annotated[bool, Shared("rollout.exact", "both sides run the same kernels")]
 
     @property
     def shards(self) -> int:
@@ -271,6 +272,7 @@ class RolloutConfig(RoleConfig):
     responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
     schedule: Schedule
     max_in_flight: Annotated[int | None, at_least_one("a step trains on some prompts")]
+    exact: bool
     keep_kv: bool
     router_replay: RouterReplay
     max_versions: Annotated[int, at_least_zero("0 means only tokens of the present weights")]

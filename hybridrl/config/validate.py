@@ -12,6 +12,7 @@ from contextlib import suppress
 from hybridrl.config.annotations import NoValue, Unusable, set_value, value_at
 from hybridrl.config.changes import FOLLOWING, STEPS
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
+from hybridrl.config.checks.exact import exact_problems
 from hybridrl.config.checks.installation import head_size_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.command.provenance import Provenance
@@ -82,6 +83,7 @@ TRAINING_MODEL_CHECKS = (
     sizes.sequence_head_problems,
     algorithm.lora_problems,
     algorithm.expert_problems,
+    exact_problems,
 )
 
 

@@ -68,6 +68,7 @@ _JUDGED = "reward.function reward.args reward.signature reward.concurrency"
 _OF_SAMPLES = (
     f"algorithm.whiten_advantages {_CORRECTION} algorithm.overlong algorithm.max_sampling_rounds "
     "trainer.max_log_prob_diff tracking.token_samples rollout.schedule rollout.router_replay "
+    "rollout.exact "
     "reward_model"
 )
 # A key is reported for the first variant that does not have it.
@@ -133,6 +134,7 @@ VARIANTS = (
         _CORRECTION,
         ", which uses the sampling probabilities itself",
     ),
+    Variant("rollout.exact", True, _CORRECTION, ": vLLM and the trainer do not differ"),
     Variant(f"{_CORRECTION}.method", "none", _CORRECTION),
     Variant(
         f"{_CORRECTION}.method",

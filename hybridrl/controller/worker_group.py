@@ -134,6 +134,8 @@ def begin_together(
     Raises:
         AttributeError: a method is not marked with `@on_all_ranks`.
     """
+    if not calls:
+        return dict
     groups = [call.group for call in calls.values()]
     ((pool, ranks, num_shards),) = {(group.pool, group.ranks, group.num_shards) for group in groups}
     assert all((c.dispatch in SHARDED) == (whole is not None) for c in calls.values()), list(calls)

@@ -141,6 +141,7 @@ class RolloutBatch:
     scores = Added(Ragged)  # reward before the KL penalty; outcomes are on last_sampled of episodes
     baseline_rewards = Added(Tensor)  # float32, outcome of the greedy response to the same prompt
     old_log_probs = Added(Ragged)  # the actor's, before this step's updates
+    current = Added(Ragged)  # bool, true on tokens of the present weights; with rollout.exact
     ref_log_probs = Added(Ragged)  # the frozen reference's
     values = Added(Ragged)  # the critic's, before this step's updates
     advantages = Added(Ragged)

@@ -32,6 +32,7 @@ from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
 from hybridrl.distributed.experts import column_dim, mixture_of
 from hybridrl.distributed.forward.attention import warn_of_padding
+from hybridrl.distributed.forward.exact import share_operations, use_fixed_products
 from hybridrl.distributed.forward.routing import (
     has_experts,
     keep_routing,
@@ -68,7 +69,11 @@ def load_sharded_policy(
     _check_columns(lm, fsdp, mesh)
     if lora is not None:
         add_adapters(lm, lora)
-    root = TokenLogProbs(lm, chunk_tokens, keep_logits=not fsdp.activation_checkpointing)
+    if fsdp.exact:
+        use_fixed_products()
+        share_operations(lm, fsdp.tensor_parallel_size)
+    keeps = not fsdp.activation_checkpointing
+    root = TokenLogProbs(lm, chunk_tokens, keep_logits=keeps, exact=fsdp.exact)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
     device = device_of(mesh)
     _fill(root, first_weights(model, lm.config, _shapes(root), device), device)

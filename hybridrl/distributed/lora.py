@@ -9,12 +9,15 @@ off. peft's own layers disable an adapter through requires_grad, which FSDP2 rea
 Source: Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
 from hybridrl.config.schema import LoRAConfig
+
+# Of an adapter's output, times a factor, to that of its layer.
+Addition = Callable[[Tensor, Tensor, float], Tensor]
 
 
 class LoRALinear(nn.Module):
@@ -26,14 +29,20 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False, device="meta")
         self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False, device="meta")
         self.scaling = scaling
+        self.add: Addition = add_update
         self.is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Return W x + bias, plus the adapter's part if it is on."""
         result = self.base_layer(x)
         if self.is_on:
-            result = result + self.lora_B(self.lora_A(x)) * self.scaling
+            result = self.add(result, self.lora_B(self.lora_A(x)), self.scaling)
         return result
+
+
+def add_update(result: Tensor, update: Tensor, scaling: float) -> Tensor:
+    """Add an adapter's output to that of its layer."""
+    return result + update * scaling
 
 
 def add_adapters(lm: nn.Module, lora: LoRAConfig) -> None:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridrl.config.schema import LoRAConfig
+from hybridrl.distributed.forward.exact import add_scaled
+from hybridrl.distributed.lora import Addition, add_update
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 
 
@@ -32,19 +34,21 @@ class AdaptedLinear:
     Args:
         base: the layer's own method.
         scaling: alpha / r.
+        add: adds both parts, as in the trainer.
     """
 
-    def __init__(self, base: Any, scaling: float) -> None:
+    def __init__(self, base: Any, scaling: float, add: Addition) -> None:
         self._base = base
         self._scaling = scaling
+        self._add = add
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return W x + bias + alpha / r * B (A x), rounded in the trainer's order."""
         update = F.linear(F.linear(x, layer.lora_A), layer.lora_B)
-        return self._base.apply(layer, x, bias) + update * self._scaling
+        return self._add(self._base.apply(layer, x, bias), update, self._scaling)
 
 
-def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> Trace:
+def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig, *, exact: bool) -> Trace:
     """Add adapters of zeros to the layers that hold weights of lora.target_modules.
 
     Args:
@@ -52,6 +56,7 @@ def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> Trace:
         trace: trace of its loader.
         lora: the trainer's adapters; A and B of q_proj are the sources q_proj.lora_A.weight and
             q_proj.lora_B.weight.
+        exact: true adds by the operation that the trainer shares.
 
     Returns:
         The trace, with the writes into lora_A and lora_B.
@@ -63,7 +68,8 @@ def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> Trace:
         rank = lora.rank * len(sources)
         layer.lora_A = nn.Parameter(layer.weight.new_zeros(rank, width), requires_grad=False)
         layer.lora_B = nn.Parameter(layer.weight.new_zeros(height, rank), requires_grad=False)
-        layer.quant_method = AdaptedLinear(layer.quant_method, lora.alpha / lora.rank)
+        add = add_scaled if exact else add_update
+        layer.quant_method = AdaptedLinear(layer.quant_method, lora.alpha / lora.rank, add)
         shapes |= {f"{name}.lora_A": (rank, width), f"{name}.lora_B": (height, rank)}
         written = _writes(name, sources, height, lora.rank)
         copies += written[0]

@@ -1,6 +1,6 @@
 """Private and version-dependent names of vLLM: switches, hooks and patches.
 
-vllm_steps.py, vllm_routing.py and vllm_experts.py have those of one purpose each.
+vllm_steps.py, vllm_routing.py, vllm_experts.py and vllm_exact.py have those of one purpose each.
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which
@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModel
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.distributed.torch_compat import disable_dynamo
+from hybridrl.rollout import vllm_exact
 
 # Methods of vLLM's worker that are called once each, and the log's names of their time.
 WORKER_PARTS = {
@@ -66,12 +67,14 @@ NAMES: tuple[tuple[str, str], ...] = (
 )
 
 
-def set_environment(device_type: str, *, enforce_eager: bool) -> None:
+def set_environment(device_type: str, *, enforce_eager: bool, exact: bool = False) -> None:
     """Set the switches that vLLM and its imports read once. Call before `import vllm`.
 
     The log level stays as the user set it.
     """
     switches = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if exact:
+        switches |= vllm_exact.SWITCHES
     late = [name for name, value in switches.items() if os.environ.get(name) != value]
     assert "vllm" not in sys.modules or not late, f"vllm was imported before {late} were set"
     os.environ.update(switches)

@@ -19,7 +19,7 @@ from hybridrl.data.requests import Request, SamplingParams
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing
+from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_routing
 from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.engine import EnginePart, Step
 from hybridrl.rollout.sampler import Call
@@ -43,21 +43,26 @@ SPARE_BYTES = 2**30
 WARM_UP_SIZES = (1, 16, 17)
 
 
-def prepare(device_type: str, *, enforce_eager: bool) -> None:
+def prepare(device_type: str, *, enforce_eager: bool, exact: bool = False) -> None:
     """Set the switches that vLLM reads once; call before its import, any number of times.
 
     Raises:
         ConfigError: this installation of vLLM cannot be used.
     """
     check_installation(Accelerator.gpu if device_type == "cuda" else Accelerator.cpu)
-    vllm_compat.set_environment(device_type, enforce_eager=enforce_eager)
+    vllm_compat.set_environment(device_type, enforce_eager=enforce_eager, exact=exact)
 
 
 @contextmanager
-def in_process(device_type: str, *, enforce_eager: bool = True) -> Iterator[None]:
+def in_process(
+    device_type: str, *, enforce_eager: bool = True, exact: bool = False
+) -> Iterator[None]:
     """Import and build vLLM in this block, to run inside this process; see VLLMEngine."""
-    prepare(device_type, enforce_eager=enforce_eager)
-    with nullcontext() if device_type == "cuda" else vllm_compat.cpu_start():
+    prepare(device_type, enforce_eager=enforce_eager, exact=exact)
+    with (
+        nullcontext() if device_type == "cuda" else vllm_compat.cpu_start(),
+        vllm_exact.exact_start() if exact else nullcontext(),
+    ):
         yield
 
 
@@ -111,7 +116,8 @@ class VLLMEngine:
         self._experts: vllm_routing.RoutedExperts | None = None
         self.awake = frozenset(EnginePart)
         times = StartTimes()
-        with in_process(device_type, enforce_eager=config.enforce_eager):
+        switches = {"enforce_eager": config.enforce_eager, "exact": config.exact}
+        with in_process(device_type, **switches):
             with times.part("imports"):
                 from vllm import LLM
 
@@ -265,12 +271,15 @@ class VLLMEngine:
         """
         model, lora = runner.get_model(), self._config.lora
         vllm_experts.check_experts(model)
+        if self._config.exact:
+            vllm_exact.share_operations(model, self._folder)
         if self._config.router_replay is not RouterReplay.none:
             self._experts = vllm_routing.RoutedExperts(runner)
         self.sources = checkpoint_sources(self._folder)
         dtype = getattr(torch, self._config.dtype.value)
         trace = trace_loader(model, model.load_weights, self.sources, dtype)
-        self.trace = trace if lora is None else add_adapters(model, trace, lora)
+        exact = self._config.exact
+        self.trace = trace if lora is None else add_adapters(model, trace, lora, exact=exact)
 
     def _warm_up(self) -> None:
         """Sample a few tokens from random weights, so that kernels are compiled now.

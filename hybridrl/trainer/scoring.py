@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from hybridrl.trainer.episodes.turn_rewards import with_turn_rewards
@@ -66,12 +68,15 @@ class Scoring:
             for name, (role, method) in FORWARDS.items()
             if (group := getattr(workers, role)) is not None
         }
+        if config.rollout.exact:  # those of the rollout are the actor's
+            del self._calls["old_log_probs"]
 
     def score(self, sampled: Sampled, step: int, weight_version: int) -> Scored:
         """Draw the mini-batches, then add old_log_probs, ref_log_probs, values and scores.
 
         The forward passes use the micro-batches of the first update epoch, so that the policy
-        ratio there is 1. Rewards are computed meanwhile.
+        ratio there is 1. Rewards are computed meanwhile. With rollout.exact, old_log_probs are
+        rollout_log_probs.
 
         Args:
             sampled: responses of the step.
@@ -88,13 +93,16 @@ class Scoring:
             forwards = begin_together(self._calls, scheduled)
             rewarded, baseline, metrics = self._reward(sampled)
             outcomes = forwards()
-            fields = {name: outcome.value for name, outcome in outcomes.items()}
+            fields: dict[str, Any] = {name: outcome.value for name, outcome in outcomes.items()}
             if (model := self._config.reward_model) is not None:
                 scores = fields.pop("model_scores")
                 rewarded, of_model = add_model_scores(rewarded, batch, scores, model.weight)
                 metrics |= of_model
             responses = Responses(sampled.prompts, batch, rewarded)
             scores, of_scores = self._token_scores(responses, step)
+            if self._config.rollout.exact:
+                current = self._current(batch, weight_version)
+                fields |= {"old_log_probs": batch.rollout_log_probs, "current": current}
             batch = scheduled.batch.adding(scores=scores, **baseline)
             scheduled = replace(scheduled, batch=batch).adding(**fields)
         self._phases.split("score", outcomes)
@@ -138,13 +146,17 @@ class Scoring:
             scores = with_turn_rewards(scores, episodes)
         return batch.responses.like(scores.values), metrics
 
+    def _current(self, batch: RolloutBatch, weight_version: int) -> Ragged:
+        keep_kv = self._config.rollout.keep_kv
+        return batch.responses.like(current_tokens(batch, weight_version, keep_kv=keep_kv))
+
     def _mismatch(self, scheduled: ScheduledBatch, weight_version: int) -> Row:
         """Compare vLLM's log-probs with the trainer's; stop the run if its weights are stale."""
         batch, rollout = scheduled.batch, self._config.rollout
         limit = self._config.trainer.max_log_prob_diff
         assert limit is not None, "derived"
         top_p = rollout.top_p
-        mask = current_tokens(batch, weight_version, keep_kv=rollout.keep_kv)
+        mask = self._current(batch, weight_version).values
         metrics = check_rollout_log_probs(batch, mask, top_p=top_p, limit=limit, where=self._place)
         if self._config.lora is not None:
             metrics |= adapter_share(batch, mask, top_p=top_p)

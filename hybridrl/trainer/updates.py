@@ -9,6 +9,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from hybridrl.trainer.advantage import KLControl
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Row
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
@@ -44,8 +45,21 @@ class Updates:
         metrics: Row = {}
         for outcome in outcomes.values():
             metrics |= outcome.value
+        # NaN is no equality either; None or absent: the critic alone was trained.
+        if self.config.rollout.exact and metrics.get("actor/first_log_ratio_max", 0.0) != 0.0:
+            self._stop_for_difference(step)
         self.guard.note(step, scheduled, kl_coef, metrics)
         return metrics | self.kl.adapt(scheduled.batch)
+
+    def _stop_for_difference(self, step: int) -> None:
+        """Stop the run, as vLLM and the trainer are not equal, and name the first token."""
+        differences: list[str | None] = self.workers.actor.call("first_difference")
+        rank, first = next((pair for pair in enumerate(differences) if pair[1]), (0, "a NaN"))
+        raise RunStopped(
+            f"rollout.exact = true, and in step {step} a log-prob of the trainer is not vLLM's, "
+            f"first on rank {rank}: {first}.\nThe update ran on unequal policies. Set "
+            f"rollout.exact=false, and report the model, the GPU and this message."
+        )
 
     def log_probs(self, batch: RolloutBatch) -> Ragged:
         """Compute log-probs by the present weights, of any number of responses."""

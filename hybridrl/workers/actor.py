@@ -17,6 +17,7 @@ from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
+from hybridrl.distributed.forward.exact import uneven_product
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import States, to_device
 from hybridrl.distributed.forward.routing import Router, Routing, RoutingTotals
@@ -54,6 +55,8 @@ class ActorWorker(TrainedWorker):
             if isinstance(module, Router):
                 module.replays = config.router_replay is RouterReplay.replay
         self.kl_coef, self.routing = 0.0, RoutingTotals()
+        # With rollout.exact: micro-batches of the first mini-batch, and their log-probs.
+        self.compared: list[tuple[RolloutBatch, Tensor]] = []
         loss, args = policy_loss_of(config.algorithm.loss.function), config.algorithm.loss.args
         settings = {name: args[name] for name in loss.settings}
         self.token_loss = partial(locate(f"{KEY}.function", loss.path), **settings)
@@ -95,17 +98,42 @@ class ActorWorker(TrainedWorker):
         `batch` has the fields that the loss takes and, unless `kl_coef`, the weight of the KL
         penalty in the loss, is 0, ref_log_probs. `step`, counted from 1, sets the learning rate.
         """
-        self.kl_coef, self.routing = kl_coef, RoutingTotals()
+        self.kl_coef, self.routing, self.compared = kl_coef, RoutingTotals(), []
         with self.training(self.policy_loss, step) as training:
             for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(*mini)
                 self.routing.compares = False
                 # Not reported for reference answers, nor by the loss of some subclasses.
                 if index == 0 and "log_ratio_max" in training.maxima:
-                    training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
+                    first = training.maxima.pop("exact_log_ratio_max", None)
+                    first = training.maxima["log_ratio_max"] if first is None else first
+                    training.maxima["first_log_ratio_max"] = first
         metrics = {f"actor/{name}": value for name, value in training.report().items()}
         routing = self.routing.report(whole_sequences=self.sequence_group is None)
         return metrics | {f"router/{name}": value for name, value in routing.items()}
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def first_difference(self) -> str | None:
+        """Describe the first token of the last update whose log-prob is not vLLM's; None: none.
+
+        Only with rollout.exact, of the first mini-batch and tokens of the present weights.
+        """
+        for micro, log_probs in self.compared:
+            sampled = micro.old_log_probs
+            own = sampled.like(log_probs.cpu())
+            unequal = sampled.like(micro.current.values & (own.values != sampled.values))
+            row = next((n for n, tokens in enumerate(unequal.rows()) if tokens.any()), None)
+            if row is not None:
+                place = int(unequal.rows()[row].nonzero()[0])
+                uneven = uneven_product(self.model, self.device) or "no linear layer by itself"
+                return (
+                    f"token {place} of {int(sampled.lengths[row])} after a prompt of "
+                    f"{int(micro.prompts.lengths[row])}, from engine {int(micro.engine[row])}, has "
+                    f"{float(sampled.rows()[row][place]):.9g} in vLLM and "
+                    f"{float(own.rows()[row][place]):.9g} in the trainer. On this GPU {uneven} "
+                    f"depends on the batch"
+                )
+        return None
 
     @on_all_ranks(Dispatch.RANK_ZERO)
     def expert_shares(self) -> list[list[float]]:
@@ -164,7 +192,12 @@ class ActorWorker(TrainedWorker):
                 scalar = scalar + self.balance_loss(routing, micro, totals)
         maxima = {}
         if "old_log_probs" in micro.added:  # reference answers have none
-            maxima = ratio_maxima(log_probs, self.on_device(micro.old_log_probs), mask)
+            old = self.on_device(micro.old_log_probs)
+            maxima = ratio_maxima(log_probs, old, mask)
+            if "current" in micro.added and self.routing.compares:
+                sampled = ratio_maxima(log_probs, old, self.on_device(micro.current))
+                maxima["exact_log_ratio_max"] = sampled["log_ratio_max"]
+                self.compared.append((micro, log_probs.detach()))
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
     def balance_loss(self, routing: Routing, micro: RolloutBatch, totals: Totals) -> Tensor:

@@ -58,7 +58,7 @@ class RolloutWorker(Worker):
     @classmethod
     def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
         """Return vLLM's slow modules, after setting its environment variables."""
-        prepare(device_type, enforce_eager=config.enforce_eager)
+        prepare(device_type, enforce_eager=config.enforce_eager, exact=config.exact)
         return MODULES[device_type]
 
     def build_engine(self) -> Engine:

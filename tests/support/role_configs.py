@@ -65,6 +65,7 @@ def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPCon
         "ulysses_size": 1,
         "offload": Offload.none,
         "compile": False,
+        "exact": False,
     }
     return FSDPConfig(dp_shard=dp_shard, dp_replicate=dp_replicate, **(values | changes))
 
@@ -162,6 +163,7 @@ def rollout_config(folder: Path, **changes: Any) -> RolloutConfig:
         "expert_parallel": False,
         "responses_per_prompt": 2,
         "schedule": Schedule.sync,
+        "exact": False,
         "router_replay": RouterReplay.none,
         "max_in_flight": 3,
         "max_versions": 0,

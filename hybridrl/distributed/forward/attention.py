@@ -9,7 +9,8 @@ sequences.
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import distributions
 from typing import Any
 
@@ -19,8 +20,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from hybridrl.distributed.forward.exact import EXACT_ATTENTION, attention
 from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
 from hybridrl.distributed.torch_compat import GROUPED_QUERY, activate_flash_attention_4
+
+# Of queries, keys and values; bounds and longest length of sequences; scaling; window.
+Attend = Callable[[Sequence[Tensor], tuple[Tensor, int], float | None, int | None], Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +36,9 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def register_packed_attention() -> None:
-    """Register attn_implementation="hybridrl_packed"; transformers then builds no mask."""
+    """Register the implementations of attention here; transformers then builds no mask."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionInterface.register(EXACT_ATTENTION, partial(packed_attention, attend=_exact))
     choose_kernel()
 
 
@@ -55,6 +61,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each packed sequence, with transformers' signature.
@@ -64,6 +71,7 @@ def packed_attention(
         query: [1, H, N, D].
         key, value: [1, K, N, D]; H is a multiple of K.
         scaling: factor on the scores; None: D ** -0.5.
+        attend: the kernel; None: FlashAttention where it supports such tensors, else padded.
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are required; sliding_window is the
             number of visible tokens, itself included. With sequence_group the tokens are this
             rank's shard of num_shared_tokens; cu_seq_lens_q covers all of them.
@@ -76,7 +84,8 @@ def packed_attention(
         raise ValueError(
             f"packed attention does not support masks, dropout or {changed or UNSUPPORTED}"
         )
-    attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
+    if attend is None:
+        attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     group = kwargs.get("sequence_group")
     if group is not None:
@@ -122,6 +131,14 @@ def _varlen(
         window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_QUERY,
     )
+
+
+def _exact(
+    qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
+) -> Tensor:
+    """Compute the same by vLLM's kernel."""
+    scale = qkv[0].shape[-1] ** -0.5 if scaling is None else scaling
+    return attention(*(x.contiguous() for x in qkv), *bounds, scale, window or 0)[0]
 
 
 def _padded(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridrl.distributed.forward.exact import token_log_probs as exact_log_probs
 from hybridrl.distributed.forward.routing import Routing
 
 
@@ -51,6 +52,7 @@ def token_log_probs(
     chunk_tokens: int,
     entropy: Entropy,
     keep_logits: bool,
+    exact: bool = False,
 ) -> ResponseLogProbs:
     """Compute log-probs of `targets` under softmax(hidden @ weight.T / temperature), in chunks.
 
@@ -58,11 +60,12 @@ def token_log_probs(
         hidden, targets: [R, H], states that predict the tokens; [R] int64.
         weight: [V, H] of the language-modelling head, in the dtype of `hidden`.
         keep_logits: keep all logits for backward; float32 logits are never kept.
+        exact: compute the log-probs by vLLM's kernel.
     """
     # A Function cannot detect it: its inputs require gradients anyway.
     keeps = keep_logits and torch.is_grad_enabled() and hidden.dtype != torch.float32
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps
+        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps, exact
     )
     return ResponseLogProbs(log_probs, None if entropy is Entropy.omit else entropies)
 
@@ -80,13 +83,18 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         entropy: Entropy,
         keeps: bool,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
         parts, kept = [], []
         for states, ids in zip(
             hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
         ):
             logits = states @ weight.T
-            parts.append(softmax_rows(logits, ids, temperature))
+            rows = softmax_rows(logits, ids, temperature)
+            if exact:
+                shared = exact_log_probs(logits, ids, temperature)
+                rows = rows._replace(log_probs=shared)
+            parts.append(rows)
             if keeps:
                 kept.append(logits)
             del logits  # before those of the next chunk are allocated
@@ -99,9 +107,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return rows.log_probs, rows.entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, *columns = ctx.saved_tensors
         grad_log_probs, grad_entropy = grads
         if not ctx.differentiates_entropy:
@@ -128,7 +134,7 @@ class _TokenLogProbs(torch.autograd.Function):
             # Ranks reduce the same tensors, so there is a gradient even without response tokens.
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:

@@ -23,10 +23,13 @@ from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves, tree_ma
 class TokenLogProbs(nn.Module):
     """Causal language model that returns log-probs of response tokens.
 
-    Its attention is "hybridrl_packed"; for `chunk_tokens` and `keep_logits` see log_probs.py.
+    Its attention is "hybridrl_packed"; for `chunk_tokens`, `keep_logits` and `exact` see
+    log_probs.py.
     """
 
-    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, *, keep_logits: bool) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, chunk_tokens: int, *, keep_logits: bool, exact: bool = False
+    ) -> None:
         super().__init__()
         assert lm.get_output_embeddings().bias is None, "a head with bias is not supported"
         self.lm = lm
@@ -34,6 +37,7 @@ class TokenLogProbs(nn.Module):
         self.logits_divisor = float(lm.config.to_dict()[divisor]) if divisor else 1.0
         self.chunk_tokens = chunk_tokens
         self.keep_logits = keep_logits
+        self.exact = exact
 
     def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
         """Compute log-probs (and entropies) of response tokens, [R] float32, nats.
@@ -50,6 +54,7 @@ class TokenLogProbs(nn.Module):
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
             keep_logits=self.keep_logits,
+            exact=self.exact,
         )
         entropies = None if own.entropy is None else gather_sequence(own.entropy, packed)
         return ResponseLogProbs(gather_sequence(own.log_probs, packed), entropies, routing)

@@ -1,0 +1,55 @@
+"""Checks of rollout.exact: equality holds for kernels, families and settings that were compared."""
+
+from collections.abc import Iterator
+
+from hybridrl.config.choices import Accelerator, DType
+from hybridrl.config.errors import Problem, must_be
+from hybridrl.config.estimators import is_supervised
+from hybridrl.config.planner.families import EXACT
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.schema import RunConfig
+
+KEY = "rollout.exact"
+# Head sizes for which FlashAttention 3 computes a token of a prompt and of a response alike.
+HEAD_SIZES = (128, 256)
+
+
+def exact_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Find what keeps vLLM's log-probs from being the trainer's, or needs them to differ."""
+    rollout, fsdp, size = config.rollout, config.fsdp, shape.head_dim
+    if not rollout.exact or is_supervised(config):
+        return
+    kind, tp = shape.family.kind, rollout.tensor_parallel_size
+    heads = " and ".join(map(str, HEAD_SIZES))
+    for is_so, why in (
+        (config.hardware.accelerator is not Accelerator.gpu, "its kernels need a GPU"),
+        (kind not in EXACT, f"it was compared for {', '.join(EXACT)}, and this model is {kind}"),
+        (
+            size not in HEAD_SIZES,
+            f"model.path has heads of {size}, for which FlashAttention 3 computes prompts and "
+            f"responses differently; it computes those of {heads} alike",
+        ),
+        (
+            config.lora is not None and tp > 1,
+            f"adapters are not added up as on rollout.tensor_parallel_size = {tp} ranks",
+        ),
+        (
+            rollout.top_p < 1,
+            f"rollout.top_p = {rollout.top_p:g} samples from another distribution than is trained",
+        ),
+        (
+            rollout.temperature != 1 and shape.vocab % 16 > 0,
+            f"model.path has {shape.vocab} tokens, no multiple of 16: at rollout.temperature = "
+            f"{rollout.temperature:g} vLLM adds up the logits of a lone response otherwise",
+        ),
+    ):
+        if is_so:
+            yield must_be("exact", KEY, True, "false", why)
+    same = f"with {KEY} = true both sides run the same bfloat16 kernels"
+    for key, value, needed in (
+        ("rollout.dtype", rollout.dtype, DType.bfloat16),
+        ("fsdp.param_dtype", fsdp.param_dtype, DType.bfloat16),
+        ("fsdp.compile", fsdp.compile, True),
+    ):
+        if value != needed:
+            yield must_be("exact_kernels", key, value, str(needed).lower(), same)

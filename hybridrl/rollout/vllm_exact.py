@@ -1,0 +1,134 @@
+"""vLLM's side of rollout.exact: each token's bits do not depend on its batch.
+
+vLLM's batch-invariant mode fixes attention and all-reduces. Its matrix product in Triton, which
+takes a quarter of the speed, gives way to cuBLAS, whose split-K that mode turns off anyway. Norms,
+activations and rotations are the trainer's (distributed/forward/exact.py). NAMES are the private
+names in use.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.families import FAMILIES
+from hybridrl.distributed.forward.exact import (
+    PRODUCTS,
+    norm_weight,
+    uneven_product,
+    use_fixed_products,
+)
+from hybridrl.distributed.weights import empty_model
+
+NAMES: tuple[tuple[str, str], ...] = (
+    ("vllm.model_executor.custom_op", "CustomOp.forward"),
+    ("vllm.model_executor.determinism.batch_invariant", "init_batch_invariance"),
+    ("vllm.model_executor.layers.activation", "GeluAndMul SiluAndMul"),
+    ("vllm.model_executor.layers.layernorm", "GemmaRMSNorm RMSNorm"),
+    ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbeddingBase"),
+    ("vllm.v1.worker.gpu.sample.gumbel", "apply_temperature"),
+    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs"),
+)
+# Read at the import of vLLM and the start of cuBLAS.
+SWITCHES = PRODUCTS | {
+    "VLLM_BATCH_INVARIANT": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_CUSTOM_ALLREDUCE_ALGO": "1stage",
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
+}
+# Without compilation, whose code rounds otherwise; graphs for steps that only decode.
+COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+@contextmanager
+def exact_start() -> Iterator[None]:
+    """Keep what vLLM's mode does to the whole process away from the trainer.
+
+    It replaces PyTorch's batched products, softmax and means, of which vLLM's models here need
+    none: rotary angles of transformers would be rounded to tf32. It also limits NCCL to one
+    channel, but ranks gather their parts and add them up themselves.
+    """
+    from vllm.model_executor.determinism import batch_invariant
+
+    with patch.object(batch_invariant, "init_batch_invariance", use_fixed_products):
+        yield
+
+
+def share_operations(model: Any, folder: Path) -> None:
+    """Replace products, norms and activations of vLLM's loaded model by those of the trainer.
+
+    Args:
+        model: loaded on a GPU.
+        folder: its config.json.
+
+    Raises:
+        ConfigError: cuBLAS's products depend on the batch on this GPU.
+    """
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    if uneven := uneven_product(model, torch.device("cuda")):
+        raise ConfigError(
+            f"rollout.exact = true: on this GPU cuBLAS computes {uneven} otherwise than with more."
+            f"\nLog-probs of vLLM and trainer would differ. Set rollout.exact=false."
+        )
+    _share_rotation(model, folder)
+    kind = norm_weight(FAMILIES[model.config.model_type])
+    for module in model.modules():
+        if isinstance(module, RMSNorm | GemmaRMSNorm):
+            module._forward_method = partial(_norm, module, kind)
+        elif isinstance(module, SiluAndMul | GeluAndMul):
+            module._forward_method = partial(_gated, int(isinstance(module, GeluAndMul)))
+        elif "quant_method" in vars(module):
+            module.quant_method.apply = _product
+
+
+def _share_rotation(model: Any, folder: Path) -> None:
+    """Fill vLLM's tables of cosines and sines with those of transformers.
+
+    Frequencies that one computes on a CPU and the other on a GPU differ in the last bit, and so do
+    some cosines at some positions.
+    """
+    rotary = empty_model(AutoModelForCausalLM, folder).base_model.rotary_emb.cuda()
+    of_types = "layer_type" in signature(rotary.forward).parameters
+    done = set()
+    for index, layer in enumerate(model.model.layers):
+        table = layer.self_attn.rotary_emb.cos_sin_cache
+        if table.data_ptr() in done:  # of layers alike
+            continue
+        done.add(table.data_ptr())
+        positions = torch.arange(len(table), device=table.device)[None]
+        states = torch.empty(1, device=table.device, dtype=torch.bfloat16)
+        kind = [model.config.layer_types[index]] if of_types else []
+        halves = [x[0].chunk(2, -1)[0] for x in rotary(states, positions, *kind)]
+        table.copy_(torch.cat(halves, -1))
+
+
+def _norm(
+    module: Any, kind: int, x: Tensor, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    from hybridrl.distributed.forward import exact_kernels
+
+    y, total = exact_kernels.rms_norm(x, residual, module.weight, module.variance_epsilon, kind)
+    return y if residual is None else (y, total)
+
+
+def _gated(kind: int, x: Tensor) -> Tensor:
+    from hybridrl.distributed.forward import exact_kernels
+
+    gate, up = x.chunk(2, -1)
+    return exact_kernels.gated(gate, up, kind)
+
+
+def _product(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = F.linear(x, layer.weight)
+    return product if bias is None else product.add_(bias)  # cuBLAS does not always add it alike

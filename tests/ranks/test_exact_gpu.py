@@ -1,0 +1,189 @@
+"""rollout.exact: vLLM's log-probs are the trainer's bit for bit, and gradients are right."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.config.choices import DType
+from hybridrl.config.planner.families import EXACT
+from hybridrl.distributed.forward import attention, exact
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.rollout import RolloutWorker
+from tests.support.launch import run_on_ranks
+from tests.support.reshard_cases import prompts, set_rank_environment
+from tests.support.role_configs import actor_config, fsdp_config, lora_config, rollout_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+GPUS = torch.cuda.device_count()
+LENGTHS = [70, 1, 300, 129]
+KEPT: list[RolloutWorker] = []
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def check_gradients(function, reference, *inputs, tolerance=0.01):
+    """Output and gradients of bfloat16 inputs, against a reference in float32."""
+    outcomes = []
+    for compute, dtype in ((function, torch.bfloat16), (reference, torch.float32)):
+        own = [x.to(dtype).requires_grad_() for x in inputs]
+        output = compute(*own)
+        weights = normal(*output.shape, seed=9).to(dtype)
+        outcomes.append((output, *torch.autograd.grad((output * weights).sum(), own)))
+    for one, other in zip(*outcomes, strict=True):
+        assert float((one.float() - other).norm() / other.norm()) < tolerance
+
+
+def reference_norm(x, weight, kind):
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return normed * (weight + (kind == 2))
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_norms(kind):
+    x, weight = normal(3, 50, 640), normal(640, seed=1)
+    run = partial(exact.rms_norm, eps=1e-6, kind=kind)
+    check_gradients(run, partial(reference_norm, kind=kind), x, weight)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_gates(kind):
+    active = F.silu if kind == 0 else partial(F.gelu, approximate="tanh")
+    inputs = normal(1, 50, 1300), normal(1, 50, 1300, seed=1)
+    run = partial(exact.gated, kind=kind)
+    check_gradients(run, lambda gate, up: active(gate) * up, *inputs)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_products(parts):
+    inputs = normal(1, 50, 512), normal(96, 512, seed=1), normal(96, seed=2)
+    run = partial(exact.linear, parts=parts)
+    check_gradients(lambda x, w, b: run(x, w, b), F.linear, *inputs)
+
+
+def test_added_updates():
+    inputs = normal(5, 64), normal(5, 64, seed=1)
+    check_gradients(partial(exact.add_scaled, scale=0.3), lambda x, y: x + 0.3 * y, *inputs)
+
+
+@pytest.mark.parametrize("window", [0, 32])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_attention(head_size, window):
+    attention.choose_kernel()
+    ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    q, k, v = (normal(sum(LENGTHS), n, head_size, seed=n) for n in (4, 2, 1))
+    v, scale = torch.cat([v, -v], 1), head_size**-0.5
+
+    def run(q, k, v):
+        return exact.attention(q, k, v, ends, max(LENGTHS), scale, window)[0]
+
+    def padded(q, k, v):
+        return attention._padded((q, k, v), (ends, max(LENGTHS)), scale, window or None)
+
+    check_gradients(run, padded, q, k, v, tolerance=0.02)
+
+
+def test_rows_do_not_depend_on_the_batch_nor_on_a_fused_sum():
+    from hybridrl.distributed.forward.exact_kernels import rms_norm
+
+    x, more, weight = normal(300, 1536), normal(300, 1536, seed=1), normal(1536, seed=2)
+    whole, total = rms_norm(x, more, weight, 1e-6, 0)
+    assert torch.equal(total, x + more)
+    assert torch.equal(whole, exact.rms_norm(x + more, weight, 1e-6, 0))
+    assert torch.equal(whole[7:8], rms_norm(x[7:8], more[7:8], weight, 1e-6, 0)[0])
+
+
+def make_model(folder, kind, vocab):
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    special = {"vocab_size": vocab, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    options = {"initializer_range": 0.08, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(kind, **sizes, **heads, **special, **options)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+
+
+def both(folder, tp, changes):
+    """Share of equal log-probs, largest difference, number of tokens, of distinct ones."""
+    set_rank_environment()
+    spec = fsdp_config(
+        tp, param_dtype=DType.bfloat16, compile=True, exact=True, tensor_parallel_size=tp
+    )
+    mesh = build_mesh(spec, "cuda")
+    sizes = {"max_prompt_tokens": 800, "max_response_tokens": 150, "max_num_seqs": 24}
+    options = {"exact": True, "tensor_parallel_size": tp, "kv_cache_mb": 256} | sizes
+    rollout = RolloutWorker(rollout_config(folder, **options, **changes), mesh)
+    KEPT.append(rollout)
+    actor = ActorWorker(
+        actor_config(folder, spec, **{"temperature": 1.0, "lora": None} | changes), mesh
+    )
+    generator = torch.Generator("cuda").manual_seed(3)
+    for name, parameter in actor.model.named_parameters():
+        if ".lora_B" in name:
+            local = parameter.detach().to_local()
+            local.copy_(torch.randn(local.shape, generator=generator, device="cuda") / 8)
+    rollout.connect({"actor": actor})
+    rollout.reshard(1)
+    lengths = [3 + 5 * (i % 14) for i in range(39)] + [800]
+    rows = [[(7 * i + 3 * j) % 990 + 5 for j in range(n)] for i, n in enumerate(lengths)]
+    temperature = changes.get("temperature", 1.0)
+    batch = rollout.generate(prompts(temperature, rows=rows, max_tokens=150, each=2))
+    with torch.no_grad():
+        own = actor.log_probs(batch).cpu()
+    sampled = batch.rollout_log_probs.values
+    return {
+        "equal": float((own == sampled).float().mean()),
+        "largest": float((own - sampled).abs().max()),
+        "tokens": len(own),
+        "distinct": len(batch.responses.values.unique()),
+    }
+
+
+def check_equal(folder, kind, tp=1, **changes):
+    # Neither a multiple of 64, to which vLLM pads; with a temperature one of 16 is asked for.
+    make_model(folder, kind, 1008 if "temperature" in changes else 1000)
+    seen = run_on_ranks(both, tp, folder, tp, changes, device_type="cuda", time_limit_s=380)
+    print(
+        json.dumps(
+            {"kind": kind, "tp": tp, **{k: str(v)[:30] for k, v in changes.items()}, **seen[0]}
+        )
+    )
+    for one in seen:
+        assert one["tokens"] > 5000
+        assert one["distinct"] > 500
+        assert one["equal"] == 1.0, seen
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_families(kind, tmp_path):
+    check_equal(tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.7}, {"lora": lora_config(rank=16)}], ids=["temperature", "lora"]
+)
+def test_settings(changes, tmp_path):
+    check_equal(tmp_path, "qwen2", **changes)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_tensor_parallelism(kind, tp, tmp_path):
+    if tp > GPUS:
+        pytest.skip(f"needs {tp} GPUs, found {GPUS}")
+    check_equal(tmp_path, kind, tp)

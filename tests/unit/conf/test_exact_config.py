@@ -1,0 +1,50 @@
+"""rollout.exact: what it needs, and what it leaves without effect."""
+
+import pytest
+
+from tests.support.composing import GPU_NODE, examined, made, mistakes
+from tests.support.model_shapes import QWEN
+
+HEADS = {"head_dim": 128, "max_position_embeddings": 4096}
+MISTAKES = """
+exact rollout.exact rollout.top_p=0.9 | another distribution
+exact rollout.exact lora=default rollout.tensor_parallel_size=2 | adapters
+exact_kernels rollout.dtype rollout.dtype=float32
+exact_kernels fsdp.param_dtype fsdp.param_dtype=float32
+exact_kernels fsdp.compile fsdp.compile=false
+no_effect algorithm.rollout_correction.method algorithm.rollout_correction.method=mask \
+    | do not differ
+"""
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_what_equality_does_not_allow_is_refused(mistake):
+    made_ = made(
+        mistake, "hardware=gpu", "rollout.exact=true", model=QWEN | HEADS, machine=GPU_NODE
+    )
+    assert made_ == [mistake]
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "word"),
+    [
+        (QWEN | HEADS | {"head_dim": 64}, [], "heads of 64"),
+        (QWEN | HEADS | {"model_type": "olmo2"}, [], "this model is olmo2"),
+        (QWEN | HEADS | {"vocab_size": 50257}, ["rollout.temperature=0.8"], "no multiple of 16"),
+    ],
+)
+def test_models_that_were_not_compared_are_refused(model, overrides, word):
+    overrides = ["hardware=gpu", "rollout.exact=true", *overrides]
+    problems = examined(overrides, model=model, machine=GPU_NODE).report.problems
+    assert [problem.id for problem in problems] == ["exact"]
+    assert word in str(problems[0])
+
+
+def test_a_cpu_has_no_such_kernels():
+    problems = examined(["hardware=cpu", "rollout.exact=true"]).report.problems
+    assert {problem.id for problem in problems} == {"exact", "exact_kernels"}
+
+
+def test_recipes_that_correct_a_difference_may_be_exact():
+    overrides = ["hardware=gpu", "+recipe=gsm8k_grpo", "rollout.exact=true"]
+    assert not examined(overrides, model=QWEN | HEADS, machine=GPU_NODE).report.problems
