@@ -43,7 +43,8 @@ def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = Fa
     is_dry = is_on(cfg, DRY)
     if not is_dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
-        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu, cfg.rollout.sleep)
+        accelerator = Accelerator.cpu if on_cpu else Accelerator.gpu
+        check_installation(accelerator, cfg.rollout.sleep, exact=cfg.rollout.exact)
     machine, runtime = find_machine(), hydra.runtime
     overrides = [o for o in found.overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
     recipes = recipe_files(runtime.choices, runtime.config_sources)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.distributed.forward.exact import add_scaled
+from hybridrl.distributed.forward.exact_ops import add_scaled
 from hybridrl.distributed.lora import Addition, add_update
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 

@@ -95,8 +95,8 @@ def share_operations(model: Any, folder: Path) -> None:
 def _share_rotation(model: Any, folder: Path) -> None:
     """Fill vLLM's tables of cosines and sines with those of transformers.
 
-    Frequencies that one computes on a CPU and the other on a GPU differ in the last bit, and so do
-    some cosines at some positions.
+    One computes frequencies on a CPU, the other on a GPU. They differ in the last bit, and so do
+    cosines at some positions.
     """
     rotary = empty_model(AutoModelForCausalLM, folder).base_model.rotary_emb.cuda()
     of_types = "layer_type" in signature(rotary.forward).parameters

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.config.choices import DType
 from hybridrl.config.planner.families import EXACT
-from hybridrl.distributed.forward import attention, exact
+from hybridrl.distributed.forward import attention, exact_ops
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.rollout import RolloutWorker
@@ -53,7 +53,7 @@ def reference_norm(x, weight, kind):
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_norms(kind):
     x, weight = normal(3, 50, 640), normal(640, seed=1)
-    run = partial(exact.rms_norm, eps=1e-6, kind=kind)
+    run = partial(exact_ops.rms_norm, eps=1e-6, kind=kind)
     check_gradients(run, partial(reference_norm, kind=kind), x, weight)
 
 
@@ -61,20 +61,20 @@ def test_norms(kind):
 def test_gates(kind):
     active = F.silu if kind == 0 else partial(F.gelu, approximate="tanh")
     inputs = normal(1, 50, 1300), normal(1, 50, 1300, seed=1)
-    run = partial(exact.gated, kind=kind)
+    run = partial(exact_ops.gated, kind=kind)
     check_gradients(run, lambda gate, up: active(gate) * up, *inputs)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_products(parts):
     inputs = normal(1, 50, 512), normal(96, 512, seed=1), normal(96, seed=2)
-    run = partial(exact.linear, parts=parts)
+    run = partial(exact_ops.linear, parts=parts)
     check_gradients(lambda x, w, b: run(x, w, b), F.linear, *inputs)
 
 
 def test_added_updates():
     inputs = normal(5, 64), normal(5, 64, seed=1)
-    check_gradients(partial(exact.add_scaled, scale=0.3), lambda x, y: x + 0.3 * y, *inputs)
+    check_gradients(partial(exact_ops.add_scaled, scale=0.3), lambda x, y: x + 0.3 * y, *inputs)
 
 
 @pytest.mark.parametrize("window", [0, 32])
@@ -86,7 +86,7 @@ def test_attention(head_size, window):
     v, scale = torch.cat([v, -v], 1), head_size**-0.5
 
     def run(q, k, v):
-        return exact.attention(q, k, v, ends, max(LENGTHS), scale, window)[0]
+        return exact_ops.attention(q, k, v, ends, max(LENGTHS), scale, window)[0]
 
     def padded(q, k, v):
         return attention._padded((q, k, v), (ends, max(LENGTHS)), scale, window or None)
@@ -100,7 +100,7 @@ def test_rows_do_not_depend_on_the_batch_nor_on_a_fused_sum():
     x, more, weight = normal(300, 1536), normal(300, 1536, seed=1), normal(1536, seed=2)
     whole, total = rms_norm(x, more, weight, 1e-6, 0)
     assert torch.equal(total, x + more)
-    assert torch.equal(whole, exact.rms_norm(x + more, weight, 1e-6, 0))
+    assert torch.equal(whole, exact_ops.rms_norm(x + more, weight, 1e-6, 0))
     assert torch.equal(whole[7:8], rms_norm(x[7:8], more[7:8], weight, 1e-6, 0)[0])
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.checks.installation import OLDEST_FOR_KV_CACHE_SLEEP
+from hybridrl.config.checks.installation import OLDEST_CURRENT
 from hybridrl.config.choices import DType, SleepMode
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.rollout.engine import EnginePart
@@ -139,7 +139,7 @@ def folder(tmp_path_factory):
 def test_sleep(mode, enforce_eager, gives_mb, folder):
     if (
         mode is SleepMode.kv_cache
-        and tuple(map(int, version("vllm").split(".")[:2])) < OLDEST_FOR_KV_CACHE_SLEEP
+        and tuple(map(int, version("vllm").split(".")[:2])) < OLDEST_CURRENT
     ):
         pytest.skip("this vLLM frees weights and KV cache together")
     (seen,) = run_on_ranks(

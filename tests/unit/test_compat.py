@@ -9,7 +9,13 @@ import pytest
 
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
-from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing, vllm_steps
+from hybridrl.rollout import (
+    vllm_compat,
+    vllm_exact,
+    vllm_experts,
+    vllm_routing,
+    vllm_steps,
+)
 from tests.support.installed_names import missing
 
 pytestmark = pytest.mark.full
@@ -35,7 +41,8 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
-    names = vllm_compat.NAMES + vllm_steps.NAMES + vllm_experts.NAMES + vllm_routing.NAMES
+    modules = (vllm_compat, vllm_exact, vllm_experts, vllm_routing, vllm_steps)
+    names = [name for module in modules for name in module.NAMES]
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 TESTED_ON_GPU = ("0.25.1", "0.33.0")
 TESTED_ON_CPU = ("0.30.0", "0.31.0", "0.32.0")
 OLDEST, TOO_NEW = (0, 25), (0, 34)
-# The first that ran with rollout.sleep=kv_cache on GPUs; `LLM.release_kv_cache_memory` is older.
-OLDEST_FOR_KV_CACHE_SLEEP = (0, 33)
+# The first that ran with rollout.sleep=kv_cache and rollout.exact on GPUs.
+OLDEST_CURRENT = (0, 33)
 # As in setup.cfg, which pip does not read where it installs a pinned set.
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 11), (2, 15)
 # As in setup.cfg; a checkout on PYTHONPATH has no metadata.
@@ -37,8 +37,10 @@ CPU_HEAD_SIZES = "get_supported_head_sizes"
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
-def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> str:
-    """Return the version of the installed vLLM; `sleep` is rollout.sleep.
+def check_installation(
+    accelerator: Accelerator, sleep: str = SleepMode.all, *, exact: bool = False
+) -> str:
+    """Return the version of the installed vLLM; `sleep` and `exact` are of rollout.
 
     Raises:
         ConfigError: Ray or vLLM is missing or has an unsupported version, or a CUDA build of a
@@ -64,11 +66,17 @@ def check_installation(accelerator: Accelerator, sleep: str = SleepMode.all) -> 
         expected, why = f"a version from {_dotted(OLDEST)} to below {_dotted(TOO_NEW)}", "others "
         why += "have a different interface"
         problems.append(Problem("vllm", "vllm", version, expected, why, PINNED))
-    elif accelerator is Accelerator.gpu and sleep == SleepMode.kv_cache and not frees_cache_alone():
-        expected = f"all or none with vllm {version}"
-        why = f"it was tested from vllm {_dotted(OLDEST_FOR_KV_CACHE_SLEEP)} on"
-        remedy = "Set rollout.sleep=all or none, or install the version pinned in requirements/"
-        problems.append(Problem("kv_cache_sleep", "rollout.sleep", sleep, expected, why, remedy))
+    elif accelerator is Accelerator.gpu and not is_current():
+        why = f"it was tested from vllm {_dotted(OLDEST_CURRENT)} on"
+        install = "or install the version pinned in requirements/"
+        if sleep == SleepMode.kv_cache:
+            key, expected = "rollout.sleep", f"all or none with vllm {version}"
+            remedy = f"Set rollout.sleep=all or none, {install}"
+            problems.append(Problem("kv_cache_sleep", key, sleep, expected, why, remedy))
+        if exact:
+            key, expected = "rollout.exact", f"false with vllm {version}"
+            remedy = f"Set rollout.exact=false, {install}"
+            problems.append(Problem("exact_version", key, exact, expected, why, remedy))
     if problems or version is None:
         raise ConfigError(*problems)
     tested = TESTED_ON_CPU if accelerator is Accelerator.cpu else TESTED_ON_GPU
@@ -104,10 +112,10 @@ def cpu_head_sizes() -> list[int]:
     return []
 
 
-def frees_cache_alone() -> bool:
-    """Return whether a vLLM for GPUs, if one is installed, can free its KV cache alone."""
+def is_current() -> bool:
+    """Return whether a vLLM for GPUs, if one is installed, is new enough for all settings."""
     version = _version("vllm")
-    return version is None or _generation(version) >= OLDEST_FOR_KV_CACHE_SLEEP
+    return version is None or _generation(version) >= OLDEST_CURRENT
 
 
 def check_ray() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from hybridrl.config.checks.installation import frees_cache_alone
+from hybridrl.config.checks.installation import is_current
 from hybridrl.config.checks.sizes import (
     cache_problems,
     engine_problems,
@@ -201,7 +201,7 @@ def memory_changes(config: RunConfig) -> list[list[Change]]:
     offloads, modes = list(Offload), list(SleepMode)
     stronger = offloads[offloads.index(config.fsdp.offload) + 1 :]
     deeper = [] if config.rollout.keep_kv else modes[modes.index(config.rollout.sleep) + 1 :]
-    if not frees_cache_alone():
+    if not is_current():
         deeper = [mode for mode in deeper if mode is not SleepMode.kv_cache]
     changes = [
         [Change("fsdp.accumulation", Accumulation.sharded)],

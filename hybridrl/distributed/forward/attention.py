@@ -20,7 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from hybridrl.distributed.forward.exact import EXACT_ATTENTION, attention
+from hybridrl.distributed.forward.exact import EXACT_ATTENTION
+from hybridrl.distributed.forward.exact_ops import attention
 from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
 from hybridrl.distributed.torch_compat import GROUPED_QUERY, activate_flash_attention_4
 

@@ -13,8 +13,8 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Normalise the rows of x + residual, [..., H]; return that and the rounded sum.
 
-    Without a residual the second result is x. `kind`: the result is rounded before it is multiplied
-    by the weight (0), after it (1), or multiplied by 1 + weight and then rounded (2).
+    Without a residual the second result is x. `kind` 0 rounds before the product with the weight,
+    1 after it; 2 multiplies by 1 + weight and rounds.
     """
     x = x.contiguous()
     columns = x.shape[-1]

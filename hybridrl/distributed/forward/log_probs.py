@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.distributed.forward.exact import token_log_probs as exact_log_probs
+from hybridrl.distributed.forward.exact_ops import token_log_probs as exact_log_probs
 from hybridrl.distributed.forward.routing import Routing
 
 
