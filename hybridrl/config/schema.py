@@ -272,7 +272,7 @@ class RolloutConfig(RoleConfig):
     responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
     schedule: Schedule
     max_in_flight: Annotated[int | None, at_least_one("a step trains on some prompts")]
-    exact: bool
+    exact: Annotated[bool, FREE]
     keep_kv: bool
     router_replay: RouterReplay
     max_versions: Annotated[int, at_least_zero("0 means only tokens of the present weights")]

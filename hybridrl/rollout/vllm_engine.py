@@ -280,6 +280,8 @@ class VLLMEngine:
         trace = trace_loader(model, model.load_weights, self.sources, dtype)
         exact = self._config.exact
         self.trace = trace if lora is None else add_adapters(model, trace, lora, exact=exact)
+        if exact:
+            vllm_exact.check_equality(model, self._config.tensor_parallel_size)
 
     def _warm_up(self) -> None:
         """Sample a few tokens from random weights, so that kernels are compiled now.

@@ -27,9 +27,11 @@ from hybridrl.distributed.forward.exact import (
     uneven_product,
     use_fixed_products,
 )
+from hybridrl.distributed.forward.exact_ops import FLASH_ATTENTION
 from hybridrl.distributed.weights import empty_model
 
 NAMES: tuple[tuple[str, str], ...] = (
+    ("vllm.distributed.parallel_state", "get_tp_group"),
     ("vllm.model_executor.custom_op", "CustomOp.forward"),
     ("vllm.model_executor.determinism.batch_invariant", "init_batch_invariance"),
     ("vllm.model_executor.layers.activation", "GeluAndMul SiluAndMul"),
@@ -69,18 +71,10 @@ def share_operations(model: Any, folder: Path) -> None:
     Args:
         model: loaded on a GPU.
         folder: its config.json.
-
-    Raises:
-        ConfigError: cuBLAS's products depend on the batch on this GPU.
     """
     from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-    if uneven := uneven_product(model, torch.device("cuda")):
-        raise ConfigError(
-            f"rollout.exact = true: on this GPU cuBLAS computes {uneven} otherwise than with more."
-            f"\nLog-probs of vLLM and trainer would differ. Set rollout.exact=false."
-        )
     _share_rotation(model, folder)
     kind = norm_weight(FAMILIES[model.config.model_type])
     for module in model.modules():
@@ -90,6 +84,31 @@ def share_operations(model: Any, folder: Path) -> None:
             module._forward_method = partial(_gated, int(isinstance(module, GeluAndMul)))
         elif "quant_method" in vars(module):
             module.quant_method.apply = _product
+
+
+def check_equality(model: Any, tensor_parallel_size: int) -> None:
+    """Raise a ConfigError if something on this GPU keeps vLLM from equality.
+
+    That is an attention other than FlashAttention 3, cuBLAS's products that depend on the batch, or
+    an all-reduce of more than two ranks without a fixed order.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    problem = uneven_product(model, torch.device("cuda"))
+    if problem is not None:
+        problem = f"cuBLAS computes {problem} otherwise than with more"
+    version = vars(model.model.layers[0].self_attn.attn.impl).get("vllm_flash_attn_version")
+    if version != FLASH_ATTENTION:
+        problem = f"vLLM runs FlashAttention {version}, and the trainer {FLASH_ATTENTION}"
+    if tensor_parallel_size > 2:
+        reduce = get_tp_group().device_communicator.ca_comm
+        if reduce is None or reduce.disabled:
+            problem = "vLLM's custom all-reduce is off, so that NCCL chooses the order of sums"
+    if problem:
+        raise ConfigError(
+            f"rollout.exact = true, but on this GPU {problem}: log-probs of vLLM and the trainer "
+            f"would differ.\nSet rollout.exact=false."
+        )
 
 
 def _share_rotation(model: Any, folder: Path) -> None:

@@ -15,6 +15,8 @@ from hybridrl.trainer.record import Row
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.timing.phases import Phases
 
+FIRST_RATIO = "actor/first_log_ratio_max"
+
 
 @dataclass(frozen=True)
 class Updates:
@@ -45,21 +47,33 @@ class Updates:
         metrics: Row = {}
         for outcome in outcomes.values():
             metrics |= outcome.value
-        # NaN is no equality either; None or absent: the critic alone was trained.
-        if self.config.rollout.exact and metrics.get("actor/first_log_ratio_max", 0.0) != 0.0:
-            self._stop_for_difference(step)
         self.guard.note(step, scheduled, kl_coef, metrics)
+        if policy and self.config.rollout.exact:
+            self._check_equality(step, scheduled.batch, metrics)
         return metrics | self.kl.adapt(scheduled.batch)
 
-    def _stop_for_difference(self, step: int) -> None:
-        """Stop the run, as vLLM and the trainer are not equal, and name the first token."""
-        differences: list[str | None] = self.workers.actor.call("first_difference")
-        rank, first = next((pair for pair in enumerate(differences) if pair[1]), (0, "a NaN"))
-        raise RunStopped(
-            f"rollout.exact = true, and in step {step} a log-prob of the trainer is not vLLM's, "
-            f"first on rank {rank}: {first}.\nThe update ran on unequal policies. Set "
-            f"rollout.exact=false, and report the model, the GPU and this message."
-        )
+    def _check_equality(self, step: int, batch: RolloutBatch, metrics: Row) -> None:
+        """Stop the run unless the first mini-batch's log-probs were vLLM's; name the first token.
+
+        Without a token of the present weights the metric is null. A NaN is the guard's matter.
+        """
+        largest = metrics.get(FIRST_RATIO)
+        if largest is None:
+            raise RunStopped(
+                f"rollout.exact = true, but the update by {self.config.actor.worker} reports no "
+                f"{FIRST_RATIO}, which shows that log-probs are equal.\n"
+                f"Set rollout.exact=false, or report the metrics of ActorWorker.policy_loss."
+            )
+        if not batch.current.values.any():
+            metrics[FIRST_RATIO] = None
+        elif abs(largest) > 0:
+            differences: list[str | None] = self.workers.actor.call("first_difference")
+            rank, text = next(pair for pair in enumerate(differences) if pair[1])
+            raise RunStopped(
+                f"rollout.exact = true, and in step {step} a log-prob of the trainer is not "
+                f"vLLM's, first on rank {rank}: {text}.\nThe update ran on unequal policies. "
+                f"Set rollout.exact=false, and report the model, the GPU and this message."
+            )
 
     def log_probs(self, batch: RolloutBatch) -> Ragged:
         """Compute log-probs by the present weights, of any number of responses."""

@@ -37,7 +37,7 @@ OF_SAMPLING = ("seed", "model", "lora", "data", "rollout")
 OF_RUN = (*OF_SAMPLING, "reward", "environment", "agent", "eval")
 # Keys of rollout that are not from the run if it had another device.
 OF_DEVICE = (
-    *("dtype", "enforce_eager", "gpu_memory_utilization"),
+    *("dtype", "enforce_eager", "exact", "gpu_memory_utilization"),
     *("kv_cache_mb", "max_num_seqs", "sleep"),
 )
 # Sections and further keys that an evaluation reads.

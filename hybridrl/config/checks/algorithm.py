@@ -122,7 +122,8 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
         return
     method, per_step = algorithm.rollout_correction.method, config.data.prompts_per_step
     is_against_rollout = policy_loss_of(algorithm.loss.function).is_against_rollout
-    if method is CorrectionMethod.none and not is_against_rollout:
+    corrects = method is not CorrectionMethod.none or rollout.exact  # its old log-probs are vLLM's
+    if not corrects and not is_against_rollout:
         key, expected = "algorithm.rollout_correction.method", "truncate or mask"
         why = f"rollout.schedule = {rollout.schedule} trains on tokens of earlier weights"
         yield Problem("stale_tokens", key, method, expected, why, f"Set {key}=truncate")

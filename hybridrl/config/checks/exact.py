@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hybridrl.config.choices import Accelerator, DType
+from hybridrl.config.choices import ON_OWN_RANKS, Accelerator, DType, OtherSampling
 from hybridrl.config.errors import Problem, must_be
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.families import EXACT
@@ -10,8 +10,8 @@ from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
 KEY = "rollout.exact"
-# Head sizes for which FlashAttention 3 computes a token of a prompt and of a response alike.
-HEAD_SIZES = (128, 256)
+# Head size for which FlashAttention 3 computes a token of a prompt and of a response alike.
+HEAD_SIZE = 128
 
 
 def exact_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -20,14 +20,29 @@ def exact_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     if not rollout.exact or is_supervised(config):
         return
     kind, tp = shape.family.kind, rollout.tensor_parallel_size
-    heads = " and ".join(map(str, HEAD_SIZES))
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     for is_so, why in (
         (config.hardware.accelerator is not Accelerator.gpu, "its kernels need a GPU"),
         (kind not in EXACT, f"it was compared for {', '.join(EXACT)}, and this model is {kind}"),
         (
-            size not in HEAD_SIZES,
-            f"model.path has heads of {size}, for which FlashAttention 3 computes prompts and "
-            f"responses differently; it computes those of {heads} alike",
+            size != HEAD_SIZE,
+            f"model.path has heads of {size}; FlashAttention 3 was seen to compute prompts and "
+            f"responses alike for heads of {HEAD_SIZE}",
+        ),
+        (
+            bool(shape.windowed) and (shape.window or 0) < longest,
+            f"layers of model.path see {shape.window} tokens, and sequences have up to {longest}: "
+            f"windows that cut were not compared",
+        ),
+        (
+            rollout.schedule in ON_OWN_RANKS,
+            f"with rollout.schedule = {rollout.schedule} no token is of the present weights, so "
+            f"that equality could not be checked",
+        ),
+        (
+            config.agent is not None and config.agent.other_sampling is OtherSampling.mask,
+            "requests with other sampling settings (agent.other_sampling = mask) change the "
+            "precision in which vLLM computes the log-probs of all that are decoded with them",
         ),
         (
             config.lora is not None and tp > 1,

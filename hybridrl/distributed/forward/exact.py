@@ -27,8 +27,8 @@ from hybridrl.distributed.lora import LoRALinear
 # Hopper GPUs that depends on the batch.
 PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 EXACT_ATTENTION = "hybridrl_exact"
-# Rows of the products that a probe compares with the first rows of the last.
-PROBED_ROWS = (1, 2, 8, 24, 64, 256, 1024, 8192)
+# Rows of the products that a probe compares with the first rows of a larger one.
+PROBED_ROWS, ALL_ROWS = (1, 2, 8, 24, 64, 256), 2048
 
 
 def use_fixed_products() -> None:
@@ -130,7 +130,7 @@ def uneven_product(lm: nn.Module, device: torch.device) -> str | None:
         seen.add(shape)
         generator = torch.Generator(device).manual_seed(0)
         options: Any = {"generator": generator, "device": device, "dtype": torch.bfloat16}
-        factor, states = torch.randn(shape, **options), torch.randn(8192, shape[1], **options)
+        factor, states = torch.randn(shape, **options), torch.randn(ALL_ROWS, shape[1], **options)
         whole = F.linear(states, factor)
         for rows in PROBED_ROWS:
             if not torch.equal(F.linear(states[:rows], factor), whole[:rows]):

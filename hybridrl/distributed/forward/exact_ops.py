@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Version of vLLM's FlashAttention.
+FLASH_ATTENTION = 3
 # vLLM's logits are rows of a multiple of this.
 ROW = 64
+# Logits that are copied to float32 at one time.
+COPIED_ROWS = 256
 
 
 @torch.library.custom_op("hybridrl::rms_norm", mutates_args=())
@@ -113,7 +117,7 @@ def attention(
         causal=True,
         window_size=[window - 1, 0] if window else None,
         return_softmax_lse=True,
-        fa_version=3,
+        fa_version=FLASH_ATTENTION,
         num_splits=1,
     )
     return output, log_sum_exp
@@ -229,8 +233,12 @@ def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
     vocab = logits.shape[1]
     if vocab % ROW:  # the kernel adds up rows at such a distance in another order
         logits = F.pad(logits, (0, -vocab % ROW))[:, :vocab]
-    if temperature != 1.0:  # as vLLM: a float32 copy, divided in place
-        logits = logits.float()
-        rows = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-        apply_temperature(logits, rows, rows.new_full((1,), temperature, dtype=torch.float32))
-    return compute_token_logprobs(logits, targets[:, None])[:, 0]
+    if temperature == 1.0:
+        return compute_token_logprobs(logits, targets[:, None])[:, 0]
+    found = []
+    for part, ids in zip(logits.split(COPIED_ROWS), targets.split(COPIED_ROWS), strict=True):
+        divided = part.float()  # as vLLM: a float32 copy, divided in place
+        rows = torch.zeros(len(part), dtype=torch.int32, device=part.device)
+        apply_temperature(divided, rows, rows.new_full((1,), temperature, dtype=torch.float32))
+        found.append(compute_token_logprobs(divided, ids[:, None])[:, 0])
+    return torch.cat(found)
