@@ -90,30 +90,30 @@ def main() -> None:
         line = parse_argv(sys.argv[1:])
         if line.problems and not line.composes:
             raise ConfigError(*line.problems)
-        found = compose_line(line) if line.composes else None
+        composition = compose_line(line) if line.composes else None
         claimed, checked = None, None
-        if found is not None and line.starts:
-            started = before_start(line, found, dry_run)
+        if composition is not None and line.starts:
+            started = before_start(line, composition, dry_run)
             if started is None:
                 return
             claimed, checked = started
         start = time.time()
         try:
             with nullcontext() if claimed is None else kept_unless_begun(claimed.folder):
-                _call_hydra(line, checked, found)
+                _call_hydra(line, checked, composition)
         except INPUT_ERRORS as error:
             # After the jobs it is the sweeper's, such as Optuna's if none has an accuracy.
             if not (claimed and line.sweeps and read_results(claimed.folder, start)):
-                raise ConfigError(*problems_around(error, line, found)) from error
+                raise ConfigError(*problems_around(error, line, composition)) from error
             sys.stderr.write(f"{problem_of(error)}\n")
         except SystemExit as end:
             if end.code == EXIT_CONFIG and claimed is not None:
                 claimed.release(HYDRA, "main.log")
             raise
         except KeyboardInterrupt:
-            _end_sweep(line, found, claimed, start)
+            _end_sweep(line, composition, claimed, start)
             raise
-        if _end_sweep(line, found, claimed, start):
+        if _end_sweep(line, composition, claimed, start):
             sys.exit(EXIT_FAILED)
 
 
@@ -133,18 +133,18 @@ def _call_hydra(line: CommandLine, checked: Checked | None, run: Precomposed | N
 
 
 def _end_sweep(
-    line: CommandLine, found: Precomposed | None, claimed: Claim | None, start: float
+    line: CommandLine, composition: Precomposed | None, claimed: Claim | None, start: float
 ) -> bool:
     """Print a sweep's results; return True if a job has failed. Of dry runs no folder is left."""
     if claimed is None or not line.sweeps:
         return False
-    assert found is not None and found.cfg is not None
+    assert composition is not None and composition.cfg is not None
     results = read_results(claimed.folder, start)
     is_dry = bool(claimed.made and results) and all(one.status == "dry" for one in results)
     show_results(None if is_dry else claimed.folder, results)
     if is_dry:
         claimed.release(*os.listdir(claimed.folder))
-    elif is_on(found.cfg, REPORT):
+    elif is_on(composition.cfg, REPORT):
         write_at_end(claimed.folder)
     return any(result.status == "failed" for result in results)
 

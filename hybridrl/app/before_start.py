@@ -36,9 +36,11 @@ OPTUNA, DIRECTION = "hydra_optuna_sweeper", "hydra.sweeper.direction"
 SLURM = "submitit_launcher.SlurmLauncher"
 
 
-def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = False) -> Checked:
+def examine(
+    composition: Precomposed, *, in_sweep: bool = False, reads_data: bool = False
+) -> Checked:
     """Check a config; its data if asked for, or if it has problems or is dry. See the report."""
-    cfg, hydra = found.cfg, found.hydra
+    cfg, hydra = composition.cfg, composition.hydra
     assert cfg is not None and hydra is not None
     is_dry = is_on(cfg, DRY)
     if not is_dry:  # first: wrong versions break the imports of other checks
@@ -46,7 +48,9 @@ def examine(found: Precomposed, *, in_sweep: bool = False, reads_data: bool = Fa
         accelerator = Accelerator.cpu if on_cpu else Accelerator.gpu
         check_installation(accelerator, cfg.rollout.sleep, exact=cfg.rollout.exact)
     machine, runtime = find_machine(), hydra.runtime
-    overrides = [o for o in found.overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    overrides = [
+        o for o in composition.overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))
+    ]
     recipes = recipe_files(runtime.choices, runtime.config_sources)
     provenance = provenance_of(overrides, recipes)
     # In a sweep a key without effect is only a warning: some jobs may use it.
@@ -67,37 +71,37 @@ def compose_line(line: CommandLine, *, guards_output: bool = True) -> Precompose
     Raises:
         ConfigError: every problem of the overrides, the config and its data.
     """
-    found = composed(line, find_machine)
-    if found.problems:
-        if guards_output and found.cfg is not None:
-            guard_logging(config_secrets(found.cfg))
-        raise ConfigError(*found.problems, *_further_problems(line, found))
-    return found
+    composition = composed(line, find_machine)
+    if composition.problems:
+        if guards_output and composition.cfg is not None:
+            guard_logging(config_secrets(composition.cfg))
+        raise ConfigError(*composition.problems, *_further_problems(line, composition))
+    return composition
 
 
 def before_start(
-    line: CommandLine, found: Precomposed, dry_run: Callable[[Checked, Path], None]
+    line: CommandLine, composition: Precomposed, dry_run: Callable[[Checked, Path], None]
 ) -> tuple[Claim, Checked | None] | None:
     """Make the folder of a run or sweep, and check the run; the jobs of a sweep check themselves.
 
     Nothing is left of a run with problems. Returns None after a dry run: `dry_run` has printed
     its plan.
     """
-    assert found.cfg is not None and found.hydra is not None
+    assert composition.cfg is not None and composition.hydra is not None
     logging.basicConfig(stream=sys.stdout, format="%(message)s")  # until Hydra's
-    guard_logging(config_secrets(found.cfg))
+    guard_logging(config_secrets(composition.cfg))
     key = SWEEP_DIR if line.sweeps else RUN_DIR
-    problem = auto_problem(found.cfg.get("resume"), key, template(found.hydra, key))
+    problem = auto_problem(composition.cfg.get("resume"), key, template(composition.hydra, key))
     problems = [] if problem is None else [problem]
-    if str(found.hydra.launcher.get("_target_")).endswith(SLURM) and not shutil.which("srun"):
+    if str(composition.hydra.launcher.get("_target_")).endswith(SLURM) and not shutil.which("srun"):
         why = "this machine has no srun of Slurm"
         problems.append(Problem("no_slurm", "hydra/launcher=submitit_slurm", why=why))
     try:
-        claimed = claim_folder(found, key)
+        claimed = claim_folder(composition, key)
     except INPUT_ERRORS as error:
-        raise ConfigError(*problems, *problems_around(error, line, found)) from error
+        raise ConfigError(*problems, *problems_around(error, line, composition)) from error
     try:
-        checked = None if line.sweeps else examine(found)
+        checked = None if line.sweeps else examine(composition)
         problems += checked.result.report.problems if checked is not None else []
         if problems:
             raise ConfigError(*problems)
@@ -108,30 +112,30 @@ def before_start(
     except BaseException:
         claimed.release()
         raise
-    found.hydra.run.dir = str(claimed.folder)
+    composition.hydra.run.dir = str(claimed.folder)
     line.overrides.append(f"{key}={quoted(str(claimed.folder))}")
-    if OPTUNA in str(found.hydra.sweeper.get("_target_")):
+    if OPTUNA in str(composition.hydra.sweeper.get("_target_")):
         logging.getLogger("alembic").setLevel(logging.WARNING)  # lists its plugins
         if not any(text.lstrip("+").startswith(DIRECTION) for text in line.overrides):
             line.overrides.append(f"{DIRECTION}=maximize")  # its default suits a loss
     return claimed, checked
 
 
-def _further_problems(line: CommandLine, found: Precomposed) -> list[Problem]:
+def _further_problems(line: CommandLine, composition: Precomposed) -> list[Problem]:
     """Return the problems of the composed config and its data; none of a sweep: its jobs check."""
-    if found.cfg is None or line.sweeps:
+    if composition.cfg is None or line.sweeps:
         return []
     try:
-        return examine(found, reads_data=True).result.report.problems
+        return examine(composition, reads_data=True).result.report.problems
     except ConfigError as error:
         return error.problems
 
 
 def problems_around(
-    error: BaseException, line: CommandLine, found: Precomposed | None
+    error: BaseException, line: CommandLine, composition: Precomposed | None
 ) -> list[Problem]:
     """Return the problem of an error of Hydra, and further problems of the config."""
-    further = [] if found is None else _further_problems(line, found)
+    further = [] if composition is None else _further_problems(line, composition)
     if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
         error = error.__cause__
     # Hydra's error of a missing file is an OSError, too.

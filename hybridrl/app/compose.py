@@ -66,10 +66,10 @@ def composed(
             problems = error.problems
             # Groups and keys are the same for all hardware.
             line.overrides.append("hardware=cpu")
-    found = precompose(line, conf_dir(), underlay)
+    composition = precompose(line, conf_dir(), underlay)
     if not problems:
-        return found
-    return Precomposed([*problems, *found.problems], None, found.overrides)
+        return composition
+    return Precomposed([*problems, *composition.problems], None, composition.overrides)
 
 
 def examine_config(cfg: DictConfig, machine: Machine, provenance: Provenance) -> Examined:

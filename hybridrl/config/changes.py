@@ -67,7 +67,7 @@ def changes(
         if leader in differing and leader in old and leader in new
     }
     reported = set(differing) - {key for keys in followers.values() for key in keys}
-    found = [
+    changed_keys = [
         Change(
             key,
             old.get(key, MISSING),
@@ -78,7 +78,7 @@ def changes(
         )
         for key in sorted(reported)
     ]
-    return sorted(found, key=lambda change: not change.matters)
+    return sorted(changed_keys, key=lambda change: not change.matters)
 
 
 def _unless_empty(config: Mapping[str, Any], key: str) -> Any:

@@ -185,7 +185,7 @@ def choose_for_memory(
         config.fsdp.reshard_after_forward = True
     for change in nulls:
         set_value(config, *change)
-    found: list[Change] = []
+    chosen: list[Change] = []
     faster: list[Change] = []
     with suppress(Unusable, ConfigError):  # the checks report a ConfigError with all others
         if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
@@ -196,14 +196,14 @@ def choose_for_memory(
             keys = {change.key for change in nulls}
             changes = [of_key for of_key in memory_changes(config) if of_key[0].key in keys]
             if case.has_engines() and not case.fits(ROOM):
-                found = cheapest(case, changes, ROOM) or cheapest(case, changes) or []
-            if found:
-                then, without = (gib(one.peak()) for one in (case.changed(found), case))
+                chosen = cheapest(case, changes, ROOM) or cheapest(case, changes) or []
+            if chosen:
+                then, without = (gib(one.peak()) for one in (case.changed(chosen), case))
                 config.hardware.reason += (
-                    f"; chosen for its memory: {' '.join(map(str, found))} "
+                    f"; chosen for its memory: {' '.join(map(str, chosen))} "
                     f"({then} at most, {without} otherwise)"
                 )
-            case = case.changed(found)
+            case = case.changed(chosen)
             for change in faster_still:
                 if case.changed([*faster, change]).fits(ROOM):
                     faster.append(change)
@@ -212,9 +212,9 @@ def choose_for_memory(
                 config.hardware.reason += (
                     f"; chosen for its speed: {' '.join(map(str, faster))} ({peak} at most)"
                 )
-    for change in [*found, *faster]:
+    for change in [*chosen, *faster]:
         set_value(config, *change)
-    return found
+    return chosen
 
 
 def _limit_cache(config: RunConfig, shape: ModelShape, machine: Machine) -> None:

@@ -105,7 +105,7 @@ def estimator_of(advantage: str) -> Estimator:
 
 def taking(setting: str) -> list[str]:
     """Return the built-in estimators with a setting as parameter."""
-    return [name for name, found in BUILT_IN_ESTIMATORS.items() if setting in found.takes]
+    return [name for name, estimator in BUILT_IN_ESTIMATORS.items() if setting in estimator.takes]
 
 
 def uses_critic(config: RunConfig) -> bool:
@@ -123,9 +123,9 @@ def estimator_problems(config: RunConfig) -> Iterator[Problem]:
     advantage, each = config.algorithm.advantage, 1
     with suppress(Unusable):  # without a value there is another problem
         each = config.rollout.responses_per_prompt
-    found = try_out(KEY, advantage, TRIAL, TRY_ESTIMATOR, config.algorithm, each)
-    yield from found
-    if not found:
+    mistakes = try_out(KEY, advantage, TRIAL, TRY_ESTIMATOR, config.algorithm, each)
+    yield from mistakes
+    if not mistakes:
         estimator_of(advantage)
 
 

@@ -46,14 +46,14 @@ def raw_tree(cfg: DictConfig) -> dict[Any, Any]:
 
 def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return every leaf of nested mappings by dotted key; an empty mapping is a leaf."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            found |= leaves(value, f"{key}.")
+            flat |= leaves(value, f"{key}.")
         else:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat
 
 
 def similar_keys(key: str, known: Collection[str]) -> list[str]:
@@ -71,7 +71,7 @@ def similar_siblings(key: str, names: Collection[str]) -> list[str]:
     """Return up to two keys beside `key`, with one of `names`, similar to it."""
     parent, dot, name = key.rpartition(".")
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.65)
-    return [f"{parent}{dot}{found}" for found in near]
+    return [f"{parent}{dot}{name}" for name in near]
 
 
 def unknown_sibling(key: str, value: Any, names: Collection[str]) -> str:
@@ -88,7 +88,7 @@ def named_elsewhere(key: str) -> list[OtherName]:
     equal key counts more, and the beginning of a last word least.
     """
     words = key.split(".")
-    found: dict[int, list[OtherName]] = {}
+    by_length: dict[int, list[OtherName]] = {}
     for other in other_names():
         theirs = other.key.split(".")
         common = len(words) if words == theirs[-len(words) :] else 0
@@ -96,10 +96,10 @@ def named_elsewhere(key: str) -> list[OtherName]:
         common += theirs == words
         # A last word alone must be distinctive, as `name` and `path` are not.
         if common or (words[-1] == theirs[-1] and "_" in words[-1]):
-            found.setdefault(common, []).append(other)
+            by_length.setdefault(common, []).append(other)
         elif theirs[-1].startswith(f"{words[-1]}_") and "_" in words[-1]:  # n_gpus
-            found.setdefault(-1, []).append(other)
-    best = found[max(found)] if found else []
+            by_length.setdefault(-1, []).append(other)
+    best = by_length[max(by_length)] if by_length else []
     return list({other.ours: other for other in reversed(best)}.values())[::-1]
 
 
@@ -123,6 +123,6 @@ def nothing_reads(key: str, value: Any, known: Collection[str]) -> list[Problem]
     """Return the problem of a key that nothing reads; of a section, one per leaf."""
     why = "unknown key, nothing reads it"
     return [
-        Problem("unknown_key", leaf, found, why=why, remedy=did_you_mean(leaf, known))
-        for leaf, found in leaves({key: value}).items()
+        Problem("unknown_key", leaf, content, why=why, remedy=did_you_mean(leaf, known))
+        for leaf, content in leaves({key: value}).items()
     ]

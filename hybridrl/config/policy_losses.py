@@ -128,8 +128,8 @@ def policy_loss_of(function: str) -> PolicyLoss:
 def loss_problems(run: RunConfig) -> Iterator[Problem]:
     """Check the policy loss, its settings and what it returns."""
     config = run.algorithm.loss
-    if found := try_out(f"{KEY}.function", config.function, TRIAL, TRY_LOSS, run.algorithm):
-        yield from found
+    if mistakes := try_out(f"{KEY}.function", config.function, TRIAL, TRY_LOSS, run.algorithm):
+        yield from mistakes
         return
     known, owner = policy_loss_of(config.function).all_settings, f"{KEY}.function = "
     owner += config.function

@@ -133,8 +133,8 @@ def ray_problem(version: str) -> str:
     """Return the problem of a version of Ray; empty if it is supported."""
     if version and _generation(version) >= OLDEST_RAY:
         return ""
-    found = f"Ray {version}" if version else "no Ray"
-    return f"{found} is installed; this package needs {_dotted(OLDEST_RAY)} or newer"
+    installed = f"Ray {version}" if version else "no Ray"
+    return f"{installed} is installed; this package needs {_dotted(OLDEST_RAY)} or newer"
 
 
 def _problems_of_ray() -> list[Problem]:

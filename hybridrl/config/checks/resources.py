@@ -42,7 +42,7 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     elif machine.gpus and slots is not None:
         there = gpu_counts(machine, len(slots))
         pairs = zip(sorted(slots, reverse=True), there, strict=False)
-        if any(count > found for count, found in pairs):
+        if any(count > available for count, available in pairs):
             key, expected = "placement.slots_on_nodes", f"at most the GPUs of the nodes, {there}"
             yield Problem("slots", key, slots, expected, about, f"Set {key}={there} or less")
         return

@@ -53,8 +53,8 @@ def problem_of(error: BaseException) -> str:
 
 def _without_class(text: str) -> str:
     """Return the message of a resolver's error, without the class that OmegaConf adds."""
-    raised, found, said = text.partition(_RAISED)
-    return said.strip("\"'") if found and raised.isidentifier() else text
+    raised, separator, said = text.partition(_RAISED)
+    return said.strip("\"'") if separator and raised.isidentifier() else text
 
 
 def is_address(path: str) -> bool:

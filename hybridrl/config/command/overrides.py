@@ -146,9 +146,9 @@ def _usable(
     problems: list[Problem],
 ) -> list[Override]:
     """Return the overrides without a problem; add the problems of others."""
-    found = [problem_of_one(override) for override in overrides]
-    problems += filter(None, found)
-    return [override for override, problem in zip(overrides, found, strict=True) if not problem]
+    of_each = [problem_of_one(override) for override in overrides]
+    problems += filter(None, of_each)
+    return [override for override, problem in zip(overrides, of_each, strict=True) if not problem]
 
 
 def _parsed(

@@ -51,12 +51,12 @@ hydra._internal.hydra.ConfigLoaderImpl = Loader  # type: ignore[misc]
 
 def override_leaves(overrides: Any) -> dict[str, Any]:
     """Return the values that overrides of one job set; deletions and sweeps set none."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete() and not override.is_sweep_override():
             key = override.key_or_group.replace("[", ".").replace("]", "")
-            found |= leaves({key: override.value()})
-    return found
+            values |= leaves({key: override.value()})
+    return values
 
 
 def drop_inherited(cfg: DictConfig, layers: Sequence[Layer]) -> None:
@@ -89,7 +89,7 @@ def _functions(layers: Sequence[Layer]) -> list[str]:
 
 def _replaced(layers: Sequence[Layer]) -> dict[str, int]:
     """Return each section whose function is replaced by an own one -> the last layer that does."""
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for key in _functions(layers):
         before = None
         for number, layer in enumerate(layers):
@@ -98,22 +98,22 @@ def _replaced(layers: Sequence[Layer]) -> dict[str, int]:
                 continue
             is_own = isinstance(function, list) or "." in function
             if before is not None and is_own:
-                found[key.removesuffix(".function")] = number
+                positions[key.removesuffix(".function")] = number
             before = function
-    return found
+    return positions
 
 
 def _kept(tree: Mapping[Any, Any], section: str, own: set[str]) -> dict[Any, Any]:
     """Return the part of a tree whose leaves are among `own` keys."""
-    found: dict[Any, Any] = {}
+    merged: dict[Any, Any] = {}
     for name, value in tree.items():
         key = f"{section}.{name}"
         if isinstance(value, Mapping) and value:
             if inner := _kept(value, key, own):
-                found[name] = inner
+                merged[name] = inner
         elif key in own:
-            found[name] = value
-    return found
+            merged[name] = value
+    return merged
 
 
 def _drop_rules(cfg: DictConfig, functions: Sequence[Any], own: set[str]) -> None:
@@ -137,7 +137,7 @@ def _set(cfg: DictConfig, key: str, value: Any) -> None:
 
 def _defaults(runtime: Any, keys: Sequence[str]) -> Layer:
     """Return the values in the files of the chosen groups that have one of the keys."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for group, choice in runtime.choices.items():
         section = group.replace("/", ".")
         sections = (f"{section}.", *(f"{other}." for other in WHOLE.get(group, ())))
@@ -145,5 +145,5 @@ def _defaults(runtime: Any, keys: Sequence[str]) -> Layer:
             file = group_file(group, choice, runtime.config_sources)
             tree = {} if file is None else raw_tree(file)
             is_whole = any(name in WHOLE.get(group, ()) for name in tree)
-            found |= leaves(tree if is_whole else {section: tree})
-    return found
+            values |= leaves(tree if is_whole else {section: tree})
+    return values

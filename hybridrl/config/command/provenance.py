@@ -57,14 +57,14 @@ def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> l
     """
     chosen = choices.get("recipe")
     names = [chosen] if isinstance(chosen, str) else list(chosen or [])
-    found: list[DictConfig] = []
+    files: list[DictConfig] = []
     for name in names:
         file = group_file("recipe", name, config_sources)
         if file is not None:
             bases = [base for base in file.get("defaults", []) if base not in (name, "_self_")]
             own = [base for base in bases if isinstance(base, str)]
-            found += [*recipe_files({"recipe": own}, config_sources), file]
-    return found
+            files += [*recipe_files({"recipe": own}, config_sources), file]
+    return files
 
 
 def hidden_choices(
@@ -90,5 +90,5 @@ def group_file(group: str, choice: str, config_sources: Sequence[Any]) -> DictCo
     """Return the YAML of a group's choice; None if no folder of the search path has it."""
     folders = [source.path for source in config_sources if source.schema == "file"]
     texts = [Path(folder, group, f"{choice}.yaml") for folder in folders]
-    found = [OmegaConf.load(text) for text in texts if text.is_file()]
-    return cast(DictConfig, found[0]) if found else None
+    configs = [OmegaConf.load(text) for text in texts if text.is_file()]
+    return cast(DictConfig, configs[0]) if configs else None

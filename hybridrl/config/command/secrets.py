@@ -44,14 +44,14 @@ def is_secret_key(name: str) -> bool:
 
 def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
     """Return secrets of variables and of a command line, longest first."""
-    found = {value for name, value in environment.items() if is_secret_variable(name)}
+    secrets = {value for name, value in environment.items() if is_secret_variable(name)}
     for argument in arguments:
         assigned = _ASSIGNMENT.match(argument)
         if assigned and is_secret_key(assigned[2]):
-            found |= {text.strip("'\"") for text in (assigned[3], *assigned[3].split(","))}
+            secrets |= {text.strip("'\"") for text in (assigned[3], *assigned[3].split(","))}
         entries = _ENTRY.findall(argument)
-        found |= {value.strip("'\"") for key, _, value in entries if is_secret_key(key)}
-    return _longest_first(text for text in found if len(text) >= MIN_LENGTH)
+        secrets |= {value.strip("'\"") for key, _, value in entries if is_secret_key(key)}
+    return _longest_first(text for text in secrets if len(text) >= MIN_LENGTH)
 
 
 def without(secrets: Iterable[str], text: str) -> str:
@@ -102,11 +102,11 @@ def _entry_without_secret(entry: re.Match[str]) -> str:
 
 def config_secrets(cfg: DictConfig) -> set[str]:
     """Return the values of a config's secret keys, unresolved and resolved."""
-    found = {*secret_values(OmegaConf.to_container(cfg))}
+    secrets = {*secret_values(OmegaConf.to_container(cfg))}
     try:
-        return found | {*secret_values(OmegaConf.to_container(cfg, resolve=True))}
+        return secrets | {*secret_values(OmegaConf.to_container(cfg, resolve=True))}
     except OmegaConfBaseException:  # a problem of the config, reported elsewhere
-        return found
+        return secrets
 
 
 def secret_values(tree: Any, *, is_secret: bool = False) -> Iterator[str]:

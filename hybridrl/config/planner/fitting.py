@@ -156,13 +156,13 @@ def savings(case: MemoryCase) -> list[Saving]:
     Engines that the run refuses are left out.
     """
     worst, seconds = case.worst(), case.seconds()
-    found = []
+    savings = []
     for change in chain(*memory_changes(case.config), *_rollout_changes(case.config)):
         then = case.changed([change])
         saved = worst.total - next(p.total for p in then.phases() if p.name == worst.name)
         if saved > 0 and then.has_engines():
-            found.append(Saving(change, saved, then.seconds() - seconds))
-    return found
+            savings.append(Saving(change, saved, then.seconds() - seconds))
+    return savings
 
 
 def remedy(case: MemoryCase) -> list[Change] | None:
@@ -173,27 +173,27 @@ def remedy(case: MemoryCase) -> list[Change] | None:
     for sizes, room in product(([], *_more_gpus(case.config)), (ROOM, 1.0)):
         for rollout in _rollout_changes(case.config):
             base = case.changed([*sizes, *rollout])
-            found = cheapest(base, memory_changes(base.config), room)
-            if found is not None:
-                return [*sizes, *found, *rollout]
+            changes = cheapest(base, memory_changes(base.config), room)
+            if changes is not None:
+                return [*sizes, *changes, *rollout]
     return None
 
 
-def advice(case: MemoryCase, found: list[Change] | None) -> str:
+def advice(case: MemoryCase, changes: list[Change] | None) -> str:
     """Describe the `remedy` of a run that does not fit."""
-    if found is None:
+    if changes is None:
         return (
             "No settings make it fit, on any number of GPUs: set a smaller model.path, or train "
             "adapters (lora=default)."
         )
-    then = case.changed(found)
+    then = case.changed(changes)
     gpus, more = world_size(case.config), world_size(then.config)
     how = (
         f"No settings make it fit on {gpus} GPU{'s' * (gpus > 1)}. On {more} GPUs it fits: set"
         if more > gpus
         else "Set"
     )
-    return f"{how} {' '.join(map(str, found))}: {gib(then.peak())} at most."
+    return f"{how} {' '.join(map(str, changes))}: {gib(then.peak())} at most."
 
 
 def memory_changes(config: RunConfig) -> list[list[Change]]:
@@ -272,6 +272,6 @@ def cheapest(
     if min(case.changed(least).peak() for least in (strongest, one_batch)) > limit:
         return None
     choices = product(*([None, *of_key] for of_key in changes))
-    found = [[change for change in choice if change] for choice in choices]
-    found.sort(key=lambda choice: (round(case.changed(choice).seconds(), 3), len(choice)))
-    return next((choice for choice in found if case.changed(choice).fits(room)), None)
+    combinations = [[change for change in choice if change] for choice in choices]
+    combinations.sort(key=lambda choice: (round(case.changed(choice).seconds(), 3), len(choice)))
+    return next((choice for choice in combinations if case.changed(choice).fits(room)), None)

@@ -13,7 +13,7 @@ GIB = 2**30
 
 # Threads of torch's CPU operations on a host with GPUs. Idle threads spin between operations: with
 # one per core in several processes they would slow down the threads that feed the GPUs.
-MAX_THREADS_BESIDE_GPU = 8
+MAX_THREADS_PER_GPU = 8
 
 # Size of Ray's object store in a node's shared memory: enough for the batches of a few steps.
 STORE_BYTES = {Accelerator.gpu: 2 * GIB, Accelerator.cpu: GIB // 4}
@@ -97,7 +97,7 @@ def planned_machine(counts: Iterable[int], gpu: GPU) -> Machine:
     """Return a machine that is not there: nodes with these numbers of such GPUs."""
     return Machine(
         tuple(
-            Node(f"node {index}", count * MAX_THREADS_BESIDE_GPU, UNKNOWN_RAM, (gpu,) * count)
+            Node(f"node {index}", count * MAX_THREADS_PER_GPU, UNKNOWN_RAM, (gpu,) * count)
             for index, count in enumerate(counts)
         )
     )
@@ -111,7 +111,7 @@ def with_any_ram(machine: Machine) -> Machine:
 def torch_threads(*, on_gpu: bool, processes: int) -> int:
     """Return the threads for torch's CPU operations in each of `processes` on this machine."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    return min(threads, MAX_THREADS_BESIDE_GPU) if on_gpu else threads
+    return min(threads, MAX_THREADS_PER_GPU) if on_gpu else threads
 
 
 def memory_limit(root: Path = Path("/")) -> int:
@@ -164,14 +164,14 @@ def _gpus() -> tuple[list[GPU], str]:
     text, error = nvidia_smi.ask("uuid,name,memory.total")
     if error:
         return [], "" if error == nvidia_smi.NOT_THERE else error
-    found = parse_nvidia_smi(text)
-    if text.strip() and not found:
+    gpus = parse_nvidia_smi(text)
+    if text.strip() and not gpus:
         first = text.strip().splitlines()[0]
         return [], nvidia_smi.failed(f"output {first!r}, expected UUID, name, MiB")
-    chosen = visible_gpus(found, visible)
-    if found and not chosen:
+    chosen = visible_gpus(gpus, visible)
+    if gpus and not chosen:
         return [], (
-            f"CUDA_VISIBLE_DEVICES={visible} names none of the {len(found)} GPUs here (MIG is not "
+            f"CUDA_VISIBLE_DEVICES={visible} names none of the {len(gpus)} GPUs here (MIG is not "
             "supported); unset it, or set indices such as 0,1, or -1 to hide all"
         )
     return chosen, ""
@@ -179,29 +179,29 @@ def _gpus() -> tuple[list[GPU], str]:
 
 def parse_nvidia_smi(text: str) -> list[tuple[str, GPU]]:
     """Return (UUID, GPU) pairs from lines 'UUID, name, MiB'; skip other lines."""
-    found = []
+    gpus = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) >= 3 and parts[-1].isdigit():
-            found.append((parts[0], GPU(", ".join(parts[1:-1]), int(parts[-1]) * 2**20)))
-    return found
+            gpus.append((parts[0], GPU(", ".join(parts[1:-1]), int(parts[-1]) * 2**20)))
+    return gpus
 
 
-def visible_gpus(found: list[tuple[str, GPU]], visible: str | None) -> list[GPU]:
+def visible_gpus(gpus: list[tuple[str, GPU]], visible: str | None) -> list[GPU]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order.
 
     Args:
-        found: (UUID, GPU) pairs in the order of their indices.
+        gpus: (UUID, GPU) pairs in the order of their indices.
         visible: indices or UUID prefixes, separated by commas; None: all. As in CUDA, an invalid
             entry hides itself and all later ones.
     """
     if visible is None:
-        return [gpu for _, gpu in found]
+        return [gpu for _, gpu in gpus]
     chosen: list[GPU] = []
     for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdigit() and int(entry) < len(found):
-            chosen.append(found[int(entry)][1])
-        elif entry and (named := [gpu for uuid, gpu in found if uuid.startswith(entry)]):
+        if entry.isdigit() and int(entry) < len(gpus):
+            chosen.append(gpus[int(entry)][1])
+        elif entry and (named := [gpu for uuid, gpu in gpus if uuid.startswith(entry)]):
             chosen.append(named[0])
         else:
             break

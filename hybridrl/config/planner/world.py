@@ -47,11 +47,11 @@ def training_ranks(config: RunConfig) -> int:
 
 def sampling_slots_on_nodes(config: RunConfig) -> list[int]:
     """Return the ranks on each node that sample; nodes without any are left out."""
-    left, found = sampling_ranks(config), []
+    left, per_node = sampling_ranks(config), []
     for slots in reversed(slots_on_nodes(config)):
-        found.append(min(slots, left))
-        left -= found[-1]
-    return [slots for slots in reversed(found) if slots]
+        per_node.append(min(slots, left))
+        left -= per_node[-1]
+    return [slots for slots in reversed(per_node) if slots]
 
 
 def num_engines(config: RunConfig) -> int:

@@ -97,7 +97,7 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
             raise ConfigError(Problem("worker", key, path, why=why, remedy=remedy))
     with ThreadPoolExecutor(1) as meanwhile:
         # The trial imports torch, and so will this process: together they take half of the time.
-        if _is_found(module_of(path)):
+        if _can_be_imported(module_of(path)):
             meanwhile.submit(importlib.import_module, module_of(built_in))
         check_import(key, path)
     cls: Any = locate(key, path)
@@ -112,7 +112,7 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
     return config_class
 
 
-def _is_found(module: str) -> bool:
+def _can_be_imported(module: str) -> bool:
     """Return whether a module's file or package exists; imports nothing."""
     if (file := file_of(module)) is not None:
         return os.path.exists(file)

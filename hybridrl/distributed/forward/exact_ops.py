@@ -235,10 +235,10 @@ def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
         logits = F.pad(logits, (0, -vocab % ROW))[:, :vocab]
     if temperature == 1.0:
         return compute_token_logprobs(logits, targets[:, None])[:, 0]
-    found = []
+    log_probs = []
     for part, ids in zip(logits.split(COPIED_ROWS), targets.split(COPIED_ROWS), strict=True):
         divided = part.float()  # as vLLM: a float32 copy, divided in place
         rows = torch.zeros(len(part), dtype=torch.int32, device=part.device)
         apply_temperature(divided, rows, rows.new_full((1,), temperature, dtype=torch.float32))
-        found.append(compute_token_logprobs(divided, ids[:, None])[:, 0])
-    return torch.cat(found)
+        log_probs.append(compute_token_logprobs(divided, ids[:, None])[:, 0])
+    return torch.cat(log_probs)
