@@ -57,7 +57,7 @@ def exact_start() -> Iterator[None]:
 
     It replaces PyTorch's batched products, softmax and means, of which vLLM's models here need
     none: rotary angles of transformers would be rounded to tf32. It also limits NCCL to one
-    channel, but ranks gather their parts and add them up themselves.
+    channel, which would slow the trainer; vLLM's custom all-reduce adds up ranks without NCCL.
     """
     from vllm.model_executor.determinism import batch_invariant
 

@@ -107,9 +107,9 @@ class SharedMLP(nn.Module):
 class SharedLinear(nn.Module):
     """Linear layer with the weight of another, as a sum of `parts` products."""
 
-    def __init__(self, linear: nn.Linear, parts: int) -> None:
+    def __init__(self, layer: nn.Linear, parts: int) -> None:
         super().__init__()
-        self.weight, self.bias, self.parts = linear.weight, linear.bias, parts
+        self.weight, self.bias, self.parts = layer.weight, layer.bias, parts
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias, [..., out]."""
