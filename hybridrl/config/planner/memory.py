@@ -114,16 +114,16 @@ def rank_phases(
     # vLLM's share of a GPU includes its process.
     awake = rollout if LEFT_FOR_CACHE in rollout else process | rollout
     if engine_ranks(config):
-        resident, asleep = {"shadow copy": weights.pop("rollout weights")} | buckets, process
+        with_engine, asleep = {"shadow copy": weights.pop("rollout weights")} | buckets, process
     else:
-        resident = _resident(config, roles, None)
+        with_engine = _resident(config, roles, None)
         asleep = process | _asleep(config, rollout, gpu_bytes)
     work = workload(config)
     policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
     resident = _resident(config, roles, "actor")
     phases = [
         Phase("reshard", resident | asleep | weights | buckets),
-        Phase("rollout", resident | awake),
+        Phase("rollout", with_engine | awake),
         Phase("score", resident | asleep | policy.score()),
     ]
     if reward_shape is not None:
