@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _call_hydra(line: CommandLine, checked: Checked | None, run: Precomposed | None) -> None:
-    """Let Hydra run `job`; it composes for sweeps, to show a config, and to debug itself."""
+    """Run `job` through Hydra, which composes for sweeps, to show a config, to debug itself."""
 
     def task(cfg: DictConfig) -> float | None:
         return job(cfg, checked)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
-from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from hybridrl.trainer.episodes.turn_rewards import with_turn_rewards
@@ -100,13 +99,15 @@ class Scoring:
                 metrics |= of_model
             responses = Responses(sampled.prompts, batch, rewarded)
             scores, of_scores = self._token_scores(responses, step)
+            keep_kv = self._config.rollout.keep_kv
+            current = current_tokens(batch, weight_version, keep_kv=keep_kv)
             if self._config.rollout.exact:
-                current = self._current(batch, weight_version)
-                fields |= {"old_log_probs": batch.rollout_log_probs, "current": current}
+                fields["old_log_probs"] = batch.rollout_log_probs
+                fields["current"] = batch.responses.like(current)
             batch = scheduled.batch.adding(scores=scores, **baseline)
             scheduled = replace(scheduled, batch=batch).adding(**fields)
         self._phases.split("score", outcomes)
-        metrics |= of_scores | self._mismatch(scheduled, weight_version)
+        metrics |= of_scores | self._mismatch(scheduled, current)
         return Scored(responses, scheduled, metrics)
 
     def _reward(self, sampled: Sampled) -> tuple[Rewarded, dict[str, Tensor], Row]:
@@ -146,17 +147,11 @@ class Scoring:
             scores = with_turn_rewards(scores, episodes)
         return batch.responses.like(scores.values), metrics
 
-    def _current(self, batch: RolloutBatch, weight_version: int) -> Ragged:
-        keep_kv = self._config.rollout.keep_kv
-        return batch.responses.like(current_tokens(batch, weight_version, keep_kv=keep_kv))
-
-    def _mismatch(self, scheduled: ScheduledBatch, weight_version: int) -> Row:
-        """Compare vLLM's log-probs with the trainer's; stop the run if its weights are stale."""
-        batch, rollout = scheduled.batch, self._config.rollout
+    def _mismatch(self, scheduled: ScheduledBatch, mask: Tensor) -> Row:
+        """Compare log-probs on `mask`, [N] bool; stop the run if vLLM's weights are stale."""
+        batch, top_p = scheduled.batch, self._config.rollout.top_p
         limit = self._config.trainer.max_log_prob_diff
         assert limit is not None, "derived"
-        top_p = rollout.top_p
-        mask = self._current(batch, weight_version).values
         metrics = check_rollout_log_probs(batch, mask, top_p=top_p, limit=limit, where=self._place)
         if self._config.lora is not None:
             metrics |= adapter_share(batch, mask, top_p=top_p)

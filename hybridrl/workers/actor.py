@@ -105,9 +105,9 @@ class ActorWorker(TrainedWorker):
                 self.routing.compares = False
                 # Not reported for reference answers, nor by the loss of some subclasses.
                 if index == 0 and "log_ratio_max" in training.maxima:
-                    first = training.maxima.pop("exact_log_ratio_max", None)
-                    first = training.maxima["log_ratio_max"] if first is None else first
-                    training.maxima["first_log_ratio_max"] = first
+                    largest = training.maxima["log_ratio_max"]
+                    largest = training.maxima.pop("exact_log_ratio_max", largest)
+                    training.maxima["first_log_ratio_max"] = largest
         metrics = {f"actor/{name}": value for name, value in training.report().items()}
         routing = self.routing.report(whole_sequences=self.sequence_group is None)
         return metrics | {f"router/{name}": value for name, value in routing.items()}
