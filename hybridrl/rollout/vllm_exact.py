@@ -27,7 +27,7 @@ from hybridrl.distributed.forward.exact import (
     uneven_product,
     use_fixed_products,
 )
-from hybridrl.distributed.forward.exact_ops import FLASH_ATTENTION
+from hybridrl.distributed.forward.exact_ops import FLASH_ATTENTION, most_queries
 from hybridrl.distributed.weights import empty_model
 
 NAMES: tuple[tuple[str, str], ...] = (
@@ -37,6 +37,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.activation", "GeluAndMul SiluAndMul"),
     ("vllm.model_executor.layers.layernorm", "GemmaRMSNorm RMSNorm"),
     ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbeddingBase"),
+    ("vllm.v1.attention.backends.flash_attn", "flash_attn_varlen_func"),
     ("vllm.v1.worker.gpu.sample.gumbel", "apply_temperature"),
     ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs"),
 )
@@ -74,7 +75,9 @@ def share_operations(model: Any, folder: Path) -> None:
     """
     from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from vllm.v1.attention.backends import flash_attn
 
+    flash_attn.flash_attn_varlen_func = _attention
     _share_rotation(model, folder)
     kind = norm_weight(FAMILIES[model.config.model_type])
     for module in model.modules():
@@ -139,6 +142,14 @@ def _norm(
 
     y, total = exact_kernels.rms_norm(x, residual, module.weight, module.variance_epsilon, kind)
     return y if residual is None else (y, total)
+
+
+def _attention(*, q: Tensor, max_seqlen_q: int, window_size: Any, **others: Any) -> Any:
+    """Run FlashAttention 3 with the tiles of the trainer, without windows: none cuts."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    longest = most_queries(max_seqlen_q, q.shape[-1])
+    return flash_attn_varlen_func(q=q, max_seqlen_q=longest, window_size=None, **others)
 
 
 def _gated(kind: int, x: Tensor) -> Tensor:

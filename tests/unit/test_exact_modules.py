@@ -25,8 +25,8 @@ def gated(gate, up, kind):
     return (F.silu(gate) if kind == 0 else F.gelu(gate, approximate="tanh")) * up
 
 
-def attend(q, k, v, bounds, longest, scale, window):
-    output = attention._padded((q, k, v), (bounds, longest), scale, window or None)
+def attend(q, k, v, bounds, longest, scale):
+    output = attention._padded((q, k, v), (bounds, longest), scale, None)
     return output.contiguous(), q.new_zeros(q.shape[1], q.shape[0])
 
 

@@ -198,7 +198,7 @@ REFUSED = {
     "gpt_oss": "its attention has sinks, which packed attention does not compute",
 }
 # Families of which rollout.exact shares every operation with vLLM.
-EXACT = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+EXACT = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "granite", "phi3")
 # Families that rotate a part of each head, and those with another activation than silu.
 PARTIAL_ROPE = ("phi3",)
 OTHER_ACTIVATIONS = ("gemma3_text",)

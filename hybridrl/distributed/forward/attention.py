@@ -137,9 +137,9 @@ def _varlen(
 def _exact(
     qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute the same by vLLM's kernel."""
+    """Compute the same by vLLM's kernel; no window cuts (config/checks/exact.py)."""
     scale = qkv[0].shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(*(x.contiguous() for x in qkv), *bounds, scale, window or 0)[0]
+    return attention(*(x.contiguous() for x in qkv), *bounds, scale)[0]
 
 
 def _padded(

@@ -93,15 +93,21 @@ class SharedNorm(nn.Module):
 class SharedMLP(nn.Module):
     """Gated MLP with the linear layers of another."""
 
-    def __init__(self, mlp: Any, kind: int) -> None:
+    def __init__(self, mlp: nn.Module, kind: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
-        self.down_proj = mlp.down_proj
+        for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"):
+            if name in dict(mlp.named_children()):
+                self.add_module(name, mlp.get_submodule(name))
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute down(activation(gate(x)) * up(x)), [..., H]."""
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.kind))
+        layers: Any = dict(self.named_children())
+        if "gate_up_proj" in layers:
+            gate, up = layers["gate_up_proj"](x).chunk(2, -1)
+        else:
+            gate, up = layers["gate_proj"](x), layers["up_proj"](x)
+        return layers["down_proj"](gated(gate, up, self.kind))
 
 
 class SharedLinear(nn.Module):

@@ -87,9 +87,17 @@ def _gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 gated.register_autograd(_gated_backward, setup_context=_gated_context)
 
 
+def most_queries(longest: int, head_size: int) -> int:
+    """Return the length of queries that FlashAttention 3 is told, which chooses its tiles.
+
+    For heads of 64 it adds up 64 rows or less, as of decoding, in another order.
+    """
+    return max(longest, 65) if head_size <= 64 else longest
+
+
 @torch.library.custom_op("hybridrl::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within packed sequences as vLLM does.
 
@@ -98,7 +106,6 @@ def attention(
         bounds: [B + 1] int32, first token of each sequence.
         longest: tokens of the longest sequence.
         scale: factor on the scores.
-        window: visible tokens, itself included; 0 for all.
 
     Returns:
         [N, H, D], and the log-sum-exp of the scores, [H, N] float32.
@@ -109,13 +116,12 @@ def attention(
         q,
         k,
         v,
-        max_seqlen_q=longest,
+        max_seqlen_q=most_queries(longest, q.shape[-1]),
         cu_seqlens_q=bounds,
         max_seqlen_k=longest,
         cu_seqlens_k=bounds,
         softmax_scale=scale,
         causal=True,
-        window_size=[window - 1, 0] if window else None,
         return_softmax_lse=True,
         fa_version=FLASH_ATTENTION,
         num_splits=1,
@@ -125,14 +131,14 @@ def attention(
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     log_sum_exp = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), log_sum_exp
 
 
 def _attention_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scale, ctx.window = inputs
+    *tensors, ctx.longest, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -150,12 +156,12 @@ def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         bounds,
         ctx.longest,
         ctx.longest,
-        ctx.window == 0,
+        True,
         no_dropout,
         ctx.scale,
-        [ctx.window - 1, 0],
+        [-1, 0],
     )
-    return *grads, None, None, None, None
+    return *grads, None, None, None
 
 
 attention.register_autograd(_attention_backward, setup_context=_attention_context)

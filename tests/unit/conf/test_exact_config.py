@@ -31,7 +31,7 @@ def test_what_equality_does_not_allow_is_refused(mistake):
 @pytest.mark.parametrize(
     ("model", "overrides", "word"),
     [
-        (QWEN | HEADS | {"head_dim": 64}, [], "heads of 64"),
+        (QWEN | HEADS | {"head_dim": 96}, [], "heads of 96"),
         (QWEN | HEADS | {"model_type": "olmo2"}, [], "this model is olmo2"),
         (QWEN | HEADS | WINDOWS, [], "layers of model.path see 512 tokens"),
         (QWEN | HEADS | {"vocab_size": 50257}, ["rollout.temperature=0.8"], "no multiple of 16"),
