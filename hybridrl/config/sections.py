@@ -206,6 +206,7 @@ class EvalConfig(Section):
     every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
     greedy: bool
     top_k: Annotated[int | None, at_least_one("null samples from all tokens")]
+    top_p: Annotated[float | None, share("null is rollout.top_p; 1 means all", low_open=True)]
     samples: Annotated[int, at_least_one("each problem has a response")]
     rules: dict[str, FunctionConfig]
 

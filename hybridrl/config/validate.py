@@ -54,6 +54,7 @@ TRAINING_CHECKS = (
     algorithm.correction_problems,
     algorithm.overlong_problems,
     algorithm.sampling_problems,
+    algorithm.nucleus_problems,
     algorithm.split_problems,
     algorithm.schedule_problems,
     algorithm.keep_kv_problems,

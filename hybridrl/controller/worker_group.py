@@ -226,6 +226,7 @@ def role_configs(config: RunConfig) -> dict[str, RoleConfig]:
     }
     if is_supervised(config):  # trains the distribution itself; rollouts only evaluate
         configs["actor"] = replace(config.actor, temperature=1.0)
+        configs["rollout"] = replace(config.rollout, top_p=1.0)  # nothing is recorded
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
     return configs
 

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,9 @@ class Evaluation:
         """temperature, top_p and top_k (None: all tokens)."""
         if self.greedy:
             return {"temperature": 0.0, "top_p": 1.0, "top_k": None}
-        rollout = self.config.rollout
-        how = {"temperature": rollout.temperature, "top_p": rollout.top_p}
-        return {**how, "top_k": self.config.eval.top_k}
+        rollout, cuts = self.config.rollout, self.config.eval
+        top_p = rollout.top_p if cuts.top_p is None else cuts.top_p
+        return {"temperature": rollout.temperature, "top_p": top_p, "top_k": cuts.top_k}
 
 
 @dataclass
@@ -162,7 +162,8 @@ def rollout_engines(
         lora=config.lora,
         checkpoint=None if folder is None else str(folder.resolve()),
     )
-    roles = {"rollout": config.rollout, "actor": policy}
+    rollout_config = replace(config.rollout, top_p=1.0)  # nothing is recorded
+    roles = {"rollout": rollout_config, "actor": policy}
     with nullcontext() if folder is None else report_removal(folder):
         pool = open_pool(config, roles, output)
         rollout = build_workers(config, roles, pool)["rollout"]

@@ -45,7 +45,7 @@ SECTIONS = (
     *("seed", "hardware", "model", "data", "fsdp", "cluster", "placement"),
     *("rollout", "reward", "environment", "agent"),
 )
-READ = (*SECTIONS, "run.name", "eval.rules", "eval.top_k")
+READ = (*SECTIONS, "run.name", "eval.rules", "eval.top_k", "eval.top_p")
 # Keys that a flag replaces.
 FLAGS = {
     "rollout.responses_per_prompt": "--samples N",

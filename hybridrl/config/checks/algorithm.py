@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
+from hybridrl.config.checks.installation import is_current
 from hybridrl.config.checks.sizes import steps_in_flight
 from hybridrl.config.choices import (
     IN_PARTS,
@@ -155,6 +156,26 @@ def keep_kv_problems(config: RunConfig) -> Iterator[Problem]:
     ):
         if is_so:
             yield must_be("keep_kv", "rollout.keep_kv", True, "false", why, more)
+
+
+def nucleus_problems(config: RunConfig) -> Iterator[Problem]:
+    """Check that the tokens to which rollout.top_p cuts distributions can be recorded."""
+    rollout, on_gpu = config.rollout, config.hardware.accelerator is Accelerator.gpu
+    if rollout.top_p == 1 or is_supervised(config):
+        return
+    unequal = "without them log-probs of vLLM and trainer are of different distributions"
+    for is_so, why in (
+        (not on_gpu, "vLLM names the kept tokens on GPUs alone"),
+        (on_gpu and not is_current(), "this version of vLLM does not name the kept tokens"),
+        (
+            rollout.schedule in IN_PARTS,
+            f"with rollout.schedule = {rollout.schedule} the kept tokens are not recorded",
+        ),
+        (config.earns_rewards, "of conversations the kept tokens are not recorded"),
+    ):
+        if is_so:
+            why, more = f"{why}; {unequal}", f" (evaluations: eval.top_p={rollout.top_p:g})"
+            yield must_be("nucleus", "rollout.top_p", rollout.top_p, 1, why, more)
 
 
 def supervised_problems(config: RunConfig) -> Iterator[Problem]:

@@ -1,11 +1,13 @@
 """The config of an evaluation: the run's own, the machine's devices, then what was typed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.verification import VerifiedCheckpoint
+from hybridrl.commands.evaluation.session import Evaluation
 from hybridrl.commands.evaluation.subject import Subject, evaluation_config
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.command.command_line import parse_argv
@@ -170,3 +172,21 @@ def test_a_checkpoints_config_cannot_look_up_environment_variables(trusted):
     subject.checkpoint.manifest.config["reward"]["args"]["url"] = "http:${oc.env:HF_TOKEN}"
     (problem,) = problems_of(subject, runs_code=trusted)
     assert "a value with ${...}" in problem and "HF_TOKEN" not in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "top_p"),
+    [
+        ([], 0.7),
+        (["rollout.top_p=0.9"], 0.9),
+        (["eval.top_p=0.8"], 0.8),
+        (["eval.top_p=0.8", "rollout.top_p=0.9"], 0.8),
+    ],
+)
+def test_a_nucleus_is_that_of_evaluations_or_of_the_run(overrides, top_p):
+    """Also on CPUs, where training has none; the engines record no tokens."""
+    subject = checkpoint_of("+recipe=gsm8k_sft", "rollout.top_p=0.7")
+    config = config_of(subject, *overrides)
+    asked = Evaluation(subject, config, [], Path(), samples=1)
+    assert asked.sampling == {"temperature": 1.0, "top_p": top_p, "top_k": None}
+    assert replace(asked, greedy=True).sampling["top_p"] == 1.0

@@ -38,11 +38,12 @@ def test_its_loss_is_refused_in_reinforcement_learning():
 
 
 def test_evaluation_may_have_another_temperature_and_answers_a_column_of_their_own():
-    overrides = ["rollout.temperature=0.7", "data.solution_key=solution"]
+    overrides = ["rollout.temperature=0.7", "rollout.top_p=0.9", "data.solution_key=solution"]
     found = examined([*SFT, *overrides])
     assert found.report.problems == []
     roles = role_configs(found.config)
     assert (roles["actor"].temperature, roles["rollout"].temperature) == (1.0, 0.7)
+    assert roles["rollout"].top_p == 1.0  # nothing is recorded; requests have their own
 
 
 def test_engines_decode_all_held_out_problems_together():
