@@ -107,6 +107,9 @@ class RolloutBatch:
         routed_experts: ragged uint8 (int16 from 256 experts on), [T, L, K] of each row: of all T
             tokens, prompt included, in L layers the K experts that vLLM chose, as 1 + their index;
             0 where it computed none, as for the last token. None if they were not recorded.
+        kept_ids: ragged int32, the tokens to which rollout.top_p cut the distribution of each
+            response token, set after set. None if they were not recorded.
+        kept_counts: ragged int32, size of each response token's set.
         token_versions: ragged int32, as weight_version of each token, where responses may be
             continued over several steps; weight_version is then that of the last token.
             `NO_VERSION` for tokens that were not sampled.
@@ -127,6 +130,8 @@ class RolloutBatch:
     weight_version: Tensor
     truncated: Tensor
     routed_experts: Ragged | None = None
+    kept_ids: Ragged | None = None
+    kept_counts: Ragged | None = None
     token_versions: Ragged | None = None
     episode: Tensor | None = None
     conversation: ConversationOutcome | None = None

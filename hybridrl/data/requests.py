@@ -92,7 +92,7 @@ class Requests(Shardable):
         enough_ended: an engine also stops once this share of its responses has ended; None: not.
         holds: engines hold unfinished requests with their keys and values, and go on with those of
             the next call that have the same id and tokens.
-        returns_experts: the answer needs `RolloutBatch.routed_experts`, if these are recorded.
+        returns_recorded: the answer needs what the engine records of the responses, if it does.
     """
 
     requests: Sequence[Request]
@@ -102,7 +102,7 @@ class Requests(Shardable):
     token_budget: float | None = None
     enough_ended: float | None = None
     holds: bool = False
-    returns_experts: bool = False
+    returns_recorded: bool = False
 
     def __len__(self) -> int:
         return len(self.requests)

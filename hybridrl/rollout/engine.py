@@ -108,6 +108,6 @@ class Engine(Protocol):
         """Yield steps that were begun before they were asked for; begin no further one."""
         ...
 
-    def take_experts(self, request_ids: Sequence[str]) -> Ragged | None:
-        """Return `RolloutBatch.routed_experts` of ended requests; None if they are not recorded."""
+    def take_recorded(self, request_ids: Sequence[str]) -> dict[str, Ragged]:
+        """Return what was recorded of ended requests: fields of `RolloutBatch` by name."""
         ...

@@ -289,9 +289,10 @@ class Sampler:
         rows = [torch.from_numpy(one.tokens) for one in responses]
         log_probs = [torch.from_numpy(one.log_probs) for one in responses]
         tokens = Ragged.from_rows(rows, torch.int32)
-        experts = self._engine.take_experts([one.request.request_id for one in responses])
+        recorded = self._engine.take_recorded([one.request.request_id for one in responses])
+        recorded = recorded if batch.returns_recorded else {}
         is_open = torch.tensor([not one.reason for one in responses], dtype=torch.bool)
-        return RolloutBatch(
+        answer = RolloutBatch(
             prompts=batch.prompts,
             responses=tokens,
             response_mask=tokens.like(torch.ones_like(tokens.values).bool()),
@@ -299,6 +300,6 @@ class Sampler:
             group_id=batch.group_id,
             weight_version=torch.full((len(batch),), version),
             truncated=torch.tensor([one.reason == LENGTH for one in responses], dtype=torch.bool),
-            routed_experts=experts if batch.returns_experts else None,
             added={"unfinished": is_open},
         )
+        return RolloutBatch.of({**answer.tensors(), **recorded})

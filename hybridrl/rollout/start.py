@@ -82,6 +82,8 @@ def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
     # Steps that mix prompts with decoding gain nothing from vLLM's compilation.
     plain = config.exact or config.schedule is Schedule.partial
     compilation: dict[str, Any] = dict(COMPILATION) if plain else {}
+    if config.top_p < 1:
+        options["return_sampling_mask"] = True
     if config.kv_cache_mb is not None:
         options["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if not config.enforce_eager:

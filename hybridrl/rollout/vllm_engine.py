@@ -19,7 +19,7 @@ from hybridrl.data.requests import Request, SamplingParams
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_routing
+from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_kept, vllm_routing
 from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.engine import EnginePart, Step
 from hybridrl.rollout.sampler import Call
@@ -113,7 +113,7 @@ class VLLMEngine:
         self._config = config
         self._folder = folder
         self._on_gpu = device_type == "cuda"
-        self._experts: vllm_routing.RoutedExperts | None = None
+        self._recorders: list[vllm_routing.RoutedExperts | vllm_kept.KeptTokens] = []
         self.awake = frozenset(EnginePart)
         times = StartTimes()
         switches = {"enforce_eager": config.enforce_eager, "exact": config.exact}
@@ -137,8 +137,8 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._core = self._llm.llm_engine.engine_core
         self._steps = CoreSteps(self._core)
-        if self._experts is not None:
-            self._experts.record(self._core)
+        for recorder in self._recorders:
+            recorder.record(self._core)
         self._open: set[str] = set()
         self._syncs = 0
         with times.part("first sampling"):
@@ -240,9 +240,9 @@ class VLLMEngine:
             self._open.difference_update(step.ended)
             yield step
 
-    def take_experts(self, request_ids: Sequence[str]) -> Ragged | None:
-        """Return `RolloutBatch.routed_experts` of ended requests; None if they are not recorded."""
-        return None if self._experts is None else self._experts.take(request_ids)
+    def take_recorded(self, request_ids: Sequence[str]) -> dict[str, Ragged]:
+        """Return what was recorded of ended requests: fields of `RolloutBatch` by name."""
+        return {k: x for one in self._recorders for k, x in one.take(request_ids).items()}
 
     def _params(self, request: Request) -> Any:
         """Return vLLM's parameters of a request."""
@@ -265,7 +265,7 @@ class VLLMEngine:
         )
 
     def _adapt(self, runner: Any) -> None:
-        """Check and trace a loaded model; add adapters and recorder, if any, before it is compiled.
+        """Check and trace a loaded model; add adapters and recorders before it is compiled.
 
         Loaders read buffers (experts on this rank), so the trace cannot wait until after `sleep`.
         """
@@ -274,7 +274,9 @@ class VLLMEngine:
         if self._config.exact:
             vllm_exact.share_operations(model, self._folder)
         if self._config.router_replay is not RouterReplay.none:
-            self._experts = vllm_routing.RoutedExperts(runner)
+            self._recorders.append(vllm_routing.RoutedExperts(runner))
+        if self._config.top_p < 1:
+            self._recorders.append(vllm_kept.KeptTokens(runner, self._config.top_p))
         self.sources = checkpoint_sources(self._folder)
         dtype = getattr(torch, self._config.dtype.value)
         trace = trace_loader(model, model.load_weights, self.sources, dtype)
@@ -295,4 +297,4 @@ class VLLMEngine:
                 call = Call(self)
                 call.admit([Request(f"{size}-{k}", [0], k, 2, params) for k in range(size)])
                 call.to_the_end()
-                self.take_experts([*call.responses])
+                self.take_recorded([*call.responses])

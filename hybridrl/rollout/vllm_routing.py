@@ -126,7 +126,7 @@ class RoutedExperts:
         size = self._runner.vllm_config.cache_config.block_size
         return (np.array(ids, np.int64)[:, None] * size + np.arange(size)).flatten()
 
-    def take(self, request_ids: Sequence[str]) -> Ragged:
+    def take(self, request_ids: Sequence[str]) -> dict[str, Ragged]:
         """Return `RolloutBatch.routed_experts` of finished requests, and forget them.
 
         The last token of each has no experts: it was sampled, not computed.
@@ -135,4 +135,5 @@ class RoutedExperts:
         for experts in map(self._done.pop, request_ids):
             rows += [experts.flatten(), np.zeros(experts[0].size, experts.dtype)]
         sizes = torch.tensor([row.size for row in rows], dtype=torch.int64)
-        return Ragged(joined(rows, self._buffer[:0].flatten()), sizes.view(-1, 2).sum(1))
+        values = joined(rows, self._buffer[:0].flatten())
+        return {"routed_experts": Ragged(values, sizes.view(-1, 2).sum(1))}

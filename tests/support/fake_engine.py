@@ -93,8 +93,8 @@ class FakeEngine:
     def drain(self) -> Iterator[Step]:
         return iter(())
 
-    def take_experts(self, request_ids: Sequence[str]) -> Ragged | None:
-        return None
+    def take_recorded(self, request_ids: Sequence[str]) -> dict[str, Ragged]:
+        return {}
 
 
 class FakeEngines(SplitEngine):

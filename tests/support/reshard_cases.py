@@ -185,6 +185,7 @@ def prompts(
     *,
     rows: Sequence[list[int]] | None = None,
     top_k: int | None = None,
+    top_p: float = 1.0,
     stop: tuple[int, ...] = (),
     max_tokens: int | Sequence[int] = MAX_RESPONSE,
     each: int = 2,
@@ -192,9 +193,9 @@ def prompts(
 ) -> Requests:
     if rows is None:
         rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(LENGTHS[i])] for i in range(count)]
-    params = SamplingParams(temperature, top_k=top_k, stop_token_ids=stop)
+    params = SamplingParams(temperature, top_p, top_k, stop_token_ids=stop)
     options = {"max_tokens": max_tokens, "each": each, "first_id": 40, "step": 3}
-    return requests_of(rows, params, **options, returns_experts=True, **call)
+    return requests_of(rows, params, **options, returns_recorded=True, **call)
 
 
 def run_cases(cases: list[Case], root: Path, device_type: str) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import vllm_compat, vllm_experts, vllm_routing, vllm_steps
+from hybridrl.rollout import vllm_compat, vllm_experts, vllm_kept, vllm_routing, vllm_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -29,7 +29,10 @@ NEWER_RUNNER = tuple(
 # Names in the pinned release, and in the oldest supported one, whose experts have other kernels.
 OLDEST = vllm_compat.NAMES + vllm_steps.NAMES
 VLLM_RELEASES = [
-    (PINS["vllm"], OLDEST + vllm_experts.NAMES + vllm_routing.NAMES + NEWER_RUNNER),
+    (
+        PINS["vllm"],
+        OLDEST + vllm_experts.NAMES + vllm_kept.NAMES + vllm_routing.NAMES + NEWER_RUNNER,
+    ),
     ("0.25.1", OLDEST),
 ]
 

@@ -51,6 +51,13 @@ def test_graphs_reach_the_largest_batch_and_pad_it_little(max_num_seqs):
         assert high - low <= max(8, min(64, low // 4))
 
 
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_sets_of_kept_tokens_are_asked_for_where_some_are_cut(top_p):
+    options = engine_options(config(top_p=top_p), "cuda")
+    assert options.get("return_sampling_mask", False) == (top_p < 1)
+    assert options["logprobs_mode"] == "processed_logprobs"
+
+
 @pytest.mark.parametrize("mode", SleepMode)
 def test_sleeping_memory_is_asked_for_where_something_sleeps(mode):
     options = engine_options(config(sleep=mode), "cuda")

@@ -34,7 +34,7 @@ class Wanted:
         first: index of the first response among all to its prompt in the step; seeds derive from
             it.
         expected_tokens: cost of each prompt on its engine, highest first; None: its length.
-        returns_experts: training needs `RolloutBatch.routed_experts`, if these are recorded.
+        returns_recorded: training needs what the engine records of the responses, if it does.
     """
 
     prompts: Sequence[Prompt]
@@ -43,7 +43,7 @@ class Wanted:
     each: int = 1
     first: int = 0
     expected_tokens: Sequence[float] | None = None
-    returns_experts: bool = False
+    returns_recorded: bool = False
 
     def balanced(self, lengths: ResponseLengths) -> "Wanted":
         """Return the same with the tokens that are expected by known lengths."""
@@ -76,7 +76,7 @@ class Wanted:
             torch.tensor([one.prompt_id for one in self.prompts]).repeat_interleave(self.each),
             each=self.each,
             expected_tokens=self.expected_tokens,
-            returns_experts=self.returns_experts,
+            returns_recorded=self.returns_recorded,
         )
 
 

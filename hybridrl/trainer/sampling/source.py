@@ -127,7 +127,7 @@ class WholeGroups(Source):
         rollout, each = self._rollout, self._rollout.responses_per_prompt
         prompts = self._next_prompts(count)
         params = SamplingParams(rollout.temperature, rollout.top_p)
-        wanted = Wanted(prompts, step, params, each, self._samples, returns_experts=True)
+        wanted = Wanted(prompts, step, params, each, self._samples, returns_recorded=True)
         self._samples += each
         batch = self._generation(wanted)
         episodes = batch.episode_index.tolist()
