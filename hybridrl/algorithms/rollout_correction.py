@@ -1,8 +1,8 @@
 """Rollout correction: importance weights for the mismatch of sampler and trainer.
 
 Sampler (mu, rollout_log_probs) and trainer (pi_old, old_log_probs) have the same weights but
-different kernels, so their probabilities differ slightly. With top_p < 1 they also differ by the
-nucleus' probability mass. rho_t = pi_old(y_t) / mu(y_t) corrects for both. It is independent of
+different kernels, so their probabilities differ slightly. With top_p < 1 both are of the tokens
+that sampling kept. rho_t = pi_old(y_t) / mu(y_t) corrects for the difference. It is independent of
 PPO's ratio (current over old policy).
 
 Shapes:  B = responses   T = response tokens, right-padded

@@ -129,6 +129,9 @@ def _batch(tensors: dict[str, Tensor]) -> RolloutBatch:
     if (experts := tensors.get("routed_experts")) is not None:
         tokens = lengths["prompts"] + responses
         lengths["routed_experts"] = tokens * (len(experts) // int(tokens.sum()))
+    if (counts := tensors.get("kept_counts")) is not None:
+        of_rows = Ragged(counts, responses).rows()
+        lengths["kept_ids"] = torch.tensor([int(row.sum()) for row in of_rows])
     values = {
         name: Ragged(tensor, lengths.get(name, responses)) if name in _RAGGED else tensor
         for name, tensor in tensors.items()

@@ -1,8 +1,6 @@
 """Mismatch of vLLM and trainer: log-probs of the sampled tokens, compared in every step."""
 
-import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ METRICS = (
 
 
 def check_rollout_log_probs(
-    batch: RolloutBatch, mask: Tensor, *, top_p: float, limit: float, where: Callable[[int], str]
+    batch: RolloutBatch, mask: Tensor, *, limit: float, where: Callable[[int], str]
 ) -> dict[str, float | None]:
     """Compare rollout_log_probs with old_log_probs on the `current_tokens` of each engine.
 
@@ -42,7 +40,7 @@ def check_rollout_log_probs(
     if not mask.any():
         return dict.fromkeys(METRICS)
     compared = (batch.rollout_log_probs.values, batch.old_log_probs.values)
-    difference = in_chunks(partial(log_prob_difference, top_p=top_p), *compared)
+    difference = in_chunks(lambda rollout, trained: (rollout - trained).abs_(), *compared)
     sums, counts = _by_engine(batch, difference, mask)
     means = {k: sums[k] / (counts[k] + CALM_TOKENS) for k in sums}
     wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
@@ -95,7 +93,7 @@ def _by_engine(
     return {k: float(totals[k]) for k in engines}, {k: int(counts[k]) for k in engines}
 
 
-def adapter_share(batch: RolloutBatch, mask: Tensor, *, top_p: float) -> dict[str, float | None]:
+def adapter_share(batch: RolloutBatch, mask: Tensor) -> dict[str, float | None]:
     """Compute the share of the adapters' effect that appears in the log-probs of vLLM.
 
     sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the `current_tokens`; ref is the model
@@ -108,23 +106,7 @@ def adapter_share(batch: RolloutBatch, mask: Tensor, *, top_p: float) -> dict[st
         return {"rollout/adapter_share": None}
     trained = batch.old_log_probs.values
     moved = trained - batch.ref_log_probs.values
-    shown = moved + _outside_nucleus(batch.rollout_log_probs.values, trained, top_p)
+    shown = moved + (batch.rollout_log_probs.values - trained)
     squares = masked_mean(moved.square(), mask)
     share = float(masked_mean(shown * moved, mask) / squares) if squares else None
     return {"rollout/adapter_share": share}
-
-
-def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:
-    """Compute the difference of log-probs of sampled tokens, [N] float32, nats, >= 0.
-
-    `rollout` is of the nucleus of mass `top_p`, `trained` of the whole distribution. Nucleus
-    sampling raises the log-prob of kept tokens by up to -log(top_p), so that only the distance from
-    [trained, trained - log(top_p)] counts.
-    """
-    return _outside_nucleus(rollout, trained, top_p).abs_()
-
-
-def _outside_nucleus(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:
-    """Compute `log_prob_difference` with its sign."""
-    raised = rollout - trained
-    return raised.sub_(raised.clamp(0.0, -math.log(top_p)))

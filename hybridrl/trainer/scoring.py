@@ -149,10 +149,9 @@ class Scoring:
 
     def _mismatch(self, scheduled: ScheduledBatch, mask: Tensor) -> Row:
         """Compare log-probs on `mask`, [N] bool; stop the run if vLLM's weights are stale."""
-        batch, top_p = scheduled.batch, self._config.rollout.top_p
-        limit = self._config.trainer.max_log_prob_diff
+        batch, limit = scheduled.batch, self._config.trainer.max_log_prob_diff
         assert limit is not None, "derived"
-        metrics = check_rollout_log_probs(batch, mask, top_p=top_p, limit=limit, where=self._place)
+        metrics = check_rollout_log_probs(batch, mask, limit=limit, where=self._place)
         if self._config.lora is not None:
-            metrics |= adapter_share(batch, mask, top_p=top_p)
+            metrics |= adapter_share(batch, mask)
         return metrics

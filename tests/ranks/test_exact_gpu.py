@@ -130,8 +130,9 @@ def both(folder, tp, changes):
     options = {"exact": True, "tensor_parallel_size": tp, "kv_cache_mb": 256} | sizes
     rollout = RolloutWorker(rollout_config(folder, **options, **changes), mesh)
     KEPT.append(rollout)
+    of_actor = {name: value for name, value in changes.items() if name != "top_p"}
     actor = ActorWorker(
-        actor_config(folder, spec, **{"temperature": 1.0, "lora": None} | changes), mesh
+        actor_config(folder, spec, **{"temperature": 1.0, "lora": None} | of_actor), mesh
     )
     generator = torch.Generator("cuda").manual_seed(3)
     for name, parameter in actor.model.named_parameters():
@@ -142,8 +143,9 @@ def both(folder, tp, changes):
     rollout.reshard(1)
     lengths = [3 + 5 * (i % 14) for i in range(39)] + [800]
     rows = [[(7 * i + 3 * j) % 990 + 5 for j in range(n)] for i, n in enumerate(lengths)]
-    temperature = changes.get("temperature", 1.0)
-    batch = rollout.generate(prompts(temperature, rows=rows, max_tokens=150, each=2))
+    how = {"temperature": changes.get("temperature", 1.0), "top_p": changes.get("top_p", 1.0)}
+    batch = rollout.generate(prompts(**how, rows=rows, max_tokens=150, each=2))
+    assert (batch.kept_ids is not None) == (how["top_p"] < 1)
     with torch.no_grad():
         own = actor.log_probs(batch).cpu()
     sampled = batch.rollout_log_probs.values
@@ -156,8 +158,9 @@ def both(folder, tp, changes):
 
 
 def check_equal(folder, kind, tp=1, shape=MappingProxyType({}), **changes):
-    # Neither a multiple of 64, to which vLLM pads; with a temperature one of 16 is asked for.
-    make_model(folder, kind, 1008 if "temperature" in changes else 1000, shape)
+    # Neither a multiple of 64, to which vLLM pads; one of 16 is asked for where it divides or cuts.
+    vocab = 1008 if changes.keys() & {"temperature", "top_p"} else 1000
+    make_model(folder, kind, vocab, shape)
     seen = run_on_ranks(both, tp, folder, tp, changes, device_type="cuda", time_limit_s=380)
     case = {"kind": kind, "tp": tp, **shape} | {k: str(v)[:30] for k, v in changes.items()}
     print(json.dumps(case | seen[0]))
@@ -181,7 +184,14 @@ def test_head_sizes(kind, head_size, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"temperature": 0.7}, {"lora": lora_config(rank=16)}], ids=["temperature", "lora"]
+    "changes",
+    [
+        {"temperature": 0.7},
+        {"lora": lora_config(rank=16)},
+        {"top_p": 0.9},
+        {"top_p": 0.8, "temperature": 0.7},
+    ],
+    ids=["temperature", "lora", "nucleus", "nucleus_and_temperature"],
 )
 def test_settings(changes, tmp_path):
     check_equal(tmp_path, "qwen2", **changes)

@@ -61,6 +61,19 @@ def batch_with_experts():
     return replace(batch, routed_experts=Ragged.from_rows(routed, torch.uint8))
 
 
+def with_sets(batch: RolloutBatch, most: int = 9) -> RolloutBatch:
+    """The batch with sets of 1 to `most` of 67 tokens, each with the response's token."""
+    generator = torch.Generator().manual_seed(11)
+    rows = []
+    for token in batch.responses.values.tolist():
+        more = torch.randperm(67, generator=generator)[: len(rows) % most].tolist()
+        rows.append(sorted({token, *more}))
+    counts = batch.responses.like(torch.tensor([len(row) for row in rows], dtype=torch.int32))
+    ids = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+    sizes = torch.tensor([int(row.sum()) for row in counts.rows()])
+    return replace(batch, kept_ids=Ragged(ids, sizes), kept_counts=counts)
+
+
 def scheduled(
     batch: RolloutBatch,
     *,

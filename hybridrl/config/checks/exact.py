@@ -49,13 +49,10 @@ def exact_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
             f"adapters are not added up as on rollout.tensor_parallel_size = {tp} ranks",
         ),
         (
-            rollout.top_p < 1,
-            f"rollout.top_p = {rollout.top_p:g} samples from another distribution than is trained",
-        ),
-        (
-            rollout.temperature != 1 and shape.vocab % 16 > 0,
+            (rollout.temperature != 1 or rollout.top_p < 1) and shape.vocab % 16 > 0,
             f"model.path has {shape.vocab} tokens, no multiple of 16: at rollout.temperature = "
-            f"{rollout.temperature:g} vLLM adds up the logits of a lone response otherwise",
+            f"{rollout.temperature:g} and top_p = {rollout.top_p:g} vLLM adds up the logits of a "
+            f"lone response otherwise",
         ),
     ):
         if is_so:

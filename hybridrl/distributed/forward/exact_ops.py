@@ -231,15 +231,20 @@ add_scaled.register_autograd(
 )
 
 
-def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Compute log-probs of `targets` from logits [C, V] by vLLM's kernels, [C] float32, nats."""
+def token_log_probs(
+    logits: Tensor, targets: Tensor, temperature: float, *, is_cut: bool = False
+) -> Tensor:
+    """Compute log-probs of `targets` from logits [C, V] by vLLM's kernels, [C] float32, nats.
+
+    `is_cut` says that sampling kept some tokens alone, and so worked on float32 logits.
+    """
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     vocab = logits.shape[1]
     if vocab % ROW:  # the kernel adds up rows at such a distance in another order
         logits = F.pad(logits, (0, -vocab % ROW))[:, :vocab]
-    if temperature == 1.0:
+    if temperature == 1.0 and not is_cut:
         return compute_token_logprobs(logits, targets[:, None])[:, 0]
     log_probs = []
     for part, ids in zip(logits.split(COPIED_ROWS), targets.split(COPIED_ROWS), strict=True):

@@ -12,6 +12,10 @@ vocabulary: 10 GB, several times). Here logits exist for one chunk at a time, in
 
 With x = logits / temperature, p = softmax(x) and log Z = log sum exp x. Logits may be bfloat16;
 everything else is float32. On a GPU each pass is one kernel (softmax_kernels.py).
+
+Where sampling cut the distribution to a set of tokens (rollout.top_p), p is cut to the same set.
+Logits of other tokens are set to CUT, so that their p and their gradient are 0. Log-probs, entropy
+and gradient are then of the distribution that was sampled from, with the set as a constant.
 """
 
 from enum import Enum
@@ -21,7 +25,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.distributed.forward.exact_ops import token_log_probs as exact_log_probs
+from hybridrl.distributed.forward.packing import Kept
 from hybridrl.distributed.forward.routing import Routing
+
+# Logit of tokens that sampling did not keep. Finite, as 0 times infinity would be no number.
+CUT = -1e30
 
 
 class Entropy(Enum):
@@ -53,6 +61,7 @@ def token_log_probs(
     entropy: Entropy,
     keep_logits: bool,
     exact: bool = False,
+    kept: Kept | None = None,
 ) -> ResponseLogProbs:
     """Compute log-probs of `targets` under softmax(hidden @ weight.T / temperature), in chunks.
 
@@ -61,11 +70,12 @@ def token_log_probs(
         weight: [V, H] of the language-modelling head, in the dtype of `hidden`.
         keep_logits: keep all logits for backward; float32 logits are never kept.
         exact: compute the log-probs by vLLM's kernel.
+        kept: sets of tokens, to which the distributions are cut.
     """
     # A Function cannot detect it: its inputs require gradients anyway.
     keeps = keep_logits and torch.is_grad_enabled() and hidden.dtype != torch.float32
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps, exact
+        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps, exact, kept
     )
     return ResponseLogProbs(log_probs, None if entropy is Entropy.omit else entropies)
 
@@ -84,23 +94,24 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy: Entropy,
         keeps: bool,
         exact: bool,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
-        parts, kept = [], []
-        for states, ids in zip(
-            hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
-        ):
-            logits = states @ weight.T
+        parts, all_logits = [], []
+        chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        for index, (states, ids) in enumerate(chunks):
+            logits = cut_(states @ weight.T, kept, index * chunk_tokens)
             rows = softmax_rows(logits, ids, temperature)
             if exact:
-                shared = exact_log_probs(logits, ids, temperature)
+                shared = exact_log_probs(logits, ids, temperature, is_cut=kept is not None)
                 rows = rows._replace(log_probs=shared)
             parts.append(rows)
             if keeps:
-                kept.append(logits)
+                all_logits.append(logits)
             del logits  # before those of the next chunk are allocated
         rows = Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, targets, *rows)
         ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
+        ctx.logits = all_logits
         ctx.differentiates_entropy = entropy is Entropy.differentiate
         if not ctx.differentiates_entropy:
             ctx.mark_non_differentiable(rows.entropy)
@@ -112,14 +123,18 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropy = grads
         if not ctx.differentiates_entropy:
             grad_entropy = None
-        kept, ctx.kept = ctx.kept, None
-        assert kept is not None, "the logits were overwritten by a first backward"
+        all_logits, ctx.logits = ctx.logits, None
+        assert all_logits is not None, "the logits were overwritten by a first backward"
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
+            if all_logits:
+                logits = all_logits.pop(0)
+            else:
+                logits = cut_(hidden[part] @ weight.T, ctx.kept, start)
             gradient = logits_gradient_(
-                kept.pop(0) if kept else hidden[part] @ weight.T,
+                logits,
                 targets[part],
                 Rows(*(column[part] for column in columns)),
                 grad_log_probs[part],
@@ -129,12 +144,12 @@ class _TokenLogProbs(torch.autograd.Function):
             torch.mm(gradient, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, gradient, hidden[part], len(hidden))
-            del gradient
+            del gradient, logits
         if ctx.needs_input_grad[1]:
             # Ranks reduce the same tensors, so there is a gradient even without response tokens.
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 7
 
 
 def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:
@@ -155,6 +170,16 @@ class Rows(NamedTuple):
     log_probs: Tensor
     log_z: Tensor
     entropy: Tensor
+
+
+def cut_(logits: Tensor, kept: Kept | None, first: int) -> Tensor:
+    """Set logits [C, V] outside of the sets of response tokens `first` and following to CUT."""
+    if kept is None:
+        return logits
+    of_chunk = slice(kept.bounds[first], kept.bounds[first + len(logits)])
+    places = kept.rows[of_chunk] - first, kept.ids[of_chunk]
+    inside = logits[places]
+    return logits.fill_(CUT).index_put_(places, inside)
 
 
 def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> Rows:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,20 @@ class SequenceShard:
     num_responses: list[int]
 
 
+class Kept(NamedTuple):
+    """Tokens to which the distributions of R response tokens were cut, K in all.
+
+    Attributes:
+        rows: [K] int64, index of the response token, rising.
+        ids: [K] int64, a token of its set.
+        bounds: where each set begins, and the last one ends; R + 1 numbers.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    bounds: list[int]
+
+
 @dataclass(frozen=True)
 class Packed:
     """B packed sequences, each a prompt and its response, without padding.
@@ -47,6 +62,7 @@ class Packed:
         response_ids: [R] int64, response tokens in the order of the batch; with States.last the
             last ones.
         routed_experts: [1, N, L K], `RolloutBatch.routed_experts`; None: not used.
+        kept: sets of the response tokens; None: all tokens.
         shard: None if one rank has the whole input. Otherwise cu_seq_lens and max_length are those
             of the whole input, all else is this rank's shard; state_index counts within it.
     """
@@ -58,6 +74,7 @@ class Packed:
     state_index: Tensor
     response_ids: Tensor
     routed_experts: Tensor | None = None
+    kept: Kept | None = None
     shard: SequenceShard | None = None
 
 
@@ -106,6 +123,7 @@ def pack(
         state_index=moved[2],
         response_ids=moved[3],
         routed_experts=None if routed is None else to_device(routed, device),
+        kept=_kept(batch, shard, device) if states is States.predicting else None,
         shard=shard,
     )
 
@@ -143,6 +161,20 @@ def _cut_routed(whole: Tensor, shard: SequenceShard) -> Tensor:
     added = whole.new_zeros(1, shard.num_tokens - whole.shape[1], whole.shape[2])
     sizes = shard_sizes(shard.num_tokens, shard.group.size)
     return torch.cat([whole, added], 1).split(sizes, 1)[shard.group.rank].contiguous()
+
+
+def _kept(batch: RolloutBatch, shard: SequenceShard | None, device: torch.device) -> Kept | None:
+    """Return the sets of this rank's response tokens, if they were recorded."""
+    if batch.kept_ids is None or batch.kept_counts is None:
+        return None
+    assert batch.kept_counts.lengths.equal(batch.responses.lengths), "tokens without a set"
+    counts, ids = batch.kept_counts.values.long(), batch.kept_ids.values
+    if shard is not None:
+        of_ranks, own = counts.split(shard.num_responses), shard.group.rank
+        counts, ids = of_ranks[own], ids.split([int(part.sum()) for part in of_ranks])[own]
+    rows = torch.arange(len(counts)).repeat_interleave(counts)
+    moved = to_device(torch.stack([rows, ids.long()]), device)
+    return Kept(moved[0], moved[1], [0, *counts.cumsum(0).tolist()])
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

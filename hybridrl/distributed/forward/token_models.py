@@ -55,6 +55,7 @@ class TokenLogProbs(nn.Module):
             entropy=entropy,
             keep_logits=self.keep_logits,
             exact=self.exact,
+            kept=packed.kept,
         )
         entropies = None if own.entropy is None else gather_sequence(own.entropy, packed)
         return ResponseLogProbs(gather_sequence(own.log_probs, packed), entropies, routing)

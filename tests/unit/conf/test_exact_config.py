@@ -8,7 +8,6 @@ from tests.support.model_shapes import QWEN
 WINDOWS = {"model_type": "mistral", "sliding_window": 512}
 HEADS = {"head_dim": 128, "max_position_embeddings": 4096}
 MISTAKES = """
-exact rollout.exact rollout.top_p=0.9 | another distribution
 exact rollout.exact lora=default rollout.tensor_parallel_size=2 | adapters
 exact rollout.exact rollout.schedule=split placement.rollout_gpus=4 | could not be checked
 exact rollout.exact environment=calculator_agent agent.other_sampling=mask | precision
@@ -35,6 +34,7 @@ def test_what_equality_does_not_allow_is_refused(mistake):
         (QWEN | HEADS | {"model_type": "olmo2"}, [], "this model is olmo2"),
         (QWEN | HEADS | WINDOWS, [], "layers of model.path see 512 tokens"),
         (QWEN | HEADS | {"vocab_size": 50257}, ["rollout.temperature=0.8"], "no multiple of 16"),
+        (QWEN | HEADS | {"vocab_size": 50257}, ["rollout.top_p=0.9"], "no multiple of 16"),
     ],
 )
 def test_models_that_were_not_compared_are_refused(model, overrides, word):
@@ -52,6 +52,11 @@ def test_partial_needs_no_correction():
 def test_a_cpu_has_no_such_kernels():
     problems = examined(["hardware=cpu", "rollout.exact=true"]).report.problems
     assert {problem.id for problem in problems} == {"exact", "exact_kernels"}
+
+
+def test_a_nucleus_may_be_exact():
+    overrides = ["hardware=gpu", "rollout.exact=true", "rollout.top_p=0.9"]
+    assert not examined(overrides, model=QWEN | HEADS, machine=GPU_NODE).report.problems
 
 
 def test_recipes_that_correct_a_difference_may_be_exact():
