@@ -176,7 +176,7 @@ def test_families(kind, tmp_path):
 
 
 @pytest.mark.parametrize("head_size", [64, 256])
-@pytest.mark.parametrize("kind", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_head_sizes(kind, head_size, tmp_path):
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     windows = {"sliding_window": 950, "layer_types": layers} if kind == "gemma3_text" else {}
