@@ -124,7 +124,12 @@ def _share_rotation(model: Any, folder: Path) -> None:
     of_types = "layer_type" in signature(rotary.forward).parameters
     done = set()
     for index, layer in enumerate(model.model.layers):
-        table = layer.self_attn.rotary_emb.cos_sin_cache
+        table = dict(layer.self_attn.rotary_emb.named_buffers()).get("cos_sin_cache")
+        if table is None:
+            raise ConfigError(
+                "rollout.exact = true, but the model's rotation depends on a sequence's length "
+                "(longrope), which vLLM computes otherwise.\nSet rollout.exact=false."
+            )
         if table.data_ptr() in done:  # of layers alike
             continue
         done.add(table.data_ptr())
