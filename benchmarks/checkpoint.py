@@ -38,8 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import result, seconds_of, wait_for_all
 from benchmarks.training_workload import SMALL, Size, actor_config, draw_lengths, random_batch
-from hybridrl.config.planner.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.multicast import turn_off_multicast
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import SaverConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, schedule, update_sizes

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import min_median_max, result, seconds_of, seconds_per_call
-from hybridrl.config.planner.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.distributed.offload import Offloadable
 
 SHAPE = model_shape(QWEN2_5["1.5b"])

@@ -57,8 +57,9 @@ from hybridrl.config.checks.sizes import sequence_head_problems, sequence_proble
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.planner.flops import H100, forward_flops, training_flops
 from hybridrl.config.planner.memory import rank_phases
-from hybridrl.config.planner.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.multicast import turn_off_multicast
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import RolloutBatch

@@ -18,7 +18,7 @@ from benchmarks.timing import seconds_of_slowest
 from hybridrl.config.choices import Layout
 from hybridrl.config.schema import FSDPConfig, RunConfig
 from hybridrl.data.seeds import derive_seed
-from hybridrl.distributed.experts import checkpoint_tensors, mixture_of
+from hybridrl.distributed.experts import checkpoint_tensors
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh
@@ -78,7 +78,7 @@ def _seconds(policy: TokenLogProbs, engine: VLLMEngine, *, cast_first: bool) -> 
         for name, parameter in policy.lm.named_parameters():
             cast = parameter.detach().to(torch.bfloat16) if cast_first else parameter.detach()
             whole = cast.full_tensor()  # type: ignore[attr-defined]
-            for part in checkpoint_tensors(name, whole.shape, mixture_of(policy.lm)):
+            for part in checkpoint_tensors(policy.lm, {name: whole.shape})[name]:
                 yield part.name, whole[part.at]
 
     forget(engine)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hybridrl.distributed.experts import checkpoint_tensors, mixture_of
+from hybridrl.distributed.experts import checkpoint_tensors
 from hybridrl.distributed.mesh import AXES
 from hybridrl.distributed.regions import free_gathered_weights, shards_of
 from hybridrl.reshard import resharder
@@ -48,8 +48,8 @@ class Resharder(resharder.Resharder):
         self._module, self._llm = module, llm
         mesh = _mesh_of(module)
         shards = shards_of(module)
-        mixture = mixture_of(module)
-        sources = [t for s in shards for t in checkpoint_tensors(s.name, s.shape, mixture)]
+        held = checkpoint_tensors(module, {shard.name: shard.shape for shard in shards})
+        sources = [tensor for parts in held.values() for tensor in parts]
         trace, tensors = loader_trace(llm, sources)
         super().__init__(shards, trace, tensors, Route.colocated(mesh), bucket_mb)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hybridrl.config.cache import cache_folder
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, preemption_behind, signal_guard
-from hybridrl.models.cache import cache_folder
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
 # Caches of compiled kernels inside hybridrl's cache; workers inherit the variables. torch's default

@@ -33,7 +33,7 @@ from hybridrl.config.planner.memory import (
     rollout_parts,
     useful_cache_mb,
 )
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.world import num_engines, training_ranks, training_text
 from hybridrl.config.schema import RunConfig
 
@@ -85,7 +85,7 @@ def name_adapted_layers(config: RunConfig, shape: ModelShape | None) -> None:
     with suppress(Unusable):
         for lora in (config.lora, config.actor.lora, config.ref.lora, config.rollout.lora):
             if shape is not None and lora is not None and lora.target_modules == [ALL_LINEAR]:
-                lora.target_modules = list(shape.family.linear_layers)
+                lora.target_modules = list(shape.linear_layers)
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:

@@ -22,9 +22,10 @@ from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.derive import choose_for_memory, derive, machine_of, name_adapted_layers
 from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
+from hybridrl.config.planner.description import is_described
 from hybridrl.config.planner.fitting import Change
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.reward_parts import set_parts
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys, without_shared
@@ -87,9 +88,17 @@ def examine(
     config = typed_run(cfg, report)
     machine = machine_of(config, machine)
     derive(config, machine, report)
-    shape = _read(lambda: policy_shape(config.model.path, read_model), report, broken="model.path")
+
+    def read(path: str) -> dict[str, Any]:
+        known = read_model(path)
+        if report.problems and not is_described(known):  # these do not wait for a derivation
+            report.broken |= {"model.path", REWARD_MODEL_PATH}
+            raise Unusable
+        return known
+
+    shape = _read(lambda: policy_shape(config.model.path, read), report, broken="model.path")
     name_adapted_layers(config, shape)
-    of_reward = partial(reward_model_shape, read_model=read_model)
+    of_reward = partial(reward_model_shape, read_model=read)
     reward_shape = _read(lambda: of_reward(config.reward_model), report, broken=REWARD_MODEL_PATH)
     chosen = choose_for_memory(config, shape if trains else None, reward_shape, machine)
     run_checks(config, machine, shape, reward_shape, provenance, report, trains=trains)

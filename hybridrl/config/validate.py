@@ -19,7 +19,7 @@ from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.estimators import estimator_problems, group_problems
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.planner.flops import sequence_cost
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.partition import Partitioner, partitioner_for

@@ -11,14 +11,20 @@ same part of every projection, which is what tensor parallelism needs. In a chec
 projection of each expert is a tensor of its own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from hybridrl.config.planner.families import FAMILIES, Mixture
+from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.routing import Router
+from hybridrl.distributed.torch_compat import TorchDispatchMode, real_tensors, storage_id
 
 GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
@@ -39,32 +45,71 @@ class CheckpointTensor(NamedTuple):
 
 
 def checkpoint_tensors(
-    parameter: str, shape: tuple[int, ...], mixture: Mixture | None
-) -> Iterator[CheckpointTensor]:
-    """Yield the tensors of a checkpoint that a parameter holds, in order."""
-    shape = tuple(shape)
-    if mixture is None or not parameter.endswith((GATE_UP, DOWN)):
-        name = parameter.replace(".mlp.", f".{mixture.block}.") if mixture else parameter
-        yield CheckpointTensor(name, shape, parameter)
-        return
-    *pair, down = mixture.parts
-    parts = pair if parameter.endswith(GATE_UP) else [down]
-    layer = parameter.partition(".mlp.")[0]
-    for index in range(shape[0]):
-        expert, part = divmod(index, len(parts))
-        name = f"{layer}.{mixture.block}.experts.{expert}.{parts[part]}.weight"
-        yield CheckpointTensor(name, shape[1:], parameter, (index,))
+    model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, list[CheckpointTensor]]:
+    """Return the tensors of a checkpoint that each parameter holds, in order.
+
+    Those of transformers' own conversion, which runs on tensors without data: where a part of it
+    lies in a parameter is its place there.
+
+    Args:
+        model: of transformers, perhaps without its head.
+        shapes: of parameters, with `Experts`, by their names in the causal language model.
+
+    Raises:
+        ConfigError: a tensor of the checkpoint is more than a part of a parameter.
+    """
+    whole = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    owner = {storage_id(tensor.untyped_storage()): name for name, tensor in whole.items()}
+    held: dict[str, list[CheckpointTensor]] = {name: [] for name in shapes}
+    with _Places():
+        stored = revert_weight_conversion(model, {n: _as_fused(n, t) for n, t in whole.items()})
+    for name, tensor in stored.items():
+        parameter = owner.get(storage_id(tensor.untyped_storage()))
+        at = None if parameter is None else _index(tensor, whole[parameter])
+        if parameter is None or at is None:
+            raise ConfigError(
+                f"its checkpoint's {name} is no slice of a parameter: transformers computes or "
+                "transposes it, which the trainer's loader and the weight sync do not"
+            )
+        held[parameter].append(CheckpointTensor(name, tuple(tensor.shape), parameter, at))
+    return {name: sorted(parts, key=lambda part: part.at) for name, parts in held.items()}
+
+
+class _Places(TorchDispatchMode):
+    """Makes copies of tensors without data the tensors themselves: only places matter."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _as_fused(name: str, tensor: Tensor) -> Tensor:
+    """Return a parameter as transformers has it: gate and up of an expert below each other."""
+    if not name.endswith(GATE_UP):
+        return tensor
+    number, inner, hidden = tensor.shape
+    return tensor.view(number // 2, 2 * inner, hidden)
+
+
+def _index(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
+    """Return the index in a parameter's first dims of what is a part of it; None if it is none."""
+    at = whole.dim() - part.dim()
+    if at not in (0, 1) or part.shape != whole.shape[at:] or not part.is_contiguous():
+        return None
+    number, rest = divmod(int(part.storage_offset()), max(1, part.numel()))
+    return None if rest else (number,) * at
 
 
 def parts_of(
-    parameters: Mapping[str, Tensor], mixture: Mixture | None
+    model: PreTrainedModel, parameters: Mapping[str, Tensor]
 ) -> dict[str, CheckpointTensor]:
     """Return the tensors of a checkpoint that parameters hold, by their names in the checkpoint."""
-    return {
-        part.name: part
-        for name, param in parameters.items()
-        for part in checkpoint_tensors(name, param.shape, mixture)
-    }
+    held = checkpoint_tensors(model, {name: param.shape for name, param in parameters.items()})
+    return {part.name: part for parts in held.values() for part in parts}
 
 
 def parameter_shapes(tensors: Iterable[CheckpointTensor]) -> dict[str, tuple[int, ...]]:
@@ -73,12 +118,6 @@ def parameter_shapes(tensors: Iterable[CheckpointTensor]) -> dict[str, tuple[int
     for tensor in tensors:  # the last part of a parameter has the highest index
         shapes[tensor.parameter] = (*(index + 1 for index in tensor.at), *tensor.shape)
     return shapes
-
-
-def mixture_of(model: nn.Module) -> Mixture | None:
-    """Return the record of a transformers model's experts; None if it has none, or is unknown."""
-    family = FAMILIES.get(model.config.model_type)
-    return family.experts if family else None
 
 
 def column_dim(parameter: str) -> int:
@@ -120,14 +159,40 @@ class _Fused:
         return self.act_fn(gate) * up
 
 
-def replace_experts(model: nn.Module) -> None:
-    """Replace the experts and routers of a transformers model, if it has some, by those here."""
-    mixture = mixture_of(model)
-    if mixture is None:
+def replace_experts(model: PreTrainedModel) -> None:
+    """Replace the experts and routers of a transformers model, if it has some, by those here.
+
+    Raises:
+        ConfigError: they compute something else.
+    """
+    mlps = [layer.mlp for layer in model.base_model.layers]
+    mlps = [mlp for mlp in mlps if "experts" in dict(mlp.named_children())]
+    if not mlps:
         return
-    config: dict[str, Any] = model.config.to_dict()
-    normalises = mixture.norm_key is None or bool(config[mixture.norm_key])
-    for layer in model.base_model.layers:
-        layer.mlp.experts = Experts(layer.mlp.experts)
-        top_k = config["num_experts_per_tok"]
-        layer.mlp.gate = Router(layer.mlp.gate.weight, top_k, normalises=normalises)
+    top_k, normalises = _choice(mlps[0].gate)
+    for mlp in mlps:
+        mlp.gate = Router(mlp.gate.weight, top_k, normalises=normalises)
+        mlp.experts = Experts(mlp.experts)
+
+
+def _choice(gate: nn.Module) -> tuple[int, bool]:
+    """Return how many experts a router chooses, and whether their weights add up to 1.
+
+    Compares transformers' router with the one here on random numbers.
+    """
+    with real_tensors():
+        generator = torch.Generator().manual_seed(0)
+        number, hidden = gate._parameters["weight"].shape  # type: ignore[union-attr]
+        weight, states = (torch.randn(n, hidden, generator=generator) for n in (number, 64))
+        other = copy.copy(gate)
+        other._parameters = {"weight": nn.Parameter(weight)}
+        with suppress(Exception):  # it returns other things, or wants more
+            _, weights, ids = other(states)
+            for normal in (False, True):
+                own = Router(other._parameters["weight"], ids.shape[1], normalises=normal)(states)
+                if torch.equal(own[2], ids) and torch.allclose(own[1], weights):
+                    return ids.shape[1], normal
+    raise ConfigError(
+        f"its routers ({type(gate).__name__}) choose and weigh experts otherwise than by the "
+        "softmax of a linear layer"
+    )

@@ -30,15 +30,11 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed import position
-from hybridrl.distributed.experts import column_dim, mixture_of
+from hybridrl.distributed.experts import column_dim
 from hybridrl.distributed.forward.attention import warn_of_padding
 from hybridrl.distributed.forward.exact import share_operations, use_fixed_products
-from hybridrl.distributed.forward.routing import (
-    has_experts,
-    keep_routing,
-    layer_forward,
-    pick_recorded,
-)
+from hybridrl.distributed.forward.layers import layer_function
+from hybridrl.distributed.forward.routing import has_experts, keep_routing, pick_recorded
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
 from hybridrl.distributed.lora import adapters, add_adapters, checkpoint_parameters
 from hybridrl.distributed.mesh import device_of, sharding_mesh
@@ -76,7 +72,7 @@ def load_sharded_policy(
     root = TokenLogProbs(lm, chunk_tokens, keep_logits=keeps, exact=fsdp.exact)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
     device = device_of(mesh)
-    _fill(root, first_weights(model, lm.config, _shapes(root), device), device)
+    _fill(root, first_weights(model, lm, _shapes(root), device), device)
     if lora is not None:
         _fill_adapters(lm, lora.seed, device)
     return root.eval()
@@ -88,7 +84,7 @@ def load_sharded_critic(
     """Load a backbone as `load_sharded_policy`, with a new scalar head drawn from the seed."""
     root = _empty_scalar_model(model_folder(model), fsdp, mesh, bias=True)
     device = device_of(mesh)
-    _fill(root, first_weights(model, root.backbone.config, _shapes(root), device), device)
+    _fill(root, first_weights(model, root.backbone, _shapes(root), device), device)
     hidden_size = root.head.in_features
     generator = torch.Generator().manual_seed(seed)
     head = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)  # values near 0
@@ -102,8 +98,8 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     folder = resolve_model(path)
     root = _empty_scalar_model(folder, replace(fsdp, columns=None), mesh, bias=False)
     # A head that shares the embedding's storage is no score head.
-    mixture, key = mixture_of(root.backbone), "reward_model.model.path"
-    first = stored_weights(folder, _shapes(root), mixture, tied=False, key=key)
+    key = "reward_model.model.path"
+    first = stored_weights(folder, root.backbone, _shapes(root), tied=False, key=key)
     _fill(root, first, device_of(mesh))
     return root.eval()
 
@@ -210,7 +206,7 @@ def _set_forward(layer: Any, fsdp: FSDPConfig) -> None:
     if fsdp.compile:
         compile_layer(layer)
     elif has_experts(layer):
-        layer.forward = partial(layer_forward, layer)
+        layer.forward = partial(layer_function(layer), layer)
     if fsdp.activation_checkpointing:  # inside FSDP2's hooks, independent of train mode
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.torch_version import TorchVersion
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 try:
@@ -70,6 +70,13 @@ def local_part(tensor: Tensor) -> tuple[Tensor, torch.Size]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tensor.to_local(), torch.Size(offsets)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Within this context new tensors are on the CPU and have data, whatever is set outside."""
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        yield
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -1,5 +1,7 @@
 """Initial weights of a model: from a checkpoint, or drawn on the device from config.json."""
 
+import copy
+import math
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,28 +11,29 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import FAMILIES, Mixture, family_of
+from hybridrl.config.planner.families import check_settings
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.experts import (
     CheckpointTensor,
     checkpoint_tensors,
-    mixture_of,
     parts_of,
     replace_experts,
 )
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
+from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
+from hybridrl.distributed.lora import LoRALinear, checkpoint_parameters
+from hybridrl.distributed.torch_compat import real_tensors
 from hybridrl.models.resolve import model_folder
 from hybridrl.models.weight_files import PICKLED, weight_files
 
@@ -59,14 +62,15 @@ class Stack:
 
 def stored_weights(
     folder: Path,
+    lm: PreTrainedModel,
     shapes: Shapes,
-    mixture: Mixture | None = None,
     *,
     tied: bool,
     key: str = "model.path",
 ) -> dict[str, Any]:
     """Map the weights of a Hugging Face folder, of which each rank reads only its own parts.
 
+    `shapes` are those of parameters of `lm`, which may be without data.
     Without *.safetensors, *.bin files are read, with weights_only; one from before torch 1.6 cannot
     be mapped. If `tied`, embedding and head are one tensor, which may have either name.
 
@@ -82,13 +86,10 @@ def stored_weights(
             can_map = zipfile.is_zipfile(file)
             stored |= torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
     mapped: dict[str, Any] = {}
-    for parameter, shape in shapes.items():
-        parts = [
-            _stored(stored, part, tied=tied)
-            for part in checkpoint_tensors(parameter, shape, mixture)
-        ]
+    for parameter, tensors in checkpoint_tensors(lm, shapes).items():
+        parts = [_stored(stored, tensor, tied=tied) for tensor in tensors]
         if all(part is not None for part in parts):
-            mapped[parameter] = parts[0] if len(parts) == 1 and len(shape) < 3 else Stack(parts)
+            mapped[parameter] = Stack(parts) if tensors[0].at else parts[0]
     missing = sorted(shapes.keys() - mapped.keys())
     if missing:
         raise ConfigError(
@@ -114,23 +115,23 @@ def _shape(stored: Any) -> torch.Size:
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Random weights, drawn tensor by tensor: normal matrices, norms that scale by 1, no biases.
+    """Random weights, drawn tensor by tensor: normal matrices, and vectors as transformers' own.
 
     A tensor is a function of seed, name, shape and device type, so it is the same for every
-    sharding. `std` is config.json's initializer_range, `norm` the weight of all norms.
+    sharding. `std` is config.json's initializer_range, `vectors` the value of each vector.
     """
 
     shapes: Shapes
     std: float
     seed: int
     device: torch.device
-    norm: float = 1.0
+    vectors: Mapping[str, float]
 
     def __getitem__(self, name: str) -> Tensor:
         """Draw the named tensor, float32."""
         whole = torch.empty(self.shapes[name], dtype=torch.float32, device=self.device)
         if whole.ndim == 1:
-            return whole.fill_(0.0 if name.endswith(".bias") else self.norm)
+            return whole.fill_(self.vectors[name])
         seed = derive_seed(self.seed, "weights", name)
         generator = torch.Generator(self.device).manual_seed(seed)
         return whole.normal_(0.0, self.std, generator=generator)
@@ -142,14 +143,51 @@ FirstWeights = dict[str, Any] | RandomWeights
 
 
 def first_weights(
-    model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
+    model: ModelConfig, lm: PreTrainedModel, shapes: Shapes, device: torch.device
 ) -> FirstWeights:
-    """Open or draw the weights of an empty model with config.json `lm`, according to model.init."""
+    """Open or draw the weights of an empty model, according to model.init."""
     if model.init is Init.random:
-        norm = FAMILIES[lm.model_type].norm_weight
-        return RandomWeights(shapes, lm.initializer_range, model.seed, device, norm)
-    mixture = FAMILIES[lm.model_type].experts
-    return stored_weights(model_folder(model), shapes, mixture, tied=lm.tie_word_embeddings)
+        std = float(lm.config.initializer_range)
+        return RandomWeights(shapes, std, model.seed, device, first_vectors(lm, shapes))
+    return stored_weights(model_folder(model), lm, shapes, tied=lm.config.tie_word_embeddings)
+
+
+def first_vectors(lm: PreTrainedModel, shapes: Shapes) -> dict[str, float]:
+    """Return the value of each vector's elements as transformers initialises its module.
+
+    Raises:
+        ConfigError: they are not all equal.
+    """
+    known = dict(checkpoint_parameters(lm))
+    vectors = {}
+    for name, shape in shapes.items():
+        if len(shape) > 1:
+            continue
+        own = name if name in known else name.removeprefix(PREFIX)
+        owner, _, attribute = own.rpartition(".")
+        layer = lm.get_submodule(owner)
+        base = layer.base_layer if isinstance(layer, LoRALinear) else layer
+        first = _first_values(lm, base, attribute)
+        if first.min() != first.max():
+            raise ConfigError(
+                f"model.init = random: {name} of {type(base).__name__} starts with different "
+                "numbers, expected a constant, which shards share.\n"
+                "Set model.init=pretrained"
+            )
+        vectors[name] = float(first[0])
+    return vectors
+
+
+def _first_values(lm: PreTrainedModel, module: nn.Module, attribute: str) -> Tensor:
+    """Return the first values of a vector of a module, which stays as it is."""
+    fresh = copy.copy(module)
+    with real_tensors():
+        sizes = {n: p.shape for n, p in module._parameters.items() if p is not None}
+        values = {n: torch.zeros(size[:1]) for n, size in sizes.items()}
+        values[attribute] = torch.full(tuple(sizes[attribute]), math.nan)
+        fresh._parameters = {n: nn.Parameter(value) for n, value in values.items()}
+        lm._init_weights(fresh)
+        return fresh._parameters[attribute].detach()  # type: ignore[union-attr]
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
@@ -159,7 +197,7 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
         ConfigError: the architecture is not supported.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    family_of(config.to_dict())
+    check_settings(config.to_dict())
     register_packed_attention()
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(
@@ -168,7 +206,9 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
             attn_implementation=PACKED_ATTENTION,
             trust_remote_code=False,
         )
-        replace_experts(model)
+    check_layers(model)
+    replace_experts(model)
+    hand_on_bounds(model)
     model.tie_weights()
     return model
 
@@ -176,5 +216,4 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
 def checkpoint_sources(folder: Path) -> list[CheckpointTensor]:
     """Return every tensor of the causal LM's checkpoint by config.json, tied ones twice."""
     lm = empty_model(AutoModelForCausalLM, folder)
-    parameters = dict(lm.named_parameters(remove_duplicate=False))
-    return list(parts_of(parameters, mixture_of(lm)).values())
+    return list(parts_of(lm, dict(lm.named_parameters(remove_duplicate=False))).values())

@@ -13,7 +13,7 @@ from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
 from hybridrl.config.sections import DataConfig, MixturePart
 from hybridrl.controller.ray.node_probes import NodeProbes

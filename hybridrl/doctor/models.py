@@ -9,6 +9,7 @@ from typing import NamedTuple
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from hybridrl.config.cache import cache_folder
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.doctor.findings import (
@@ -20,7 +21,6 @@ from hybridrl.doctor.findings import (
     warns_if,
 )
 from hybridrl.doctor.host.facts import DiskSpace, disk_space, existing, write_error
-from hybridrl.models.cache import cache_folder
 from hybridrl.models.fingerprints import fingerprint
 from hybridrl.models.resolve import is_on_hub, plain_folder
 from hybridrl.models.weight_files import INDEX, read_header, weight_files

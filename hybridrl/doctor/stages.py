@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import Machine, local_machine
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.ray.node_probes import NodeProbes, ProbeResult, Resources, call_all

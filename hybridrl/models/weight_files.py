@@ -14,8 +14,7 @@ from itertools import islice, product
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import parse_json, reason_of
-from hybridrl.config.planner.families import IN_ATTENTION
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -126,17 +125,8 @@ def _differences(
 def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the matrices of a model and their shapes; no head, which reward models replace."""
     yield EMBEDDING, (shape.vocab, shape.hidden)
-    for layer in range(shape.layers):
-        for name, sides in shape.linear_layers.items():
-            block = "self_attn" if name in IN_ATTENTION else "mlp"
-            yield f"model.layers.{layer}.{block}.{name}.weight", sides
-        if (experts := shape.experts) is None or (mixture := shape.family.experts) is None:
-            continue
-        for number, part in product(range(experts.number), mixture.parts):
-            sides = (experts.inner, shape.hidden)
-            is_down = part == mixture.parts[-1]
-            name = f"model.layers.{layer}.{mixture.block}.experts.{number}.{part}.weight"
-            yield name, sides[::-1] if is_down else sides
+    for layer, (name, sides) in product(range(shape.layers), shape.matrices.items()):
+        yield f"model.layers.{layer}.{name}", sides
 
 
 def _reason(error: Exception) -> str:

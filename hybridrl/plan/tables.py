@@ -17,7 +17,7 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     tightest_node,
 )
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.world import (
     data_shards,
     engine_ranks,
@@ -86,7 +86,7 @@ def _heading(
         experts = f"{shape.active_parameters:,} active, {active} of {number} experts, "
     yield (
         "model",
-        f"{config.model.path}: {shape.family.kind}, {shape.parameters:,} parameters, {experts}"
+        f"{config.model.path}: {shape.kind}, {shape.parameters:,} parameters, {experts}"
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
         f"{shape.kv_heads} KV heads, vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
     )
@@ -98,7 +98,7 @@ def _heading(
     if reward_shape is not None and reward is not None:
         yield (
             "reward model",
-            f"{reward.model.path}: {reward_shape.family.kind}, "
+            f"{reward.model.path}: {reward_shape.kind}, "
             f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
             f"weight {reward.weight:g}",
         )

@@ -20,10 +20,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import FAMILIES
+from hybridrl.config.planner.families import EXACT
 from hybridrl.distributed.forward.exact import (
     PRODUCTS,
-    norm_weight,
     uneven_product,
     use_fixed_products,
 )
@@ -79,7 +78,7 @@ def share_operations(model: Any, folder: Path) -> None:
 
     flash_attn.flash_attn_varlen_func = _attention
     _share_rotation(model, folder)
-    kind = norm_weight(FAMILIES[model.config.model_type])
+    kind = EXACT[model.config.model_type]
     for module in model.modules():
         if isinstance(module, RMSNorm | GemmaRMSNorm):
             module._forward_method = partial(_norm, module, kind)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import family_of
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.models.resolve import read_model_config
 
 NAMES: tuple[tuple[str, str], ...] = (
@@ -40,7 +40,7 @@ def experts_as_loaded(folder: Path, device_type: str) -> Iterator[dict[str, Any]
     Raises:
         ConfigError: this vLLM has other kernels for CPUs.
     """
-    if family_of(read_model_config(str(folder))).experts is None:
+    if model_shape(read_model_config(str(folder))).experts is None:
         yield {}
         return
     if device_type == "cuda":

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from hybridrl.config.estimators import is_supervised, trains_policy
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers

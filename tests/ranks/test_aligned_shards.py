@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.distributed.weights import RandomWeights
+from hybridrl.distributed.weights import RandomWeights, first_vectors
 from tests.support.aligned_cases import COLUMNS, ORDERS, look
 from tests.support.launch import run_on_ranks
 from tests.support.tiny_hf import tiny_folder
@@ -136,7 +136,7 @@ def test_random_weights_depend_on_seed_and_name_alone(seen, folder):
 def one_process_weights(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     shapes = {name: param.shape for name, param in model.named_parameters()}
-    drawn = RandomWeights(shapes, 0.02, 11, torch.device("cpu"))
+    drawn = RandomWeights(shapes, 0.02, 11, torch.device("cpu"), first_vectors(model, shapes))
     return {name: drawn[name] for name in shapes}
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType
-from hybridrl.config.planner.families import FUSED
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.forward.packing import pack
@@ -39,6 +38,7 @@ from tests.support.role_configs import actor_config, lora_config
 from tests.support.training_batches import training_batch
 
 RANK, TARGETS = 4, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 
 class Looked(NamedTuple):
@@ -88,7 +88,7 @@ def look_at_all(cases, root):
 def targets_of(case):
     if case.model in BY_COLUMNS:  # experts have no adapters
         return TARGETS[:3]
-    return list(FUSED) if case.model.startswith("phi3") else TARGETS
+    return FUSED if case.model.startswith("phi3") else TARGETS
 
 
 def look(case, worker, folder):

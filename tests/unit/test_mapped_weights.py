@@ -62,7 +62,7 @@ def test_parts_are_those_of_what_transformers_loads(form, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = dict(model.named_parameters())
     shapes = {name: param.shape for name, param in expected.items()}
-    weights = stored_weights(folder, shapes, tied=model.config.tie_word_embeddings)
+    weights = stored_weights(folder, model, shapes, tied=model.config.tie_word_embeddings)
     for name, param in expected.items():
         whole = (slice(None),) * (param.ndim - 1)
         rows = [weights[name][(slice(*part), *whole)] for part in _cuts(param, 0)]
@@ -88,4 +88,4 @@ def test_weights_that_a_folder_lacks_or_has_in_another_shape_are_named(tmp_path)
     empty = empty_model(AutoModelForCausalLM, folder)
     shapes = {name: param.shape for name, param in empty.named_parameters()}
     with pytest.raises(ConfigError, match=r"lacks 2 of its weights: lm_head\.weight, model\.norm"):
-        stored_weights(folder, shapes, tied=False)
+        stored_weights(folder, empty, shapes, tied=False)

@@ -102,13 +102,14 @@ def test_pickled_weights_are_read_as_tensors_alone(tmp_path):
     marker = tmp_path / "code_has_run"
     folder = tiny_folder("llama", tmp_path / "llama")
     (folder / "model.safetensors").unlink()
-    weights = tiny_model("llama").state_dict()
+    lm = tiny_model("llama")
+    weights = lm.state_dict()
     torch.save(weights, folder / "pytorch_model.bin")
     shapes = {name: weight.shape for name, weight in weights.items()}
-    stored_weights(folder, shapes, tied=False)
+    stored_weights(folder, lm, shapes, tied=False)
     torch.save(weights | {"lm_head.weight": Payload(marker)}, folder / "pytorch_model.bin")
     with pytest.raises(pickle.UnpicklingError):
-        stored_weights(folder, shapes, tied=False)
+        stored_weights(folder, lm, shapes, tied=False)
     assert not marker.exists()
 
 

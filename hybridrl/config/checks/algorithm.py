@@ -18,7 +18,7 @@ from hybridrl.config.choices import (
 )
 from hybridrl.config.errors import Problem, must_be
 from hybridrl.config.estimators import estimator_of, is_supervised
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.sections import MAX_RELATIVE_KL_ERROR

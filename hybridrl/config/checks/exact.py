@@ -6,7 +6,7 @@ from hybridrl.config.choices import ON_OWN_RANKS, Accelerator, DType, OtherSampl
 from hybridrl.config.errors import Problem, must_be
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.families import EXACT
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
 KEY = "rollout.exact"
@@ -19,7 +19,7 @@ def exact_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     rollout, fsdp, size = config.rollout, config.fsdp, shape.head_dim
     if not rollout.exact or is_supervised(config):
         return
-    kind, tp = shape.family.kind, rollout.tensor_parallel_size
+    kind, tp = shape.kind, rollout.tensor_parallel_size
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     for is_so, why in (
         (config.hardware.accelerator is not Accelerator.gpu, "its kernels need a GPU"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.errors import ConfigError, Problem
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     tightest_node,
 )
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
 SLOTS = "cluster.gpus_per_node"

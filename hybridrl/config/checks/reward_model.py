@@ -11,7 +11,8 @@ from typing import Any
 from hybridrl.config.checks.sizes import length_problems, sequence_head_problems
 from hybridrl.config.errors import ConfigError, Problem, must_be
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of
-from hybridrl.config.planner.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RewardModelConfig, RunConfig
 
 REWARD_MODEL_PATH = "reward_model.model.path"

@@ -7,7 +7,7 @@ from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS
 from hybridrl.config.errors import Problem
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.memory import MIB, token_cache_bytes
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.world import (
     data_shards,
     engine_ranks,

@@ -27,7 +27,7 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     tightest_node,
 )
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.step_time import step_seconds
 from hybridrl.config.planner.world import training_ranks, world_size
 from hybridrl.config.schema import RunConfig

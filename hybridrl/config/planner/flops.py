@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hybridrl.config.choices import DType
 from hybridrl.config.planner.machine import GPU
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 
 
 class DataSheet(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hybridrl.config.choices import Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB, Machine
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
 from hybridrl.config.planner.world import (
     engine_ranks,

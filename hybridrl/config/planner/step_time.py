@@ -31,7 +31,7 @@ from hybridrl.config.planner.memory import (
     token_cache_bytes,
     workload,
 )
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES
 from hybridrl.config.planner.world import engine_ranks, num_engines, training_ranks
 from hybridrl.config.schema import RunConfig

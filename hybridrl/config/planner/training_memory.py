@@ -12,8 +12,7 @@ Units:    bytes of one rank
 from typing import NamedTuple
 
 from hybridrl.config.choices import Accumulation, DType
-from hybridrl.config.planner.families import HeadNorm
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import FSDPConfig, LoRAConfig
 
 BYTES = {DType.float32: 4, DType.bfloat16: 2}
@@ -46,24 +45,20 @@ def mlp_widths(shape: ModelShape) -> tuple[int, int]:
 def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
     """Return the bytes per token that autograd keeps of one decoder layer.
 
-    Eager:     each norm (4 + 2s)h, query and output 2sHD, key and value 2sKD, MLP 4sI;
-               norms of queries and keys (4 + s)D per head; with float32_norms 8 instead of 4 + s
+    Eager:     as derived; of Llama's each norm (4 + 2s)h, attention 2s(H + K)D, MLP 4sI
     Compiled:  layer input, norms' outputs, o_proj's output 4sh, attention as above, MLP 3sI
     Experts:   I of all experts of the token; inputs and outputs of each 2sh; router 4(h + E)
     """
+    if not compiled:
+        whole, low = shape.kept
+        return MASTER_BYTES * whole + size * low
     inner, copies = mlp_widths(shape)
     routed = 2 * size * copies * shape.hidden
     if shape.experts:
         routed += MASTER_BYTES * (shape.hidden + shape.experts.number)
         routed += size * shape.hidden * (shape.experts.shared > 0)
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
-    if compiled:
-        return size * (4 * shape.hidden + 2 * heads + 3 * inner) + routed
-    family = shape.family
-    inside_norm = 2 * MASTER_BYTES if family.float32_norms else MASTER_BYTES + size
-    head_norms = 0 if family.head_norm is HeadNorm.none else inside_norm * heads
-    norms = family.norms * (inside_norm + size) * shape.hidden
-    return norms + head_norms + size * (2 * heads + 4 * inner) + routed
+    return size * (4 * shape.hidden + 2 * heads + 3 * inner) + routed
 
 
 class TrainingMemory:

@@ -9,7 +9,7 @@ sequences.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import distributions
 from typing import Any
@@ -32,8 +32,15 @@ logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "hybridrl_packed"
 
-# Arguments by which other architectures change the scores; ignoring one would be silently wrong.
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+# Arguments that say which tokens are a sequence, and of which rank.
+BOUNDS = (
+    *("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"),
+    *("sequence_group", "num_shared_tokens"),
+)
+# Arguments that are read, or whose effect is in queries and keys already; and those with values
+# that change nothing. Any other may change the scores: ignoring it would be silently wrong.
+KNOWN = {*BOUNDS, "sliding_window", "position_ids"}
+NEUTRAL = {"dropout": 0.0, "is_causal": True, "use_cache": False, "output_attentions": False}
 
 
 def register_packed_attention() -> None:
@@ -68,7 +75,8 @@ def packed_attention(
     """Compute causal attention within each packed sequence, with transformers' signature.
 
     Args:
-        module, attention_mask: unused; a mask, as dropout, is a ValueError.
+        module: holds the bounds if its layer did not pass them on (layers.py).
+        attention_mask: None; a mask is a ValueError, as arguments that are not known.
         query: [1, H, N, D].
         key, value: [1, K, N, D]; H is a multiple of K.
         scaling: factor on the scores; None: D ** -0.5.
@@ -80,11 +88,8 @@ def packed_attention(
     Returns:
         [1, N, H, D], and None in place of the attention weights.
     """
-    changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if attention_mask is not None or kwargs.get("dropout") or changed:
-        raise ValueError(
-            f"packed attention does not support masks, dropout or {changed or UNSUPPORTED}"
-        )
+    check_arguments(attention_mask, kwargs)
+    kwargs = _with_bounds(module, kwargs)
     if attend is None:
         attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -96,6 +101,31 @@ def packed_attention(
     if group is not None:
         output = tokens_of_all_heads(output, query.shape[2], group)
     return output[None], None
+
+
+def check_arguments(attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names arguments of attention that packed attention ignores."""
+    unknown = [
+        f"{name} = {value}" if isinstance(value, bool | float | int | str) else name
+        for name, value in kwargs.items()
+        if value is not None
+        and name not in KNOWN
+        and (name not in NEUTRAL or NEUTRAL[name] != value)
+    ]
+    if attention_mask is not None:
+        unknown.append("a mask")
+    if unknown:
+        raise ValueError(f"packed attention does not compute {', '.join(unknown)}")
+
+
+def _with_bounds(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with bounds of sequences; those of the module if they have none."""
+    if BOUNDS[0] in kwargs:
+        return kwargs
+    bounds = module.packed_bounds
+    if bounds is None:
+        raise ValueError("packed attention got no bounds of sequences (cu_seq_lens_q)")
+    return kwargs | bounds
 
 
 @functools.cache

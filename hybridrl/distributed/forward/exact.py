@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybridrl.config.planner.families import FAMILIES, Family
+from hybridrl.config.planner.families import EXACT
 from hybridrl.distributed.forward.exact_ops import add_scaled, gated, linear, rms_norm
 from hybridrl.distributed.lora import LoRALinear
 
@@ -39,13 +39,6 @@ def use_fixed_products() -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-def norm_weight(family: Family) -> int:
-    """Return the kind of a family's norms in exact_kernels.py."""
-    if not family.float32_norms:
-        return 0
-    return 1 if family.norm_weight else 2
-
-
 def share_operations(lm: nn.Module, tensor_parallel_size: int) -> None:
     """Replace the norms, MLPs and linear layers of a causal language model by those below.
 
@@ -55,7 +48,7 @@ def share_operations(lm: nn.Module, tensor_parallel_size: int) -> None:
     """
     config: Any = lm.config
     config._attn_implementation = EXACT_ATTENTION
-    kind = norm_weight(FAMILIES[config.model_type])
+    kind = EXACT[config.model_type]
     for name, module in [*lm.named_modules()]:
         if type(module).__name__.endswith("RMSNorm"):
             lm.set_submodule(name, SharedNorm(module, kind))

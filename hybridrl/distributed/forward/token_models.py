@@ -5,19 +5,24 @@ forward. A direct call of the inner model would bypass them, so all computation 
 the forwards here.
 """
 
+import copy
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hybridrl.config.planner.families import FAMILIES
+from hybridrl.config.errors import ConfigError
+from hybridrl.distributed.forward.layers import layer_function
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed
-from hybridrl.distributed.forward.routing import has_experts, layer_forward, take_routing
+from hybridrl.distributed.forward.routing import take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
-from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves, tree_map
+from hybridrl.distributed.torch_compat import mark_dynamic, real_tensors, tree_leaves, tree_map
 
 
 class TokenLogProbs(nn.Module):
@@ -31,10 +36,8 @@ class TokenLogProbs(nn.Module):
         self, lm: PreTrainedModel, chunk_tokens: int, *, keep_logits: bool, exact: bool = False
     ) -> None:
         super().__init__()
-        assert lm.get_output_embeddings().bias is None, "a head with bias is not supported"
         self.lm = lm
-        divisor = FAMILIES[lm.config.model_type].logits_divisor
-        self.logits_divisor = float(lm.config.to_dict()[divisor]) if divisor else 1.0
+        self.logits_divisor = logits_divisor(lm)
         self.chunk_tokens = chunk_tokens
         self.keep_logits = keep_logits
         self.exact = exact
@@ -59,6 +62,40 @@ class TokenLogProbs(nn.Module):
         )
         entropies = None if own.entropy is None else gather_sequence(own.entropy, packed)
         return ResponseLogProbs(gather_sequence(own.log_probs, packed), entropies, routing)
+
+
+class _Fixed(nn.Module):
+    """Stands for a model below its head: returns the same states for all tokens."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.states)  # type: ignore[arg-type]
+
+
+def logits_divisor(lm: PreTrainedModel) -> float:
+    """Return the number by which a causal language model divides the products of its head.
+
+    Its own forward is run above states of 1 and 30, with a head of ones.
+
+    Raises:
+        ConfigError: logits are no multiple of the products.
+    """
+    head = lm.get_output_embeddings()
+    other, logits = copy.copy(lm), []
+    with real_tensors():
+        ones = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.ones_(ones.weight)
+        own = {name: ones if module is head else module for name, module in lm._modules.items()}
+        for size in (1.0, 30.0):
+            states = torch.full((1, 1, 1), size, dtype=torch.float64)
+            other._modules = own | {lm.base_model_prefix: _Fixed(states)}
+            logits.append(float(other(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits))
+    if head.bias is not None or not math.isclose(logits[1], 30 * logits[0], rel_tol=1e-6):
+        raise ConfigError("its logits are capped or biased, no multiple of the head's products")
+    return float(f"{1 / logits[0]:.12g}")
 
 
 class ScalarModel(nn.Module):
@@ -131,10 +168,12 @@ def compile_layer(layer: nn.Module) -> None:
     Token counts, sequence counts and the longest length differ from call to call. They are symbols
     from the first call on, so nothing is recompiled. A graph break is an error.
     """
-    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+    layer.forward = partial(_forward, layer, layer_function(layer))  # type: ignore[method-assign]
 
 
-def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Any:
+def _forward(
+    layer: nn.Module, run: Callable[..., Any], hidden_states: Tensor, **kwargs: Any
+) -> Any:
     # A plain int would first be compiled as a constant; a tensor's size is a symbol at once.
     sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
     rest = {name: value for name, value in kwargs.items() if name not in sizes}
@@ -147,14 +186,17 @@ def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Any:
     for size in sizes.values():
         mark_dynamic(size, 0)
     with torch.enable_grad():
-        output = _compiled(layer, states, sizes, rest)
+        output = _compiled(layer, run, states, sizes, rest)
     return output if needs_grad else tree_map(Tensor.detach, output)
 
 
 @torch.compile(fullgraph=True)
 def _compiled(
-    layer: nn.Module, states: Tensor, sizes: dict[str, Tensor], rest: dict[str, Any]
+    layer: nn.Module,
+    run: Callable[..., Any],
+    states: Tensor,
+    sizes: dict[str, Tensor],
+    rest: dict[str, Any],
 ) -> Any:
     ints = {name: size.shape[0] for name, size in sizes.items()}
-    forward = layer_forward if has_experts(layer) else type(layer).forward
-    return forward(layer, states, **rest, **ints)
+    return run(layer, states, **rest, **ints)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.distributed import position
-from hybridrl.distributed.experts import mixture_of, parts_of
+from hybridrl.distributed.experts import parts_of
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.lora import (
     adapter_parameters,
@@ -37,10 +37,10 @@ class PolicyWeights(ABC):
     of one are adjacent.
     """
 
-    def __init__(self, lm: nn.Module) -> None:
+    def __init__(self, lm: PreTrainedModel) -> None:
         self._parameters = dict(checkpoint_parameters(lm))
         self._scaling = {f"{name}.weight": layer.scaling for name, layer in adapters(lm).items()}
-        self._parts = parts_of(self._parameters, mixture_of(lm))
+        self._parts = parts_of(lm, self._parameters)
         self._last: tuple[str, Tensor] | None = None
         self.shapes = {name: torch.Size(part.shape) for name, part in self._parts.items()}
 
@@ -117,7 +117,7 @@ class StoredPolicy(PolicyWeights):
             )
         device = torch.device("cuda" if on_gpu else "cpu")
         shapes = {name: param.shape for name, param in self._parameters.items()}
-        return first_weights(self._model, self._lm.config, shapes, device)
+        return first_weights(self._model, self._lm, shapes, device)
 
 
 class GatheredWeights(PolicyWeights):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridrl.config.planner.flops import forward_flops, training_flops
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.trainer.record import Observer, StepRecord
 
 # Metrics of the batch: tokens of all responses with their prompts, and responses.

@@ -361,9 +361,18 @@ def test_kv_heads_may_be_divided_or_divide():
     assert problems(*args, model=model) == []
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 100,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "id_", "words"),
     [
+        ({"num_hidden_layers": 10**9}, "model_sizes", "1000000000, expected at most 1024"),
         ({"model_type": "bloom"}, "family", "llama, qwen2, qwen3"),
         ({"quantization_config": {"bits": 4}}, "quantized", ""),
         ({"model_type": "gemma2"}, "family", "capped"),
@@ -386,7 +395,7 @@ def test_kv_heads_may_be_divided_or_divide():
             "rope_type = dynamic",
         ),
         (
-            {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 100}},
+            {"rope_scaling": LONG_ROPE},
             "positions",
             "a sum of at most 100",
         ),

@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.planner.families import FUSED
 from hybridrl.config.planner.flops import training_flops
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
@@ -37,9 +36,15 @@ def test_the_default_adapts_every_linear_layer_of_actor_and_reference():
 
 
 def test_the_default_follows_the_family():
-    result = examined(["hardware=cpu", "lora=default"], model=TINY | {"model_type": "phi3"})
+    model = TINY | {"model_type": "phi3", "pad_token_id": 0}
+    result = examined(["hardware=cpu", "lora=default"], model=model)
     assert result.report.problems == []
-    assert result.config.actor.lora.target_modules == list(FUSED)
+    assert result.config.actor.lora.target_modules == [
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    ]
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(plan(result.config, result.shape, LAPTOP))
     assert "phi3: activation memory of compiled layers unknown" in console.export_text()

@@ -1,0 +1,187 @@
+"""What the model of a config.json is made of, by running transformers' classes without data.
+
+    python -m hybridrl.distributed.description < config.json
+
+prints it, or the problem, as JSON. config/planner/description.py keeps what was printed.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hybridrl.config.errors import ConfigError, Problem
+from hybridrl.config.planner.description import as_data
+from hybridrl.config.planner.families import partial_rotation, setting_problem, unsupported
+from hybridrl.config.planner.shape import ExpertShape, ModelShape
+from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
+from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
+from hybridrl.distributed.forward.token_models import logits_divisor
+from hybridrl.distributed.probe import PROBE, Probe
+
+# Keys of config.json, hidden_<word>, that name a family's activation.
+ACTIVATIONS = ("act", "activation")
+
+
+def describe(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of a config.json's model.
+
+    Raises:
+        ConfigError: transformers does not have the model, or it is not one that is trained here.
+    """
+    kind = config["model_type"]
+    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(unsupported(config, "transformers has no language model of that type"))
+    model = _built(config)
+    try:
+        check_layers(model)
+        replace_experts(model)
+        hand_on_bounds(model)
+        logits_divisor(model)
+        probe = Probe(model)
+        kept = probe.kept()
+        _check_calls(model, probe)
+        shape = _shape(model, probe, kept)
+    except Exception as error:
+        why = error.texts[0] if isinstance(error, ConfigError) else f"its run failed: {error}"
+        raise ConfigError(unsupported(config, why.rstrip("."))) from error
+    part = partial_rotation(config)
+    if part is not None and probe.rotated == probe.attention[0].head_dim:
+        why = "transformers' model rotates whole heads"
+        raise ConfigError(setting_problem("partial_rotary_factor", part, "1", why))
+    return shape
+
+
+def _built(config: Mapping[str, Any]) -> PreTrainedModel:
+    """Build the causal language model without data, with a probe in place of attention.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    usual = CONFIG_MAPPING[config["model_type"]]().to_dict()
+    act, known = config.get("hidden_act"), [usual.get(f"hidden_{key}") for key in ACTIVATIONS]
+    if act not in (None, "silu", *known):
+        raise ConfigError(setting_problem("hidden_act", act, "silu", "vLLM's model has no other"))
+    try:
+        settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                settings,
+                dtype=torch.bfloat16,
+                attn_implementation="eager",
+                trust_remote_code=False,
+            ).eval()
+    except Exception as error:
+        absent = [key for key, value in usual.items() if key in config and config[key] is None]
+        absent = [key for key in absent if type(usual[key]) is int]
+        lacks = f"config.json lacks {', '.join(absent)}"
+        why = f"config.json is wrong: transformers cannot build its model: {error}"
+        remedy = "Copy the config.json that belongs to the weights"
+        problem = Problem("model_sizes", "model.path", why=why, remedy=remedy)
+        if absent:
+            problem = Problem("model_lacks", "model.path", why=lacks)
+        raise ConfigError(problem) from error
+    model.config._attn_implementation = PROBE
+    model.tie_weights()
+    return model
+
+
+def _check_calls(model: PreTrainedModel, probe: Probe) -> None:
+    """Check that each layer called attention, with the window that config.json gives it."""
+    config: dict[str, Any] = model.config.to_dict()
+    layers = model.base_model.layers
+    silent = [index for index in range(len(layers)) if index not in probe.attention]
+    if silent:
+        raise ConfigError(f"layer {silent[0]} computes without the attention here")
+    kinds = config.get("layer_types") or ["full_attention"] * len(layers)
+    sliding = {index for index, kind in enumerate(kinds) if kind == "sliding_attention"}
+    lost = [index for index in sliding if probe.attention[index].window is None]
+    if lost:
+        raise ConfigError(f"layer {lost[0]} has its window in a mask alone, which is not built")
+
+
+def _shape(model: PreTrainedModel, probe: Probe, kept: tuple[int, int]) -> ModelShape:
+    config: dict[str, Any] = model.config.to_dict()
+    base, layers = model.base_model, model.base_model.layers
+    calls = list(probe.attention.values())
+    windows = [call.window for call in calls if call.window is not None]
+    layer_parameters, experts = _elements(layers) // len(layers), _experts(layers[0])
+    return ModelShape(
+        kind=config["model_type"],
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        layers=len(layers),
+        heads=max(call.heads for call in calls),
+        kv_heads=max(call.kv_heads for call in calls),
+        head_dim=max(call.head_dim for call in calls),
+        vocab=config["vocab_size"],
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        window=max(windows) if windows else None,
+        windowed=len(windows),
+        max_positions=None,
+        experts=experts,
+        linear_layers=_linear_layers(probe, has_experts=experts is not None),
+        layer_parameters=layer_parameters,
+        parameters=_elements(model),
+        backbone_parameters=_elements(base),
+        kept=kept,
+        matrices=_matrices(model),
+    )
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _experts(layer: Any) -> ExpertShape | None:
+    if "experts" not in dict(layer.mlp.named_children()):
+        return None
+    number, hidden, inner = layer.mlp.experts.down_proj.shape
+    linear = [m for m in layer.mlp.modules() if isinstance(m, nn.Linear)]
+    shared = sum(m.in_features for m in linear if m.out_features == hidden)
+    return ExpertShape(number, layer.mlp.gate.top_k, inner, shared)
+
+
+def _linear_layers(probe: Probe, *, has_experts: bool) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of a layer's linear layers by name, without those beside experts."""
+    return {
+        name.rpartition(".")[2]: (module.out_features, module.in_features)
+        for name, module in probe.linear.items()
+        if not (has_experts and name.startswith("mlp."))
+    }
+
+
+def _matrices(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the matrices that all layers have, by their names in a layer of a checkpoint."""
+    layers, prefix = model.base_model.layers, f"{model.base_model_prefix}.layers.0."
+    sizes = [{(n, tuple(p.shape)) for n, p in layer.named_parameters()} for layer in layers]
+    common = set.intersection(*sizes)
+    first = ((name, tuple(param.shape)) for name, param in layers[0].named_parameters())
+    shapes = {f"{prefix}{name}": size for name, size in first if (name, size) in common}
+    held = checkpoint_tensors(model, shapes)
+    return {
+        tensor.name.removeprefix(prefix): tensor.shape
+        for tensors in held.values()
+        for tensor in tensors
+        if len(tensor.shape) > 1
+    }
+
+
+def main() -> None:
+    """Describe the config.json on standard input."""
+    try:
+        print(json.dumps({"shape": asdict(describe(json.load(sys.stdin)))}))
+    except ConfigError as error:
+        print(json.dumps({"problems": [as_data(problem) for problem in error.problems]}))
+
+
+if __name__ == "__main__":
+    main()

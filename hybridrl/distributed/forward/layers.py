@@ -1,0 +1,116 @@
+"""Decoder layers of transformers' models: which kinds are trained, and how a layer is run.
+
+A layer consists of linear layers, norms, experts and packed attention. What has other parameters
+computes something that nobody looked at here, and is refused by name.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.distributed.forward.attention import BOUNDS
+from hybridrl.distributed.forward.routing import has_experts, layer_forward
+
+# Kinds of layers in config.json's layer_types that attention's arguments alone tell apart.
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# How transformers' experts are laid out and computed.
+EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Check that a model of transformers, built without data, has only layers of known kinds.
+
+    Raises:
+        ConfigError: names what is not known.
+    """
+    base = model.base_model
+    if "layers" not in dict(base.named_children()):
+        raise ConfigError(f"its {type(base).__name__} has no decoder layers in `layers`")
+    config: dict[str, Any] = model.config.to_dict()
+    others = sorted({*(config.get("layer_types") or ())} - LAYER_TYPES)
+    if config.get("attention_chunk_size"):
+        others.append("attention_chunk_size")
+    for index, layer in enumerate(base.layers):
+        lacking = {"self_attn", "mlp"} - {name for name, _ in layer.named_children()}
+        others += [f"no {part} in layers.{index}" for part in sorted(lacking)]
+        others += [f"layers.{index}.{part}" for part in _unknown(layer)]
+    experts = [name for name, _ in base.layers.named_modules() if name.endswith(".mlp.experts")]
+    if len(experts) not in (0, len(base.layers)):
+        others.append(f"experts in {len(experts)} of {len(base.layers)} layers")
+    if others:
+        raise ConfigError(
+            f"it has {', '.join(others[:3])}; known are linear layers, norms and experts, "
+            "with full or sliding attention"
+        )
+
+
+def _unknown(layer: nn.Module) -> Iterator[str]:
+    """Yield the parameters of a layer whose use is not known, with their modules' classes."""
+    for path, module in layer.named_modules():
+        kind = type(module).__name__
+        own = dict(module.named_parameters(recurse=False))
+        is_norm = "Norm" in kind and all(param.dim() == 1 for param in own.values())
+        if isinstance(module, nn.Linear) or is_norm:
+            continue
+        if path == "mlp.experts" and own.keys() == {"gate_up_proj", "down_proj"}:
+            gate = type(module)._apply_gate.__name__  # type: ignore[union-attr]
+            known = vars(module).items() >= EXPERTS.items() and gate == "_default_apply_gate"
+            own = {} if known else own
+        elif path == "mlp.gate" and own.keys() == {"weight"}:
+            continue
+        yield from (f"{path}.{name} of {kind}" for name in own)
+
+
+def layer_function(layer: nn.Module) -> Callable[..., Any]:
+    """Return what runs a decoder layer: takes it, hidden states and keyword arguments."""
+    if has_experts(layer):
+        return layer_forward
+    return _bounded_forward if "packed_bounds" in vars(layer.self_attn) else type(layer).forward
+
+
+def hand_on_bounds(model: PreTrainedModel) -> None:
+    """Make the layers whose code keeps the bounds of sequences from attention hand them on.
+
+    Raises:
+        ConfigError: these have experts.
+    """
+    for layer in model.base_model.layers:
+        if has_experts(layer) and not _hands_on(layer, model.config.hidden_size):
+            raise ConfigError("its layers with experts keep bounds of sequences from attention")
+        if not _hands_on(layer, model.config.hidden_size):
+            layer.self_attn.packed_bounds = None
+            layer.forward = partial(_bounded_forward, layer)
+
+
+def _bounded_forward(layer: Any, states: torch.Tensor, **kwargs: Any) -> Any:
+    """Run a layer whose attention reads the bounds of sequences from its module."""
+    layer.self_attn.packed_bounds = {name: kwargs[name] for name in BOUNDS if name in kwargs}
+    output = type(layer).forward(layer, states, **kwargs)
+    layer.self_attn.packed_bounds = None
+    return output
+
+
+class _Reached(Exception):
+    """Attention was called; the argument says whether with bounds."""
+
+
+def _hands_on(layer: Any, hidden_size: int) -> bool:
+    """Return whether a layer without data calls its attention with the bounds of sequences."""
+
+    def reached(module: object, args: object, kwargs: dict[str, object]) -> None:
+        raise _Reached(BOUNDS[0] in kwargs)
+
+    hidden = next(layer.parameters()).new_zeros(1, 1, hidden_size)
+    hook = layer.self_attn.register_forward_pre_hook(reached, with_kwargs=True)
+    try:
+        type(layer).forward(layer, hidden, position_embeddings=(hidden, hidden), **{BOUNDS[0]: 0})
+    except _Reached as error:
+        return bool(error.args[0])
+    finally:
+        hook.remove()
+    return False

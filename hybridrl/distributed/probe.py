@@ -1,0 +1,141 @@
+"""A forward without data: calls of attention, and what decoder layers keep for backward.
+
+Stands in the place of packed attention, whose arguments it checks.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from hybridrl.distributed.forward.attention import BOUNDS, check_arguments
+from hybridrl.distributed.torch_compat import real_tensors, storage_id, tree_leaves, tree_map
+
+PROBE = "hybridrl_probe"
+# Tokens of a forward; a prime that divides no size of a model, so that dims of tokens show.
+TOKENS = 1021
+
+
+class Attention(NamedTuple):
+    """Call of attention in a layer: heads of queries and of keys, their size, visible tokens."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps for backward what a kernel of attention keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[None, None, None]:
+        raise AssertionError("only what is kept is asked")
+
+
+class Probe:
+    """Runs a model without data, and notes its calls of attention and what its layers keep.
+
+    Attributes:
+        attention: of each layer, in order.
+        linear: the first layer's linear layers in the order of their calls.
+        rotated: elements of a head that are rotated; 0 if no module of that name was called.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.attention: dict[int, Attention] = {}
+        self.linear: dict[str, nn.Linear] = {}
+        self.rotated = 0
+        self._layer = -1
+        self._seen: set[int] = set()
+        # Bytes of tensors in bfloat16, and of others, that layers keep.
+        self._bytes = [0, 0]
+        self._held: list[Tensor] = []
+        self._base: Any = model.base_model
+        AttentionInterface.register(PROBE, self._attend)
+        for name, module in self._base.named_modules():
+            if name.endswith("rotary_emb"):
+                module.forward = partial(self._rotate, module.forward)
+        for name, module in self._base.layers[0].named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(partial(self._note_linear, name))
+        for index, layer in enumerate(self._base.layers):
+            layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
+            layer.register_forward_hook(self._leave)
+
+    def kept(self) -> tuple[int, int]:
+        """Return elements of float32, and of param_dtype, that a layer keeps of a token.
+
+        Numbers of which a row has one, such as its variance, are left out.
+        """
+        self._seen = {storage_id(p.untyped_storage()) for p in self._base.parameters()}
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+        bounds = torch.zeros(2, dtype=torch.int32, device="meta")
+        named = dict.fromkeys(BOUNDS[:4], TOKENS) | {BOUNDS[0]: bounds, BOUNDS[2]: bounds}
+        positions = torch.arange(TOKENS, device="meta")[None]
+        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
+            self._base(input_ids=ids, position_ids=positions, use_cache=False, **named)
+        tokens, (low, other) = TOKENS * len(self._base.layers), self._bytes
+        return other // 4 // tokens, low // 2 // tokens
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        kwargs.pop("scaling", None)
+        check_arguments(mask, kwargs)
+        if BOUNDS[0] not in kwargs | (vars(module).get("packed_bounds") or {}):
+            raise ValueError("its attention gets no bounds of sequences")
+        window = kwargs.get("sliding_window")
+        if window is not None and window < 1:
+            raise ValueError(f"its attention has a window of {window} tokens")
+        sizes = query.shape[1], key.shape[1], query.shape[3]
+        self.attention[self._layer] = Attention(*sizes, window)
+        tokens = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        return _Kept.apply(*tokens)[None], None
+
+    def _enter(self, index: int, layer: object, args: object, kwargs: object) -> None:
+        self._layer = index
+        given = [x for x in tree_leaves(kwargs) if isinstance(x, Tensor)]  # to all layers
+        self._held += given
+        self._seen |= {storage_id(x.untyped_storage()) for x in given}
+
+    def _leave(self, layer: object, args: object, output: object) -> None:
+        self._layer = -1
+
+    def _note_linear(self, name: str, module: nn.Linear, args: object, output: object) -> None:
+        self.linear[name] = module
+
+    def _rotate(self, forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute rotations of real positions: some depend on the largest."""
+        with real_tensors():
+            tokens = states.shape[1]
+            real = torch.zeros(1, tokens, 1, dtype=states.dtype)
+            kwargs.pop("position_ids", None)
+            output = forward(real, torch.arange(tokens)[None], *args[1:], **kwargs)
+        self.rotated = max(self.rotated, tree_leaves(output)[0].shape[-1])
+        return tree_map(lambda tensor: tensor.to("meta"), output)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if self._layer < 0 or storage_id(storage) in self._seen:
+            return tensor
+        self._seen.add(storage_id(storage))
+        self._held.append(tensor)  # its storage is no other's
+        of_tokens = any(size % TOKENS == 0 for size in tensor.shape)
+        if of_tokens and tensor.dim() > 1 and tensor.shape[-1] > 1:
+            self._bytes[tensor.dtype is not torch.bfloat16] += storage.nbytes()
+        return tensor
