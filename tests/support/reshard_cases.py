@@ -39,7 +39,7 @@ from hybridrl.workers.rollout import RolloutWorker
 from tests.support import role_configs
 from tests.support.batches import requests_of
 from tests.support.role_configs import fsdp_config, model_config
-from tests.support.tiny_hf import ALL, LONG_ROPE, spread
+from tests.support.tiny_hf import ALL, LONG_ROPE, SCALED_BY_POSITION, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -80,6 +80,14 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERT | {"shared_expert_intermediate_size": 160},
     "olmoe": {"intermediate_size": 96, "pad_token_id": 0},
     "mixtral": {"intermediate_size": 96},
+    "ministral3": HEAD
+    | WINDOW
+    | {"rope_parameters": SCALED_BY_POSITION | {"original_max_position_embeddings": 256}},
+    "exaone4": WINDOW,
+    "glm4": HEAD,
+    "stablelm": {},
+    "seed_oss": HEAD,
+    "nemotron": {"head_dim": 64},
 }
 
 

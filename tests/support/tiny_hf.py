@@ -8,12 +8,16 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Exaone4Config,
     Gemma3TextConfig,
     GenerationConfig,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -23,7 +27,9 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
 )
 
 SIZES = {
@@ -65,6 +71,13 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 2.5,
     "attention_bias": True,
+}
+# Of Ministral 3, which scales the queries of later positions.
+SCALED_BY_POSITION = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 4,
 }
 GEMMA3 = {"query_pre_attn_scalar": 12, "pad_token_id": 0}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
@@ -113,10 +126,19 @@ MORE = {
     ),
     "olmoe": OlmoeConfig(**SIZES, **EXPERTS),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
+    "ministral3": Ministral3Config(
+        **SIZES, head_dim=16, sliding_window=4, rope_parameters=SCALED_BY_POSITION
+    ),
+    "exaone4": Exaone4Config(**SIZES, sliding_window=4, layer_types=FULL_AND_WINDOW),
+    "glm4": Glm4Config(**SIZES, head_dim=16, pad_token_id=0),
+    "stablelm": StableLmConfig(**SIZES, use_qkv_bias=True),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True),
+    "nemotron": NemotronConfig(**SIZES, attention_bias=True, mlp_bias=True),
 }
 ALL = CONFIGS | MORE
-# The heads of MORE that need not be looked at each time.
+# The heads of MORE that need not be looked at each time, and families that are layers of others.
 OTHER_HEADS = {name for name in MORE if "tied" in name}
+SIMILAR = {"exaone4", "glm4", "stablelm", "seed_oss"}
 
 
 def tiny_model(name: str, attention: str = "sdpa") -> PreTrainedModel:

@@ -18,6 +18,7 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.training_memory import TrainingMemory, Workload, kept_by_layer
 from hybridrl.distributed.experts import replace_experts
 from hybridrl.distributed.forward import attention, log_probs
+from hybridrl.distributed.forward.layers import hand_on_bounds
 from hybridrl.distributed.forward.log_probs import Entropy, Rows
 from hybridrl.distributed.forward.packing import Packed
 from hybridrl.distributed.forward.routing import has_experts, keep_routing
@@ -84,6 +85,7 @@ def model(config, checkpointing=False):
         config, dtype=torch.bfloat16, attn_implementation=attention.PACKED_ATTENTION
     ).eval()
     replace_experts(lm)
+    hand_on_bounds(lm)
     for layer in lm.model.layers:
         _set_forward(layer, fsdp_config(1, activation_checkpointing=checkpointing))
         if has_experts(layer):
@@ -181,7 +183,8 @@ def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     assert predicted == pytest.approx(counted.peak, rel=0.1)
 
 
-FAMILIES = ("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3")
+LATER = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron")
+FAMILIES = ("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3", *LATER)
 
 
 @pytest.mark.parametrize(
