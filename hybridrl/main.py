@@ -65,7 +65,7 @@ from hybridrl.config.command.secrets import (
 )
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import is_on
-from hybridrl.config.user_code.classes import callback_class
+from hybridrl.config.user_code.classes import callback_class, locate
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
@@ -255,8 +255,7 @@ def run(cfg: DictConfig, checked: Checked | None) -> float:
     if checked is None:
         checked = examine(Precomposed([], cfg, _task_overrides(), state), in_sweep=in_sweep)
     folder = Path(state.runtime.output_dir)
-    prepared = prepare(checked, setup, folder)
-    if prepared is None:
+    if (prepared := prepare(checked, setup, folder)) is None:
         return math.nan
     return train_with_restarts(prepared, folder).accuracy
 
@@ -281,12 +280,12 @@ def prepare(checked: Checked, setup: SetupTimes, folder: Path) -> Prepared | Non
     make_paths_absolute(config)
     if problems := [*stored_weight_problems(result, on_hub=True)]:
         raise ConfigError(*problems)
-    from hybridrl.doctor.main import preflight  # heavy, as the next
-    from hybridrl.health.observer import HealthChecks
+    from hybridrl.doctor.main import preflight  # heavy
 
     prepared = Prepared(checked, setup, partial(preflight, result, machine, checked.overrides))
     prepared.owns_checkpoints = config.resume == AUTO
-    prepared.observers = [HealthChecks]
+    health = "hybridrl.health.observer.HealthChecks"  # imports torch
+    prepared.observers = [lambda start: locate("health", health)(start)]
     prepared.callbacks = [callback_class(path)() for path in config.trainer.callbacks]
     return prepared
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants
 
 from hybridrl.config.cache import cache_folder
 from hybridrl.config.errors import ConfigError
@@ -84,9 +83,11 @@ def lacks(name: str, kind: str, needs_weights: bool) -> bool:
 
 
 def _snapshot(name: str, kind: str) -> Path | None:
+    from huggingface_hub import errors, snapshot_download  # slow
+
     try:
         return Path(snapshot_download(name, repo_type=kind, local_files_only=True))
-    except (FileNotFoundError, HFValidationError):
+    except (FileNotFoundError, errors.HFValidationError):
         return None
 
 

@@ -15,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-
 from hybridrl.config.choices import Init
 from hybridrl.config.command.input_errors import expanded, is_address, parse_json, reason_of
 from hybridrl.config.errors import ConfigError, shown
@@ -33,8 +30,9 @@ EMBEDDED_FOLDERS = {EMBEDDED: EMBEDDED_FOLDER, "embedded_moe": Path(__file__).wi
 PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]
 # A hub folder may hold the same weights in further formats.
 _HUB_FILES = ["*.safetensors", *PLAIN_FILES]
-# Errors of a download; HfHubHTTPError is an OSError, and a SOCKS proxy needs a further package.
-HUB_ERRORS = (OSError, HFValidationError, ImportError)
+# Errors of a download: HfHubHTTPError is an OSError, HFValidationError a ValueError, and a SOCKS
+# proxy needs a further package.
+HUB_ERRORS = (OSError, ValueError, ImportError)
 _CONFIG = "config.json"
 # Folder of the trained model in a run's directory.
 FINAL = "final"
@@ -167,12 +165,14 @@ def hub_snapshot(
     Raises:
         HUB_ERRORS: they cannot be fetched.
     """
+    from huggingface_hub import errors, snapshot_download  # takes as long as all other imports here
+
     fetch = partial(snapshot_download, name, repo_type=repo_type, allow_patterns=patterns)
     try:
         cached = Path(fetch(local_files_only=True))
         if is_complete(cached):
             return cached
-    except (FileNotFoundError, HFValidationError):
+    except (FileNotFoundError, errors.HFValidationError):
         # Not cached, or no valid name: the second call reports which.
         pass
     return Path(fetch())

@@ -4,13 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.schedule import ScheduledBatch
-from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.timeline import Timeline
+
+if TYPE_CHECKING:  # torch, before the checks of a run
+    from hybridrl.data.batch import RolloutBatch
+    from hybridrl.data.schedule import ScheduledBatch
+    from hybridrl.data.sources.prompts import Prompt
+    from hybridrl.trainer.rewarding import Rewarded
 
 # Metrics by name; null where a step has no such number.
 Row = dict[str, float | None]
@@ -26,9 +29,9 @@ class Responses:
         rewarded: [B] their texts and rewards.
     """
 
-    prompts: list[Prompt]
-    batch: RolloutBatch
-    rewarded: Rewarded
+    prompts: "list[Prompt]"
+    batch: "RolloutBatch"
+    rewarded: "Rewarded"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Scored:
     """Result of the phase score; the scheduled batch has log-probs, values and scores."""
 
     responses: Responses
-    scheduled: ScheduledBatch
+    scheduled: "ScheduledBatch"
     metrics: Row
 
 
@@ -50,7 +53,7 @@ class Trained:
         responses: those of the batch; None in supervised fine-tuning.
     """
 
-    batch: RolloutBatch
+    batch: "RolloutBatch"
     metrics: Row
     responses: Responses | None = None
 
@@ -148,7 +151,7 @@ class RunHandle:
     config: RunConfig
     records: Callable[[Responses], list[RolloutRecord]]
     row: Row = field(default_factory=dict)
-    batch: RolloutBatch | None = None
+    batch: "RolloutBatch | None" = None
     is_stopped: bool = False
     _responses: Responses | None = None
 

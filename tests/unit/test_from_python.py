@@ -50,6 +50,13 @@ def test_callbacks_are_written_without_torch():
     assert "torch" not in modules_after("from hybridrl import Callback, ConfigError, RunStopped")
 
 
+def test_the_program_checks_a_config_before_it_imports_what_takes_seconds():
+    heavy = {"torch", "ray", "vllm", "transformers", "numpy", "huggingface_hub"}
+    assert not heavy & modules_after("import hybridrl.main")
+    machine_checks = "import hybridrl.main, hybridrl.doctor.main"
+    assert not {"torch", "ray", "vllm", "transformers"} & modules_after(machine_checks)
+
+
 def test_names_are_imported_on_first_use():
     assert {*hybridrl.__all__} <= {*dir(hybridrl)}
     assert {getattr(hybridrl, name).__name__ for name in hybridrl.__all__} == {*hybridrl.__all__}
