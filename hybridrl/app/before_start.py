@@ -47,7 +47,7 @@ def examine(
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         accelerator = Accelerator.cpu if on_cpu else Accelerator.gpu
         check_installation(accelerator, cfg.rollout.sleep, exact=cfg.rollout.exact)
-    machine, runtime = find_machine(), hydra.runtime
+    machine, runtime = composition.machine or find_machine(), hydra.runtime
     overrides = [
         o for o in composition.overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))
     ]

@@ -23,6 +23,7 @@ from hybridrl.config.command.own_functions import Loader, drop_inherited, overri
 from hybridrl.config.command.provenance import hidden_choices, recipe_files
 from hybridrl.config.errors import ABSENT, Problem, as_problem, shown
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, leaves, other_names, raw_tree
+from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema_keys import is_read, known_keys, shared_by
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
@@ -56,12 +57,14 @@ class Precomposed(NamedTuple):
         cfg: composed from the usable ones; of a sweep, its first job. None if that failed.
         overrides: the usable ones.
         hydra: the section `hydra`, which `cfg` lacks.
+        machine: the one that `hardware` was chosen for; None if the overrides choose.
     """
 
     problems: list[Problem]
     cfg: DictConfig | None
     overrides: list[str]
     hydra: DictConfig | None = None
+    machine: Machine | None = None
 
 
 def precompose(

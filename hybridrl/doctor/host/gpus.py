@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from hybridrl.config.choices import Accelerator
@@ -78,23 +79,28 @@ class GPUFacts(NamedTuple):
 
 def gpu_facts(speed: bool = True, processes: bool = False) -> GPUFacts:
     """Query the GPUs of this node; `speed` and `processes` add a query each."""
-    text, error = nvidia_smi.ask(FIELDS)
-    if error:
-        return GPUFacts(None, error)
-    running = nvidia_smi.ask(OF_PROCESS, "compute-apps")[0] if processes else ""
-    facts = GPUFacts(
-        parse(text, _slowed() if speed else []),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        processes=parse_processes(running),
-    )
+    with ThreadPoolExecutor(1) as meanwhile:  # each takes a second without NVIDIA's daemon
+        looking = meanwhile.submit(_look)
+        text, error = nvidia_smi.ask(FIELDS)
+        if error:
+            return GPUFacts(None, error)
+        running = nvidia_smi.ask(OF_PROCESS, "compute-apps")[0] if processes else ""
+        smi = parse(text, _slowed() if speed else [])
+        seen, look_error = looking.result()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return GPUFacts(smi, "", seen, look_error, visible, parse_processes(running))
+
+
+def _look() -> tuple[tuple[str, ...], str]:
+    """Return the UUIDs of the GPUs that CUDA shows to a process, or why it shows none."""
     look = [sys.executable, "-c", LOOK]
     try:
         child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=True)
     except subprocess.TimeoutExpired:
-        return facts._replace(look_error=f"no answer within {LOOK_S:g} s")
+        return (), f"no answer within {LOOK_S:g} s"
     except subprocess.CalledProcessError as failure:
-        return facts._replace(look_error="".join(failure.stderr.strip().splitlines()[-1:]))
-    return facts._replace(seen=tuple(json.loads(child.stdout)))
+        return (), "".join(failure.stderr.strip().splitlines()[-1:])
+    return tuple(json.loads(child.stdout)), ""
 
 
 def parse_processes(text: str) -> list[GPUProcess]:

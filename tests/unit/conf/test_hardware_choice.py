@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from hybridrl.app.before_start import compose_line, examine
 from hybridrl.app.compose import hardware_overrides
+from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner import nvidia_smi
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node, local_machine
@@ -76,6 +78,16 @@ def test_a_working_nvidia_smi_decides(answers, lines, name):
     machine = local_machine()
     assert machine.gpus == ((H200,) if name == "gpu" else ())
     assert hardware_overrides(machine)[0] == f"hardware={name}"
+
+
+def test_a_run_asks_once_for_the_machine(answers, tmp_path):
+    """Where no daemon keeps the driver loaded, each answer takes more than a second."""
+    log = tmp_path / "asked"
+    answers(f"echo >> {log}; echo 'GPU-1, NVIDIA H200, 143771'")
+    checked = examine(compose_line(parse_argv(["+recipe=gsm8k_grpo"]), guards_output=False))
+    assert checked.machine.gpus == (H200,)
+    assert checked.result.config.hardware.accelerator == "gpu"
+    assert log.read_text().count("\n") == 1
 
 
 def test_a_machine_without_nvidia_smi_has_no_gpu(answers, monkeypatch, tmp_path):
