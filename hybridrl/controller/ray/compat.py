@@ -42,7 +42,7 @@ PRIVATE_NAMES = (
     ("ray.actor", "ActorHandle._actor_id"),
 )
 # Seconds that a node may need to start, before Ray waits for it in its own way.
-REGISTRATION_S = 2.0
+REGISTRATION_S = 10.0
 _PROCESS_TYPES = {
     "GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
     "raylet": ray_constants.PROCESS_TYPE_RAYLET,
