@@ -25,7 +25,7 @@ from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
-from hybridrl.distributed.background import without_collections
+from hybridrl.distributed.background import import_in_background, without_collections
 from hybridrl.models.resolve import FINAL
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Modules that import Ray, while the checks of the machine wait for its GPUs.
+STARTS = ["hybridrl.controller.ray.runtime", "hybridrl.controller.worker_group"]
 # Seconds between a restart that could not begin and the next.
 RESTART_PAUSE_S = 10.0
 
@@ -107,13 +109,15 @@ def _finished(result: Examined, folder: Path) -> "RunResult | None":
 @contextmanager
 def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[TrainingLoop]":
     """Yield the trainer, with the lock of the directory, Ray and workers during the block."""
-    from hybridrl.controller.ray.runtime import ray_runtime
-
     result, setup = prepared.checked.result, prepared.setup
     config = result.config
     with exclusive_run(folder), ExitStack() as stack:
+        imported = import_in_background(STARTS)
         if not ray_address():
             prepared.preflight()
+        imported.result()
+        from hybridrl.controller.ray.runtime import ray_runtime
+
         setup.mark("checks")
         # Ray's start only waits, for seconds.
         meanwhile = stack.enter_context(ThreadPoolExecutor(1))
