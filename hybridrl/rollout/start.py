@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.config.choices import Schedule, SleepMode
+from hybridrl.config.choices import SleepMode
 from hybridrl.config.planner.multicast import uses_flashinfer_all_reduce
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.distributed import position
@@ -79,16 +79,14 @@ def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
         "enable_sleep_mode": config.sleep is not SleepMode.none,
         "gpu_memory_utilization": config.gpu_memory_utilization,
     }
-    # Steps that mix prompts with decoding gain nothing from vLLM's compilation.
-    plain = config.exact or config.schedule is Schedule.partial
-    compilation: dict[str, Any] = dict(COMPILATION) if plain else {}
+    compilation: dict[str, Any] = dict(COMPILATION) if config.exact else {}
     if config.top_p < 1:
         options["return_sampling_mask"] = True
     if config.kv_cache_mb is not None:
         options["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if not config.enforce_eager:
         most = config.max_num_seqs
-        sizes = graph_sizes(most) + ([] if plain else prompt_graph_sizes(most))
+        sizes = graph_sizes(most) + ([] if config.exact else prompt_graph_sizes(most))
         compilation["cudagraph_capture_sizes"] = sizes
     if config.tensor_parallel_size > 1:
         if not uses_flashinfer_all_reduce():  # the fused one is from FlashInfer, too

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.choices import Schedule, SleepMode
+from hybridrl.config.choices import SleepMode
 from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes, prompt_graph_sizes
-from hybridrl.rollout.vllm_exact import COMPILATION
 from tests.support.role_configs import rollout_config
 
 pytestmark = pytest.mark.full
@@ -66,13 +65,6 @@ def test_sleeping_memory_is_asked_for_where_something_sleeps(mode):
     assert options["max_model_len"] == 128
     sizes = [1, 2, 4, 8, 16, 24, 48, 96, 192]
     assert options["compilation_config"] == {"cudagraph_capture_sizes": sizes}
-
-
-@pytest.mark.parametrize("changes", [{"schedule": Schedule.partial}, {"exact": True}])
-def test_steps_with_prompts_are_not_compiled_where_it_does_not_help(changes):
-    compilation = engine_options(config(**changes), "cuda")["compilation_config"]
-    sizes = [1, 2, 4, 8, 16, 24]
-    assert compilation == {**COMPILATION, "cudagraph_capture_sizes": sizes}
 
 
 @pytest.mark.parametrize(("all_reduce", "passes"), [(None, None), ("1", None), ("0", False)])
