@@ -290,7 +290,13 @@ class Sampler:
         log_probs = [torch.from_numpy(one.log_probs) for one in responses]
         tokens = Ragged.from_rows(rows, torch.int32)
         recorded = self._engine.take_recorded([one.request.request_id for one in responses])
-        recorded = recorded if batch.returns_recorded else {}
+        if not batch.returns_recorded:
+            recorded = {}
+        elif "kept_ids" not in recorded and any(one.request.params.top_p < 1 for one in responses):
+            raise ValueError(
+                "rollout.top_p is below 1, but take_recorded of the engine returns no kept tokens, "
+                "over which the trainer's log-probs are normalised"
+            )
         is_open = torch.tensor([not one.reason for one in responses], dtype=torch.bool)
         answer = RolloutBatch(
             prompts=batch.prompts,

@@ -36,7 +36,6 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.activation", "GeluAndMul SiluAndMul"),
     ("vllm.model_executor.layers.layernorm", "GemmaRMSNorm RMSNorm"),
     ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbeddingBase"),
-    ("vllm.v1.attention.backends.flash_attn", "flash_attn_varlen_func"),
     ("vllm.v1.worker.gpu.sample.gumbel", "apply_temperature"),
     ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs"),
 )

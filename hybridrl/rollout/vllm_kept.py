@@ -1,8 +1,8 @@
 """Tokens to which rollout.top_p cuts each distribution, recorded while vLLM samples.
 
 vLLM's sampler for GPUs returns these sets, a step's in one array. All requests of a call are
-sampled alike; for those that draw from all tokens nothing is recorded. NAMES are the private names
-in use.
+sampled alike; for those with another top_p than the run's nothing is recorded. NAMES are the
+private names in use.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class KeptTokens:
 
     Args:
         runner: vLLM's model runner, started with `return_sampling_mask`.
-        top_p: the run's, for messages.
+        top_p: the run's, below 1.
     """
 
     def __init__(self, runner: Any, top_p: float) -> None:
@@ -48,7 +48,7 @@ class KeptTokens:
         add, update = scheduler.add_request, scheduler.update_from_output
 
         def add_request(request: Any) -> None:
-            self._runner.sampler.return_sampling_mask = request.sampling_params.top_p < 1
+            self._runner.sampler.return_sampling_mask = request.sampling_params.top_p == self._top_p
             add(request)
 
         def record(scheduled: Any, output: Any) -> Any:

@@ -1,5 +1,7 @@
 """The value function: values of response tokens, and clipped updates on one FSDP shard."""
 
+from dataclasses import replace
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -68,7 +70,8 @@ class CriticWorker(TrainedWorker):
 
     def forward(self, micro: RolloutBatch) -> Tensor:
         """Compute V(s_t) before each response token, [R] float32, on the device."""
-        return self.model(self.pack(micro))
+        # Values do not depend on the distributions.
+        return self.model(self.pack(replace(micro, kept_ids=None, kept_counts=None)))
 
 
 def moments(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -19,9 +19,7 @@ ON_GPUS = (
 ON_CPUS = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron")
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
-EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite", "phi3"), 0) | {
-    "gemma3_text": 2
-}
+EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
 # Families that people try whose classes do not show what is wrong.
 REFUSED = {
     "cohere2": "vLLM's model has windows that are one token longer",
