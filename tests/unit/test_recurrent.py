@@ -1,0 +1,77 @@
+"""Recurrent layers on packed tokens compute what transformers does of each sequence alone."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
+from hybridrl.distributed.forward.recurrent import pack_recurrences, sequence_index
+
+LENGTHS = [5, 1, 37, 70]
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MAMBA = {
+    "layers_block_type": ["mamba", "attention", "mlp"],
+    "num_hidden_layers": 3,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
+KINDS = {
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "nemotron_h": MAMBA,
+}
+
+
+def outcome(lm, rows, weights, **packing):
+    logits = torch.cat([lm(row[None], use_cache=False, **packing).logits[0] for row in rows])
+    (logits * weights).sum().backward()
+    grads = {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
+    lm.zero_grad()
+    return logits.detach(), grads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_are_those_alone(kind):
+    register_packed_attention()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind]))
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) / 20)
+    rows = [torch.randint(5, 290, (n,)) for n in LENGTHS]
+    weights = torch.randn(sum(LENGTHS), 300)
+    alone, grads = outcome(lm, rows, weights)
+    assert pack_recurrences(lm) == pack_recurrences(lm) != set()
+    lm.set_attn_implementation(PACKED_ATTENTION)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    packing |= {"max_length_q": 70, "max_length_k": 70, "seq_idx": sequence_index(bounds)}
+    packing["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    packed, packed_grads = outcome(lm, [torch.cat(rows)], weights, **packing)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+    assert packed_grads.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert float((packed_grads[name] - grad).norm()) <= 1e-4 * float(grad.norm()) + 1e-4, name
+    with pytest.raises(ValueError, match="needs"):
+        lm(rows[0][None], use_cache=False, cu_seq_lens_q=None)
