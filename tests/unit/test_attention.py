@@ -86,7 +86,7 @@ def test_a_sequence_does_not_see_its_neighbours():
     assert not torch.equal(before[:, :4], after[:, :4])
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux"])
+@pytest.mark.parametrize("argument", ["softcap", "position_bias"])
 def test_what_would_be_ignored_is_refused(argument):
     x = torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match=argument):

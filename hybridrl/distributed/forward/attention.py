@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -23,6 +24,7 @@ from transformers import AttentionInterface
 from hybridrl.distributed.forward.exact import EXACT_ATTENTION
 from hybridrl.distributed.forward.exact_ops import attention
 from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
+from hybridrl.distributed.forward.sinks import with_sinks
 from hybridrl.distributed.torch_compat import GROUPED_QUERY, activate_flash_attention_4
 
 # Of queries, keys and values; bounds and longest length of sequences; scaling; window.
@@ -39,7 +41,7 @@ BOUNDS = (
 )
 # Arguments that are read, or whose effect is in queries and keys already; and those with values
 # that change nothing. Any other may change the scores: ignoring it would be silently wrong.
-KNOWN = {*BOUNDS, "sliding_window", "position_ids"}
+KNOWN = {*BOUNDS, "sliding_window", "s_aux", "position_ids"}
 NEUTRAL = {"dropout": 0.0, "is_causal": True, "use_cache": False, "output_attentions": False}
 
 
@@ -82,8 +84,8 @@ def packed_attention(
         scaling: factor on the scores; None: D ** -0.5.
         attend: the kernel; None: FlashAttention where it supports such tensors, else padded.
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are required; sliding_window is the
-            number of visible tokens, itself included. With sequence_group the tokens are this
-            rank's shard of num_shared_tokens; cu_seq_lens_q covers all of them.
+            number of visible tokens, itself included; s_aux [H] are sinks. With sequence_group the
+            tokens are this rank's shard of num_shared_tokens; cu_seq_lens_q covers all of them.
 
     Returns:
         [1, N, H, D], and None in place of the attention weights.
@@ -94,6 +96,11 @@ def packed_attention(
         attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     group = kwargs.get("sequence_group")
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:
+        if group is not None:
+            raise ValueError("attention with sinks is not shared between ranks (fsdp.ulysses_size)")
+        attend = partial(with_sinks if attend is _varlen else _padded, sinks=sinks)
     if group is not None:
         q, k, v = heads_of_all_tokens(q, k, v, kwargs["num_shared_tokens"], group)
     bounds = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
@@ -173,9 +180,16 @@ def _exact(
 
 
 def _padded(
-    qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
+    qkv: Sequence[Tensor],
+    bounds: tuple[Tensor, int],
+    scaling: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute the same, right-padded to [B, heads, T, D], where causal attention never reads."""
+    """Compute the same, right-padded to [B, heads, T, D], where causal attention never reads.
+
+    With sinks there is a last key without value, whose score is the head's sink.
+    """
     cu_seq_lens, max_length = bounds
     num_sequences = cu_seq_lens.shape[0] - 1
     position = torch.arange(qkv[0].shape[0], device=qkv[0].device)
@@ -187,11 +201,20 @@ def _padded(
         return padded.view(num_sequences, max_length, *x.shape[1:]).transpose(1, 2)
 
     mask = None
-    if window is not None and window < max_length:
+    if sinks is not None or (window is not None and window < max_length):
         ones = torch.ones(max_length, max_length, dtype=torch.bool, device=slot.device)
-        mask = ones.tril() & ones.triu(1 - window)
+        mask = ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
+    q, k, v = (pad(x) for x in qkv)
+    if sinks is not None:
+        assert mask is not None
+        scores = q.new_zeros(1, len(sinks), *mask.shape).masked_fill(~mask, -torch.inf)
+        last = sinks.to(q.dtype)[None, :, None, None].expand(-1, -1, max_length, 1)
+        mask = torch.cat([scores, last], -1)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     output = scaled_dot_product_attention(
-        *(pad(x) for x in qkv),
+        q,
+        k,
+        v,
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
