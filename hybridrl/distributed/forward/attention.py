@@ -41,8 +41,9 @@ BOUNDS = (
 )
 # Arguments that are read, or whose effect is in queries and keys already; and those with values
 # that change nothing. Any other may change the scores: ignoring it would be silently wrong.
-KNOWN = {*BOUNDS, "sliding_window", "s_aux", "position_ids"}
+KNOWN = {*BOUNDS, "sliding_window", "s_aux", "seq_idx", "position_ids"}
 NEUTRAL = {"dropout": 0.0, "is_causal": True, "use_cache": False, "output_attentions": False}
+NEUTRAL |= {"output_router_logits": False}
 
 
 def register_packed_attention() -> None:

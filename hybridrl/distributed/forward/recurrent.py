@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-# Kinds of layers in `layer_types` that attend; others are recurrent.
-ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-
 
 def sequence_index(bounds: Tensor) -> Tensor:
     """Return the sequence of each packed token, [1, N] int32, from bounds [B + 1]."""

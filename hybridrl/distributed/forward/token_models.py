@@ -20,6 +20,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.layers import layer_function
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed
+from hybridrl.distributed.forward.recurrent import pack_recurrences, sequence_index
 from hybridrl.distributed.forward.routing import take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
 from hybridrl.distributed.torch_compat import mark_dynamic, real_tensors, tree_leaves, tree_map
@@ -41,13 +42,14 @@ class TokenLogProbs(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.keep_logits = keep_logits
         self.exact = exact
+        self.recurrent = bool(pack_recurrences(lm))
 
     def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
         """Compute log-probs (and entropies) of response tokens, [R] float32, nats.
 
         If ranks share the input, R counts the response tokens of all of them.
         """
-        hidden = response_states(self.lm.base_model, packed)
+        hidden = response_states(self.lm.base_model, packed, recurrent=self.recurrent)
         routing = take_routing(self.lm.base_model.layers, packed)
         own = token_log_probs(
             hidden,
@@ -109,6 +111,7 @@ class ScalarModel(nn.Module):
     def __init__(self, backbone: PreTrainedModel, *, bias: bool) -> None:
         super().__init__()
         self.backbone = backbone
+        self.recurrent = bool(pack_recurrences(backbone))
         self.head = nn.Linear(
             backbone.config.hidden_size, 1, bias=bias, device=backbone.device, dtype=torch.float32
         )
@@ -119,17 +122,22 @@ class ScalarModel(nn.Module):
         It is V(s_t) of the state that predicts each response token; with States.last the score of
         each response. If ranks share the input, R counts the states of all of them.
         """
-        numbers = self.head(response_states(self.backbone, packed).float())
+        states = response_states(self.backbone, packed, recurrent=self.recurrent)
+        numbers = self.head(states.float())
         take_routing(self.backbone.layers, packed)  # which holds the graph
         # A copy: FSDP2 hooks backward to this output, which must not be a view.
         return gather_sequence(numbers.squeeze(-1).clone(), packed)
 
 
-def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
+def response_states(backbone: PreTrainedModel, packed: Packed, *, recurrent: bool) -> Tensor:
     """Compute the final hidden states of positions packed.state_index, [R, H]."""
     shard = packed.shard
     sharing: dict[str, Any] = {}
+    if recurrent:
+        sharing = {"seq_idx": sequence_index(packed.cu_seq_lens)}
     if shard is not None:
+        if recurrent:
+            raise ValueError("recurrent layers are not shared between ranks (fsdp.ulysses_size)")
         sharing = {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}
     if packed.routed_experts is not None:
         layers = len(backbone.layers)
