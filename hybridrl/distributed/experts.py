@@ -36,12 +36,24 @@ class CheckpointTensor(NamedTuple):
         name, shape: in the checkpoint.
         parameter: the parameter that holds it.
         at: its index in the first dims of the parameter; () if it is the whole.
+        transposed: the parameter has the last two dims in the other order.
     """
 
     name: str
     shape: tuple[int, ...]
     parameter: str
     at: tuple[int, ...] = ()
+    transposed: bool = False
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape of its part of the parameter."""
+        shape = self.shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def of(self, held: Tensor) -> Tensor:
+        """Return the tensor as the view of its part of the parameter."""
+        return held.transpose(-1, -2) if self.transposed else held
 
 
 def checkpoint_tensors(
@@ -116,7 +128,7 @@ def parameter_shapes(tensors: Iterable[CheckpointTensor]) -> dict[str, tuple[int
     """Return the shape of each parameter that holds tensors, given all of a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:  # the last part of a parameter has the highest index
-        shapes[tensor.parameter] = (*(index + 1 for index in tensor.at), *tensor.shape)
+        shapes[tensor.parameter] = (*(index + 1 for index in tensor.at), *tensor.held_shape)
     return shapes
 
 

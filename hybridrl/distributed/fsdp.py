@@ -36,7 +36,12 @@ from hybridrl.distributed.forward.exact import share_operations, use_fixed_produ
 from hybridrl.distributed.forward.layers import layer_function
 from hybridrl.distributed.forward.routing import has_experts, keep_routing, pick_recorded
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
-from hybridrl.distributed.lora import adapters, add_adapters, checkpoint_parameters
+from hybridrl.distributed.lora import (
+    adapters,
+    add_adapters,
+    checkpoint_buffers,
+    checkpoint_parameters,
+)
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.regions import free_gathered_weights
 from hybridrl.distributed.torch_compat import local_part
@@ -124,6 +129,14 @@ def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     if root.head.bias is None:  # a reward model's; a critic's head is new
         named.append(("score.weight", root.head.weight))
     return named
+
+
+def _buffers_in_checkpoint(root: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of the checkpoint by name."""
+    if isinstance(root, TokenLogProbs):
+        return checkpoint_buffers(root.lm)
+    assert isinstance(root, ScalarModel)
+    return checkpoint_buffers(root.backbone, f"{root.backbone.base_model_prefix}.")
 
 
 def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
@@ -227,7 +240,8 @@ def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Sh
 
 
 def _shapes(root: nn.Module) -> dict[str, torch.Size]:
-    return {name: param.shape for name, param in parameters_in_checkpoint(root)}
+    named = [*parameters_in_checkpoint(root), *_buffers_in_checkpoint(root).items()]
+    return {name: tensor.shape for name, tensor in named}
 
 
 @torch.no_grad()
@@ -243,6 +257,8 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
         where = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
         # Copied in the stored dtype, cast to float32 on the device.
         local.copy_(first[name][where].to(device))
+    for name, buffer in _buffers_in_checkpoint(root).items() if isinstance(first, dict) else ():
+        buffer.copy_(first[name][(slice(None),) * buffer.ndim])
 
 
 def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:

@@ -74,6 +74,13 @@ def checkpoint_parameters(
             yield name.replace(".base_layer.", "."), param
 
 
+def checkpoint_buffers(lm: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Return the buffers of a checkpoint by name: factors and offsets that are not trained."""
+    named, stored = lm.named_buffers(prefix=prefix.rstrip(".")), lm.state_dict().keys()
+    kept = {name: b for name, b in named if b.is_floating_point() and b.ndim}
+    return {name: b for name, b in kept.items() if name.removeprefix(prefix) in stored}
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Turn all adapters of a model off within this context."""

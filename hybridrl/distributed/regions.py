@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from hybridrl.distributed.experts import GATE_UP, Experts
-from hybridrl.distributed.lora import adapter_parameters, checkpoint_parameters
+from hybridrl.distributed.experts import GATE_UP, CheckpointTensor, Experts
+from hybridrl.distributed.lora import (
+    adapter_parameters,
+    checkpoint_buffers,
+    checkpoint_parameters,
+)
 from hybridrl.distributed.torch_compat import local_tensor
 
 
@@ -50,12 +56,25 @@ def shards_of(lm: nn.Module) -> list[NamedShard]:
     """Return this rank's shards of a causal LM by parameter, tied duplicates included.
 
     With adapters these are frozen; A and B of each adapted layer follow as lora_A.weight and
-    lora_B.weight. The getters stay valid between forwards, while no weights are gathered.
+    lora_B.weight. Last come the buffers of its checkpoint. The getters stay valid between forwards,
+    while no weights are gathered.
     """
     factors = adapter_parameters(lm)
     named = [(*item, bool(factors)) for item in checkpoint_parameters(lm, tied_twice=True)]
     named += [(*item, False) for item in factors.items()]
-    return [_shard(lm, *item) for item in named]
+    mesh = named[0][1].device_mesh
+    buffers = [
+        NamedShard(name, tuple(buffer.shape), partial(_rows, lm, name, mesh), frozen=True)
+        for name, buffer in checkpoint_buffers(lm).items()
+    ]
+    return [_shard(lm, *item) for item in named] + buffers
+
+
+def _rows(lm: nn.Module, name: str, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's rows of a buffer, which all ranks have whole."""
+    buffer = lm.get_buffer(name)
+    size = -(-len(buffer) // mesh.size(-1))
+    return buffer[size * mesh.get_local_rank(-1) :][:size]
 
 
 def _shard(lm: nn.Module, name: str, param: nn.Parameter, frozen: bool) -> NamedShard:
@@ -93,6 +112,39 @@ class Region(NamedTuple):
         return math.prod(self.shape)
 
 
+def rectangle(view: Tensor, whole: Tensor) -> Region | None:
+    """Return the region of contiguous `whole` that `view` covers; None if it is no rectangle.
+
+    A view with fewer dims lies at one index of the first ones.
+    """
+    for _ in range(whole.dim() - view.dim()):
+        view = view.unsqueeze(0)
+    steps = torch.empty(whole.shape, device="meta").stride()
+    same = view.dim() == whole.dim() and whole.stride() == steps
+    if not same or any(
+        size > 1 and stride != step
+        for size, stride, step in zip(view.shape, view.stride(), steps, strict=True)
+    ):
+        return None
+    rest = view.storage_offset() - whole.storage_offset()
+    offset = []
+    for step in steps:
+        offset.append(rest // step)
+        rest %= step
+    ends = (o + size for o, size in zip(offset, view.shape, strict=True))
+    if rest or any(end > size for end, size in zip(ends, whole.shape, strict=True)):
+        return None
+    return Region(tuple(offset), tuple(view.shape))
+
+
+def contains(whole: Tensor, view: Tensor) -> bool:
+    """Return whether a contiguous tensor has all elements of a view of its storage."""
+    start = view.storage_offset() - whole.storage_offset()
+    last = start + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    same = whole.is_contiguous() and view.dtype == whole.dtype
+    return same and start >= 0 and last < whole.numel()
+
+
 class TracedCopy(NamedTuple):
     """Copy of a region of a trainer's parameter into a parameter of the engine, at `offset`.
 
@@ -124,9 +176,21 @@ class Trace(NamedTuple):
     Attributes:
         copies, fills: in the loader's order.
         parameters: shape of each parameter of the engine's model, and of each buffer that the
-            loader writes.
+            loader writes; also of each whole weight that is `gathered` for it.
+        unrounded: those of float32 in an engine of another dtype.
+        loaded: tensors with which the loader does more than copy rectangles. Their parameters are
+            gathered, and it loads them again after every move.
+        computed: the engine's parameters that it writes so.
     """
 
     copies: list[TracedCopy]
     fills: list[TracedFill]
     parameters: dict[str, tuple[int, ...]]
+    unrounded: frozenset[str] = frozenset()
+    loaded: tuple[CheckpointTensor, ...] = ()
+    computed: frozenset[str] = frozenset()
+
+
+def gathered(source: str) -> str:
+    """Return the name of a trainer's whole parameter among an engine's."""
+    return f"{source} (gathered)"

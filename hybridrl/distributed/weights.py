@@ -32,7 +32,7 @@ from hybridrl.distributed.experts import (
 )
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
-from hybridrl.distributed.lora import LoRALinear, checkpoint_parameters
+from hybridrl.distributed.lora import LoRALinear, checkpoint_buffers, checkpoint_parameters
 from hybridrl.distributed.torch_compat import real_tensors
 from hybridrl.models.resolve import model_folder
 from hybridrl.models.weight_files import PICKLED, weight_files
@@ -161,9 +161,9 @@ def first_vectors(lm: PreTrainedModel, shapes: Shapes) -> dict[str, float]:
     known = dict(checkpoint_parameters(lm))
     vectors = {}
     for name, shape in shapes.items():
-        if len(shape) > 1:
-            continue
         own = name if name in known else name.removeprefix(PREFIX)
+        if len(shape) > 1 or own not in known:  # buffers keep theirs
+            continue
         owner, _, attribute = own.rpartition(".")
         layer = lm.get_submodule(owner)
         base = layer.base_layer if isinstance(layer, LoRALinear) else layer
@@ -216,4 +216,5 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
 def checkpoint_sources(folder: Path) -> list[CheckpointTensor]:
     """Return every tensor of the causal LM's checkpoint by config.json, tied ones twice."""
     lm = empty_model(AutoModelForCausalLM, folder)
-    return list(parts_of(lm, dict(lm.named_parameters(remove_duplicate=False))).values())
+    parameters = dict(lm.named_parameters(remove_duplicate=False)) | checkpoint_buffers(lm)
+    return list(parts_of(lm, parameters).values())

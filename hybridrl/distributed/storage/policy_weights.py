@@ -19,6 +19,7 @@ from hybridrl.distributed.lora import (
     adapter_parameters,
     adapters,
     add_adapters,
+    checkpoint_buffers,
     checkpoint_parameters,
 )
 from hybridrl.distributed.regions import free_gathered_weights
@@ -38,7 +39,8 @@ class PolicyWeights(ABC):
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        self._parameters = dict(checkpoint_parameters(lm))
+        self._buffers = checkpoint_buffers(lm)
+        self._parameters = dict(checkpoint_parameters(lm)) | self._buffers
         self._scaling = {f"{name}.weight": layer.scaling for name, layer in adapters(lm).items()}
         self._parts = parts_of(lm, self._parameters)
         self._last: tuple[str, Tensor] | None = None
@@ -101,7 +103,9 @@ class StoredPolicy(PolicyWeights):
         return {f"{PEFT}{name}": self._whole(name) for name in adapter_parameters(self._lm)}
 
     def _whole(self, name: str) -> Tensor:
-        if self._lora is None or ".lora_" in name:
+        if name in self._buffers and self._model.init is Init.random:
+            return self._buffers[name]
+        if ".lora_" in name or (self._lora is None and name not in self._buffers):
             return self._checkpoint.read(f"{PREFIX}{name}")
         everything = (slice(None),) * self._parameters[name].ndim
         return self._base[name][everything].to("cpu", torch.float32)
@@ -141,7 +145,7 @@ class GatheredWeights(PolicyWeights):
         return super().read(name)
 
     def _whole(self, name: str) -> Tensor:
-        return self._sharded[name].full_tensor()
+        return self._buffers[name] if name in self._buffers else self._sharded[name].full_tensor()
 
     def read_rest(self) -> None:
         """Join the collectives of the weights that were not read."""
