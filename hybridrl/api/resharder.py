@@ -15,7 +15,8 @@ from hybridrl.distributed.mesh import AXES
 from hybridrl.distributed.regions import free_gathered_weights, shards_of
 from hybridrl.reshard import resharder
 from hybridrl.reshard.route import Route
-from hybridrl.rollout.vllm_engine import in_process, loader_trace
+from hybridrl.rollout.loaded import loader_trace
+from hybridrl.rollout.vllm_engine import in_process
 
 
 @contextmanager
@@ -41,7 +42,7 @@ class Resharder(resharder.Resharder):
     Raises:
         ValueError: a weight is not a float32 DTensor of such a mesh, or the module does not have
             all weights of the engine.
-        RuntimeError: vLLM's loader does more than copy weights, as that of quantized ones.
+        RuntimeError: vLLM's loader writes what is no weight of the module, as quantized ones do.
     """
 
     def __init__(self, module: nn.Module, llm: Any, *, bucket_mb: int = 256) -> None:
@@ -50,7 +51,7 @@ class Resharder(resharder.Resharder):
         shards = shards_of(module)
         held = checkpoint_tensors(module, {shard.name: shard.shape for shard in shards})
         sources = [tensor for parts in held.values() for tensor in parts]
-        trace, tensors = loader_trace(llm, sources)
+        trace, tensors, self._loaded = loader_trace(llm, sources)
         super().__init__(shards, trace, tensors, Route.colocated(mesh), bucket_mb)
 
     def sync(self, version: int, *, verify: bool = True, kept: bool = False) -> dict[str, float]:
@@ -61,7 +62,9 @@ class Resharder(resharder.Resharder):
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM still has open requests: let them end, or abort them")
         free_gathered_weights(self._module)
-        return super().sync(version, verify=verify, kept=kept)
+        metrics = super().sync(version, verify=verify, kept=kept)
+        self._loaded.load()
+        return metrics
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh:

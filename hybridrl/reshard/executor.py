@@ -46,7 +46,7 @@ class PlanExecutor:
 
     Buffers are the shards of the plan's sources, all parameters, and the two halves of the staging
     memory, in this order. `shards` has those of all weights by name; `parameters`, in the trace's
-    order, never move.
+    order, never move. Those that the plan writes are of `dtype`, or float32 if it is unrounded.
 
     Fingerprints of what is sent are counted in cells, one per receiver and parameter. A transfer to
     several receivers is fingerprinted once; its sum counts for all of its cells.
@@ -59,6 +59,7 @@ class PlanExecutor:
         parameters: Mapping[str, Tensor],
         route: Route,
         hashes: Hashes,
+        dtype: torch.dtype,
     ) -> None:
         self.plan = plan
         self._shards = [shards[source.name] for source in plan.sources]
@@ -72,8 +73,8 @@ class PlanExecutor:
         assert is_whole or not any(b.slot for b in plan.buckets), "others cannot gather"
         self._held = [source.region(self._rank) for source in plan.sources]
         self._hashes = hashes
-        first = next(iter(parameters.values()))
-        self._device, self._dtype = first.device, first.dtype
+        self._device = next(iter(parameters.values())).device
+        self.dtype = torch.float32 if plan.unrounded else dtype
         self._buffers = Buffers(self._device)
         self._halves: list[Tensor] = []
         self._sum_of: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -83,7 +84,7 @@ class PlanExecutor:
         """Allocate staging memory and look up the addresses of all buffers."""
         sizes = [bucket.size for bucket in self.plan.buckets]
         self._halves = [
-            torch.empty(max(half, default=0), dtype=self._dtype, device=self._device)
+            torch.empty(max(half, default=0), dtype=self.dtype, device=self._device)
             for half in (sizes[0::2], sizes[1::2])
         ]
         tensors = [*self._local_shards(), *self._parameters.values(), *self._halves]
@@ -144,7 +145,7 @@ class PlanExecutor:
             counted = (self._numbers[copy.parameter], tuple(receivers))
             number = self._sum_of.setdefault(counted, len(self._sum_of))
             rects += cut(self._buffers, source, target, copy.region, shape, key, number)
-        return copier_class(self._device)(rects, self._buffers, self._dtype, self._hashes)
+        return copier_class(self._device)(rects, self._buffers, self.dtype, self._hashes)
 
     def _shard(self, copy: TracedCopy) -> _BufferView:
         """Return the region that a copy reads, which is inside this rank's shard."""

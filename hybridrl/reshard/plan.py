@@ -8,9 +8,10 @@ sequence is the same, no sizes or headers are exchanged when data moves.
     traces (copies of vLLM's loader) -+                +-> transfers -> chunks -> buckets
 """
 
+import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from hybridrl.reshard.transfers import (
     common_part,
     intersect,
 )
+
+# Copies of each source, with the ranks that make them.
+_Copies = Mapping[str, list[tuple[int, TracedCopy]]]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Plan:
         fills: constants (vocabulary padding), written every time.
         written: elements of parameters that this rank writes, without constants.
         received: elements this rank receives from others.
+        frozen: the weights never change.
+        unrounded: they move as float32, whatever the engine's dtype.
     """
 
     sources: list[SourceLayout]
@@ -75,6 +81,8 @@ class Plan:
     fills: list[TracedFill]
     written: int
     received: int
+    frozen: bool = False
+    unrounded: bool = False
 
     @property
     def exchanges_much(self) -> bool:
@@ -89,10 +97,12 @@ def build_plans(
     traces: Sequence[Trace],
     rank: int,
     bucket_elements: int,
+    others: Sequence[Trace] = (),
 ) -> list[Plan]:
-    """Return the plans of one rank of a route, that of frozen weights first.
+    """Return the plans of one rank of a route, those of frozen weights first.
 
-    Constants belong to the first plan.
+    Targets of float32 in an engine of another dtype have plans of their own. Constants belong to
+    the first plan.
 
     Args:
         sources: layout of every checkpoint tensor over the first ranks of the route.
@@ -101,49 +111,55 @@ def build_plans(
         rank: position in the route.
         bucket_elements: limit on any rank's staging memory for one bucket, sent and received
             together, as long as one row of one tensor fits.
+        others: traces of other routes, whose ranks have as many plans.
 
     Raises:
         ValueError: an element of a parameter would not be written exactly once, or a tensor would
             not be read; names them.
     """
     checked: list[Trace] = []
-    for trace in traces:  # ranks with the same slice of an engine have the same trace
+    for trace in (*traces, *others):  # ranks with the same slice of an engine have the same trace
         if trace not in checked:
             check_coverage(trace)
             checked.append(trace)
-    read = {copy.source for trace in checked for copy in trace.copies}
+    unrounded = frozenset[str]().union(*(trace.unrounded for trace in checked))
+    written = {(c.source, c.parameter in unrounded) for trace in checked for c in trace.copies}
+    read = {source for source, _ in written}
     # An engine reads no head that is tied to its embedding; one of its own would lack weights.
     known = read | {*TIED.values()}
     unread = [source.name for source in sources if source.name not in known]
     if read and unread:
         raise ValueError(f"the rollout engine's model has no place for {', '.join(unread)}")
     never_change = set(frozen)
-    parts = [[s for s in sources if (s.name in never_change) is first] for first in (True, False)]
-    parts = parts if parts[0] else parts[1:]
-    return [
-        _plan(part, traces, traces[rank].fills if part is parts[0] else [], rank, bucket_elements)
-        for part in parts
-    ]
+    plans: list[Plan] = []
+    for is_frozen, is_wide in itertools.product((True, False), (False, True)):
+        part = [
+            source
+            for source in sources
+            if (source.name in never_change) is is_frozen
+            and ((source.name, is_wide) in written or not (is_wide or source.name in read))
+        ]
+        copies: _Copies = {source.name: [] for source in part}
+        for receiver, trace in enumerate(traces):
+            for copy in trace.copies:
+                if copy.source in copies and (copy.parameter in unrounded) is is_wide:
+                    copies[copy.source].append((receiver, copy))
+        if part or not (is_frozen or is_wide):
+            plan = _plan(part, copies, rank, len(traces), bucket_elements // (1 + is_wide))
+            fills = [] if plans else traces[rank].fills
+            plans.append(replace(plan, fills=fills, frozen=is_frozen, unrounded=is_wide))
+    return plans
 
 
 def _plan(
-    sources: list[SourceLayout],
-    traces: Sequence[Trace],
-    fills: list[TracedFill],
-    rank: int,
-    bucket_elements: int,
+    sources: list[SourceLayout], copies: _Copies, rank: int, num_ranks: int, bucket_elements: int
 ) -> Plan:
     """Return the plan for these sources."""
-    copies: dict[str, list[tuple[int, TracedCopy]]] = {source.name: [] for source in sources}
-    for receiver, trace in enumerate(traces):
-        for copy in trace.copies:
-            if copy.source in copies:
-                copies[copy.source].append((receiver, copy))
-    chunker = Chunker(rank, len(traces), bucket_elements)
+    chunker = Chunker(rank, num_ranks, bucket_elements)
     chunks = [chunk for source in sources for chunk in chunker.chunks(source, copies[source.name])]
     # Transfers to many ranks come first, so that few buckets go to many.
     chunks.sort(key=lambda chunk: -chunk.breadth)
-    buckets = [bucket_of(part, rank, len(traces)) for part in fill_buckets(chunks, bucket_elements)]
+    buckets = [bucket_of(part, rank, num_ranks) for part in fill_buckets(chunks, bucket_elements)]
     held = {source.name: source.region(rank) for source in sources}
     return Plan(
         sources=sources,
@@ -154,8 +170,8 @@ def _plan(
             if receiver == rank and (part := common_part(copy, held[source.name])) is not None
         ],
         buckets=buckets,
-        fills=fills,
-        written=sum(c.region.numel for c in traces[rank].copies if c.source in copies),
+        fills=[],
+        written=sum(c.region.numel for parts in copies.values() for r, c in parts if r == rank),
         received=sum(
             transfer.copy.region.numel for bucket in buckets for _, transfer in bucket.unpacked
         ),

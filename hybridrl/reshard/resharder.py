@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.distributed.part_timer import PartTimer
-from hybridrl.distributed.regions import NamedShard, Trace
+from hybridrl.distributed.regions import NamedShard, Trace, gathered
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect, cut, hashes, region_view, salt
 from hybridrl.reshard.executor import PlanExecutor, ReshardError, copier_class
 from hybridrl.reshard.plan import Plan, build_plans
@@ -54,7 +54,8 @@ class Resharder:
     ) -> None:
         self._trace = trace
         self._parameters = {name: tensors[name] for name in trace.parameters}
-        first = next(iter(self._parameters.values()))
+        rounded = (t for name, t in self._parameters.items() if name not in trace.unrounded)
+        first = next(rounded)
         self._device, self._dtype = first.device, first.dtype
         self._route, self._group = route, route.group
         self._shards = {shard.name: shard for shard in shards}
@@ -68,19 +69,23 @@ class Resharder:
         frozen = [shard.name for shard in shards if shard.frozen]
         plans = self._agreed_plans((bucket_mb << 20) // self._dtype.itemsize, frozen)
         self._executors = [
-            PlanExecutor(plan, self._shards, self._parameters, route, self._hashes)
+            PlanExecutor(plan, self._shards, self._parameters, route, self._hashes, self._dtype)
             for plan in plans
         ]
         self._numbers = {name: i for i, name in enumerate(self._parameters)}
-        self._reader = self._parameter_reader()
+        self._readers = [self._parameter_reader(wide) for wide in {False, bool(trace.unrounded)}]
+        names = {gathered(source.parameter) for source in trace.loaded}
+        size = sum(self._parameters[name].nbytes for name in names)
+        self._gathered = {"gathered_bytes": float(size)} if names else {}
         self._frozen_is_there = False
         self._sums_are_known = False
         for plan in plans if dist.get_rank() == 0 else []:
+            dtype = torch.float32 if plan.unrounded else self._dtype
             logger.info(
                 "reshard of %d weights: this rank receives %.1f MiB in %d buckets, with %d sends, "
                 "receives and all-gathers",
                 len(plan.sources),
-                plan.received * self._dtype.itemsize / 2**20,
+                plan.received * dtype.itemsize / 2**20,
                 len(plan.buckets),
                 sum(bucket.operations for bucket in plan.buckets),
             )
@@ -95,17 +100,18 @@ class Resharder:
 
         Returns:
             Seconds, device work included, of parts (`prepare_s`, `wait_s`, `move_s`, `verify_s`);
-            bytes that this rank received and that it wrote into its parameters.
+            bytes that this rank received and that it wrote into its parameters; `gathered_bytes`
+            of them for vLLM's loader, if there are any.
 
         Raises:
             ReshardError: on all ranks if a parameter did not arrive as sent on any rank; or a
                 shard does not have the planned shape.
         """
         only_live = kept and self._frozen_is_there and (self._sums_are_known or not verify)
-        executors = self._executors[-1:] if only_live else self._executors
+        executors = [e for e in self._executors if not (only_live and e.plan.frozen)]
         # Until the end the content of the parameters is undefined.
         self._frozen_is_there = self._sums_are_known = False
-        timer, itemsize = PartTimer(self._device), self._dtype.itemsize
+        timer = PartTimer(self._device)
         for executor in executors:
             try:
                 with timer.part("prepare_s"):
@@ -122,9 +128,11 @@ class Resharder:
             with timer.part("verify_s"):
                 self.verify(version)
         self._frozen_is_there = True
+        sizes = [(e.dtype.itemsize, e.plan) for e in executors]
         return timer.seconds | {
-            "received_bytes": float(itemsize * sum(one.plan.received for one in executors)),
-            "written_bytes": float(itemsize * sum(one.plan.written for one in executors)),
+            "received_bytes": float(sum(size * plan.received for size, plan in sizes)),
+            "written_bytes": float(sum(size * plan.written for size, plan in sizes)),
+            **self._gathered,
         }
 
     @torch.no_grad()
@@ -136,7 +144,8 @@ class Resharder:
         """
         assert self._sums_are_known, "the last sync left fingerprints out"
         present = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._device)
-        self._reader.run(0, 1, present, paced=False)
+        for reader in self._readers:
+            reader.run(0, 1, present, paced=False)
         sent = torch.stack([executor.sent() for executor in self._executors]).sum(0)
         cells = sent.new_zeros(dist.get_world_size(self._group), len(self._parameters))
         cells[self._route.members] = sent
@@ -185,21 +194,24 @@ class Resharder:
         of_route = [numbers.index(peer) for peer in self._route.peers]
         group_traces = [traces[rank] for rank in of_route]
         rank = self._route.position
-        return build_plans(self._sources, frozen, group_traces, rank, bucket_elements)
+        return build_plans(self._sources, frozen, group_traces, rank, bucket_elements, traces)
 
-    def _parameter_reader(self) -> Copier:
+    def _parameter_reader(self, unrounded: bool) -> Copier:
         """Return a copier that only reads the live parameters; buffers and sums are theirs."""
         buffers = Buffers(self._device)
         buffers.bind(list(self._parameters.values()))
         whole = {source.name: source.shape for source in self._sources}
         rects: list[CopyRect] = []
         for copy in self._trace.copies:
+            if (copy.parameter in self._trace.unrounded) is not unrounded:
+                continue
             number = self._numbers[copy.parameter]
             part = (number, region_view(buffers.tensors[number], copy.destination))
             shape = whole[copy.source]
             rects += cut(buffers, part, part, copy.region, shape, salt(copy.source), number)
         copier = copier_class(self._device)
-        return copier(rects, buffers, self._dtype, self._hashes, write=False)
+        dtype = torch.float32 if unrounded else self._dtype
+        return copier(rects, buffers, dtype, self._hashes, write=False)
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

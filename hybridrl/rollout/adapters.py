@@ -74,7 +74,7 @@ def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig, *, exact: boo
         written = _writes(name, sources, height, lora.rank)
         copies += written[0]
         fills += written[1]
-    return Trace(copies, fills, shapes)
+    return trace._replace(copies=copies, fills=fills, parameters=shapes)
 
 
 def _writes(

@@ -16,15 +16,14 @@ from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.requests import Request, SamplingParams
-from hybridrl.distributed.experts import CheckpointTensor
-from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_kept, vllm_routing
 from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.engine import EnginePart, Step
+from hybridrl.rollout.loaded import trace_and_load
 from hybridrl.rollout.sampler import Call
 from hybridrl.rollout.start import StartTimes, engine_options
-from hybridrl.rollout.trace import live_tensors, places, trace_loader
+from hybridrl.rollout.trace import live_tensors, places
 from hybridrl.rollout.vllm_steps import CoreSteps
 
 logger = logging.getLogger(__name__)
@@ -64,20 +63,6 @@ def in_process(
         vllm_exact.exact_start() if exact else nullcontext(),
     ):
         yield
-
-
-def loader_trace(llm: Any, sources: Sequence[CheckpointTensor]) -> tuple[Trace, dict[str, Tensor]]:
-    """Return the trace of an `LLM`'s weight loader, and the tensors that it would write, by name.
-
-    Raises:
-        ConfigError: experts are not as they were loaded.
-    """
-    model = llm.apply_model(lambda model: model)[0]
-    vllm_experts.check_experts(model)
-    live = live_tensors(model)
-    dtype = llm.llm_engine.model_config.dtype
-    trace = trace_loader(model, model.load_weights, sources, dtype)
-    return trace, {name: live[name] for name in trace.parameters}
 
 
 class VLLMEngine:
@@ -155,9 +140,9 @@ class VLLMEngine:
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameters by vLLM's names, and the buffers that its loader writes.
 
-        Their addresses never change.
+        Also the weights that are gathered for it until `sync`. Their addresses never change.
         """
-        live = live_tensors(self._model)
+        live = live_tensors(self._model) | self._loaded.tensors
         return {name: tensor for name, tensor in live.items() if name in self.trace.parameters}
 
     def wake(self, part: EnginePart) -> None:
@@ -176,8 +161,8 @@ class VLLMEngine:
                 self._llm.wake_up(tags=[part.value])
         self.awake |= {part}
         if part is EnginePart.WEIGHTS:
-            now = places(self._model)
-            moved = [name for name in self.trace.parameters if now.get(name) != self._places[name]]
+            now, then = places(self._model), self._places
+            moved = [name for name in self.trace.parameters if now.get(name) != then.get(name)]
             if moved:
                 raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
@@ -201,6 +186,7 @@ class VLLMEngine:
         Raises:
             RuntimeError: vLLM has other open requests.
         """
+        self._loaded.load()
         self._syncs += 1
         if not self._open and not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM still holds requests from before the reshard")
@@ -279,7 +265,7 @@ class VLLMEngine:
             self._recorders.append(vllm_kept.KeptTokens(runner, self._config.top_p))
         self.sources = checkpoint_sources(self._folder)
         dtype = getattr(torch, self._config.dtype.value)
-        trace = trace_loader(model, model.load_weights, self.sources, dtype)
+        trace, self._loaded = trace_and_load(model, self.sources, dtype)
         exact = self._config.exact
         self.trace = trace if lora is None else add_adapters(model, trace, lora, exact=exact)
         if exact:

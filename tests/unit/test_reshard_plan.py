@@ -213,6 +213,29 @@ def test_the_two_plans_together_write_what_one_would(num_shards, tp):
     assert [p.received for p in alone] == [a.received + b.received for a, b in both]
 
 
+@pytest.mark.parametrize(("num_shards", "tp"), [(1, 1), (2, 2), (4, 2), (4, 1)])
+def test_targets_of_float32_have_plans_of_their_own(num_shards, tp):
+    """A frozen norm and a trained o, of which every element is written once; the rest as before."""
+    whole, cuts = coordinates(), layouts(num_shards)
+    shards = {c.name: chunk(whole[c.name], num_shards, c.dim) for c in cuts}
+    traces = [trace_of(rank % tp, tp) for rank in range(num_shards)]
+    wide = [trace._replace(unrounded=frozenset({"norm", "o"})) for trace in traces]
+    engines = [ToyEngine(rank % tp, tp) for rank in range(num_shards)]
+    by_rank = [build_plans(cuts, ["norm"], wide, rank, 50) for rank in range(num_shards)]
+    kinds = [(True, True), (False, False), (False, True)]
+    assert all([(p.frozen, p.unrounded) for p in plans] == kinds for plans in by_rank)
+    parts = [carry_out(plans, engines, shards, cuts) for plans in zip(*by_rank, strict=True)]
+    for rank, engine in enumerate(engines):
+        oracle = ToyEngine(rank % tp, tp)
+        oracle.load_weights(whole.items())
+        for name, tensor in oracle.tensors().items():
+            assert (sum(part[rank][name] for part in parts) == 1).all(), name
+            assert torch.equal(engine.tensors()[name], tensor), name
+        assert parts[0][rank]["norm"].all() and parts[2][rank]["o"].all()
+        alone = build_plan(cuts, traces, rank, 50)
+        assert alone.received == sum(plan.received for plan in by_rank[rank])
+
+
 def test_the_oracle_splits_as_vllm_documents():
     """Rank 5 of 8 with 2 KV heads: query head 5, KV head 1, its rows of the padded vocabulary."""
     whole, engine = coordinates(), ToyEngine(5, 8)
