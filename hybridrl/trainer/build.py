@@ -27,6 +27,7 @@ from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.sampling.hybrid_engine import engine_of
 from hybridrl.trainer.sampling.rollouts import Rollouts
 from hybridrl.trainer.sampling.source import Generation, SourceParts
+from hybridrl.trainer.sampling.start_check import StartCheck
 from hybridrl.trainer.scoring import Scoring
 from hybridrl.trainer.sft import SFT
 from hybridrl.trainer.state import TrainState
@@ -99,7 +100,8 @@ def build_loop(
         place = partial(engine_place, workers.rollout)
         scoring = Scoring(config, workers, parts.rewards, sizes, phases, place, observer)
         advantages = Advantages(config.algorithm, config.seed, kl, phases)
-        training = PPO(rollouts, scoring, advantages, updates)
+        start = StartCheck(config, parts.shape, workers.rollout, updates, phases)
+        training = PPO(rollouts, start, scoring, advantages, updates)
     likelihood = training.held_out_nll if isinstance(training, SFT) else None
     accuracy = math.nan if parts.resume is None else parts.resume.last_accuracy
     evaluations = Evaluations(

@@ -22,12 +22,19 @@ METRICS = (
 
 
 def check_rollout_log_probs(
-    batch: RolloutBatch, mask: Tensor, *, limit: float, where: Callable[[int], str]
+    batch: RolloutBatch,
+    mask: Tensor,
+    *,
+    limit: float,
+    where: Callable[[int], str],
+    part: str = "rollout engine",
+    calm: int = CALM_TOKENS,
 ) -> dict[str, float | None]:
     """Compare rollout_log_probs with old_log_probs on the `current_tokens` of each engine.
 
-    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks. The
-    mean of n tokens is their sum / (n + CALM_TOKENS).
+    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks, or
+    whatever else `part` the batch is numbered by. The mean of n tokens is their sum / (n +
+    `calm`).
 
     Returns:
         rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and
@@ -42,18 +49,18 @@ def check_rollout_log_probs(
     compared = (batch.rollout_log_probs.values, batch.old_log_probs.values)
     difference = in_chunks(lambda rollout, trained: (rollout - trained).abs_(), *compared)
     sums, counts = _by_engine(batch, difference, mask)
-    means = {k: sums[k] / (counts[k] + CALM_TOKENS) for k in sums}
+    means = {k: sums[k] / (counts[k] + calm) for k in sums}
     wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
     if wrong:
         versions = ", ".join(map(str, batch.weight_version.unique().tolist()))
-        engines = "".join(
-            f"\n  rollout engine {k} ({where(k)}): {sums[k] / counts[k]:.3g} nats per token in the "
+        listed = "".join(
+            f"\n  {part} {k} ({where(k)}): {sums[k] / counts[k]:.3g} nats per token in the "
             f"mean of {counts[k]} tokens"
             for k in wrong
         )
         raise RunStopped(
             f"rollout_log_probs and old_log_probs differ by more than trainer.max_log_prob_diff = "
-            f"{limit:g} on {len(wrong)} of {len(means)} rollout engines:{engines}\n"
+            f"{limit:g} on {len(wrong)} of {len(means)} {part}s:{listed}\n"
             f"vLLM (weight version {versions}) does not sample from the actor's weights: the run "
             "would train on noise. (Between bfloat16 kernels 0.02 to 0.05 is usual.)"
         )

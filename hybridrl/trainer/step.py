@@ -27,6 +27,7 @@ from hybridrl.trainer.checkpointing.saves import Saves
 from hybridrl.trainer.evaluate import Evaluations
 from hybridrl.trainer.record import Observer, Row, RunHandle, RunResult, StepRecord, Trained
 from hybridrl.trainer.sampling.rollouts import Rollouts
+from hybridrl.trainer.sampling.start_check import StartCheck
 from hybridrl.trainer.scoring import Scoring
 from hybridrl.trainer.sft import SFT
 from hybridrl.trainer.timing.phases import Phases, StepProfiler
@@ -38,6 +39,7 @@ class PPO:
     """PPO and its relatives: sampled responses, rewards, advantages, clipped updates."""
 
     rollouts: Rollouts
+    start: StartCheck
     scoring: Scoring
     advantages: Advantages
     updates: Updates
@@ -45,7 +47,9 @@ class PPO:
     def train(self, step: int, pause: Callable[[], None]) -> Trained:
         """Sample and train; until the update, weights are those of the step before."""
         reshard = self.rollouts.reshard()
+        self.start.sample()
         sampled, rollout = self.rollouts.take(step)
+        self.start.compare()
         pause()
         scored = self.scoring.score(sampled, step, self.rollouts.weight_version)
         scheduled, advantage = self.advantages.estimate(scored.scheduled, step)

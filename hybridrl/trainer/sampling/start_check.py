@@ -1,0 +1,118 @@
+"""Comparison at the start: what vLLM samples after short and long prompts, and the actor's numbers.
+
+Structure does not show every mistake: two models with equal weights may see windows of different
+lengths. So one prompt is shorter than the sliding window and one longer, whatever the run's own
+prompts are. Seeds of the run's samples do not depend on these.
+"""
+
+from typing import Any
+
+import torch
+
+from hybridrl.config.choices import DType
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import Request, Requests, SamplingParams
+from hybridrl.data.seeds import derive_seed
+from hybridrl.trainer.errors import RunStopped
+from hybridrl.trainer.mismatch import check_rollout_log_probs
+from hybridrl.trainer.timing.phases import Phases
+from hybridrl.trainer.updates import Updates
+
+# Prompts of each length, responses to each and their tokens; tokens of the shortest prompts.
+PROMPTS, RESPONSES, TOKENS, SHORT = 4, 2, 16, 8
+
+
+class StartCheck:
+    """Comparison before the first update of a process; nothing afterwards."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        rollout: WorkerGroup,
+        updates: Updates,
+        phases: Phases,
+    ) -> None:
+        self._config = config
+        self._shape = shape
+        self._rollout = rollout
+        self._updates = updates
+        self._phases = phases
+        dtypes = config.rollout.dtype, config.fsdp.param_dtype
+        self._is_float32 = all(dtype is DType.float32 for dtype in dtypes)
+        # With rollout.exact each token of an update is compared.
+        self._is_due = not config.rollout.exact
+        self._sampled: RolloutBatch | None = None
+
+    def sample(self) -> None:
+        """Sample responses, with the actor's weights in vLLM."""
+        if self._is_due:
+            self._is_due = False
+            with self._phases.section("rollout"):
+                self._sampled = self._rollout.call("generate", self._requests())
+
+    def compare(self) -> None:
+        """Compare the responses' log-probs with the actor's, while vLLM sleeps.
+
+        Raises:
+            RunStopped: they differ by more than trainer.max_log_prob_diff after prompts of a
+                length: in float32 any token, else the mean as in mismatch.py.
+        """
+        batch, self._sampled = self._sampled, None
+        if batch is None:
+            return
+        limit = self._config.trainer.max_log_prob_diff
+        assert limit is not None, "derived"
+        with self._phases.section("score"):
+            trained = self._updates.log_probs(batch)
+        lengths, kinds = batch.prompts.lengths.unique(return_inverse=True)
+        difference = (batch.rollout_log_probs.values - trained.values).abs()
+        above = trained.like(~(difference <= limit))  # NaN is above, too
+
+        def where(kind: int) -> str:
+            rows = zip(above.rows(), kinds.tolist(), strict=True)
+            firsts = [int(row.int().argmax()) for row, own in rows if own == kind and row.any()]
+            first = int(lengths[kind]) + min(firsts)
+            return f"{lengths[kind]} tokens, differs from token {first} of a sequence on"
+
+        batch = batch.adding(old_log_probs=trained, engine=kinds)
+        sizes: dict[str, Any] = {"limit": limit, "part": "length"}
+        mask = batch.response_mask.values
+        if self._is_float32:
+            mask, sizes = above.values, sizes | {"calm": 0}
+        try:
+            check_rollout_log_probs(batch, mask, where=where, **sizes)
+        except RunStopped as error:
+            raise RunStopped(
+                f"at the start, {error}\nThe model has {self._layers()}. If only sequences beyond "
+                "a window differ, vLLM and the trainer do not see the same tokens: choose another "
+                "model, or another version of vLLM."
+            ) from None
+
+    def _requests(self) -> Requests:
+        rollout, seed = self._config.rollout, self._config.seed
+        tokens = min(TOKENS, rollout.max_response_tokens)
+        longest = rollout.max_prompt_tokens + rollout.max_response_tokens - tokens
+        lengths = {SHORT}
+        if self._shape.window is not None and self._shape.windowed:
+            lengths |= {self._shape.window - tokens // 2, self._shape.window + tokens}
+        generator = torch.Generator().manual_seed(derive_seed(seed, "start"))
+        params = SamplingParams(rollout.temperature, rollout.top_p)
+        requests: list[Request] = []
+        for length in sorted({max(1, min(length, longest)) for length in lengths}):
+            for prompt in torch.randint(self._shape.vocab, (PROMPTS, length), generator=generator):
+                for _ in range(RESPONSES):
+                    own = derive_seed(seed, "start", len(requests))
+                    name = f"start-{len(requests)}"
+                    requests.append(Request(name, prompt.tolist(), own, tokens, params))
+        group_id = torch.arange(len(requests)) // RESPONSES
+        return Requests(requests, group_id, each=RESPONSES, returns_recorded=True)
+
+    def _layers(self) -> str:
+        """Return the kinds of the model's layers, with their number."""
+        full = f"{self._shape.layers - self._shape.windowed} layers of full attention"
+        sliding = f"{self._shape.windowed} of sliding attention (window {self._shape.window})"
+        return f"{full} and {sliding}" if self._shape.windowed else full
