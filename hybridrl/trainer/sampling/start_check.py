@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.choices import DType
-from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
