@@ -41,6 +41,9 @@ def describe(config: Mapping[str, Any]) -> ModelShape:
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(unsupported(config, "transformers has no language model of that type"))
     model = _built(config)
+    if model.config.model_type != kind:
+        why = f"its language model is of type {model.config.model_type}"
+        raise ConfigError(unsupported(config, why))
     try:
         check_layers(model)
         replace_experts(model)
@@ -66,11 +69,9 @@ def _built(config: Mapping[str, Any]) -> PreTrainedModel:
     Raises:
         ConfigError: transformers cannot build it.
     """
-    usual = CONFIG_MAPPING[config["model_type"]]().to_dict()
-    act, known = config.get("hidden_act"), [usual.get(f"hidden_{key}") for key in ACTIVATIONS]
-    if act not in (None, "silu", *known):
-        raise ConfigError(setting_problem("hidden_act", act, "silu", "vLLM's model has no other"))
+    usual: dict[str, Any] = {}
     try:
+        usual = CONFIG_MAPPING[config["model_type"]]().to_dict()
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
@@ -89,6 +90,9 @@ def _built(config: Mapping[str, Any]) -> PreTrainedModel:
         if absent:
             problem = Problem("model_lacks", "model.path", why=lacks)
         raise ConfigError(problem) from error
+    act, known = config.get("hidden_act"), [usual.get(f"hidden_{key}") for key in ACTIVATIONS]
+    if act not in (None, "silu", *known):
+        raise ConfigError(setting_problem("hidden_act", act, "silu", "vLLM's model has no other"))
     model.config._attn_implementation = PROBE
     model.tie_weights()
     return model

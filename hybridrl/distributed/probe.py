@@ -99,6 +99,8 @@ class Probe:
         check_arguments(mask, kwargs)
         if BOUNDS[0] not in kwargs | (vars(module).get("packed_bounds") or {}):
             raise ValueError("its attention gets no bounds of sequences")
+        if query.shape[-1] != value.shape[-1]:
+            raise ValueError(f"its heads have {query.shape[-1]} keys and {value.shape[-1]} values")
         window = kwargs.get("sliding_window")
         if window is not None and window < 1:
             raise ValueError(f"its attention has a window of {window} tokens")

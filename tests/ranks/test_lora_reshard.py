@@ -67,6 +67,8 @@ CASES = {
             Case("smollm3", DType.float32, tp=1),
             Case("granite", DType.float32, tp=1),
             Case("qwen3_moe", DType.float32, tp=2),
+            Case("glm4", DType.float32, tp=2),
+            Case("nemotron", DType.float32, tp=2),
         ],
     ),
     "replicas": (4, [Case("qwen3", DType.bfloat16, tp=2, dp_replicate=2)]),
@@ -88,6 +90,8 @@ def look_at_all(cases, root):
 def targets_of(case):
     if case.model in BY_COLUMNS:  # experts have no adapters
         return TARGETS[:3]
+    if case.model == "glm4":  # of these, gate and up are fused
+        return ["q_proj", "o_proj", "gate_up_proj", "down_proj"]
     return FUSED if case.model.startswith("phi3") else TARGETS
 
 

@@ -71,7 +71,10 @@ REFUSED = {
     "qwen3_5_text": "linear_attention",
     "lfm2": "no mlp in layers.0",
     "gpt_oss": "self_attn.sinks",
-    "deepseek_v3": "self_attn.|choose and weigh",
+    "deepseek_v3": "choose and weigh",
+    "youtu": "192 keys and 128 values",
+    "phi4_multimodal": "embed_tokens_extend",
+    "emu3": "of type emu3_text_model",
     "gemma2": "capped",
     "glm4_moe": "choose and weigh experts otherwise",
     "nemotron_h": "no mlp in layers.0",
@@ -83,7 +86,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_known_is_refused_by_name(kind):
-    config = TINY | {"num_hidden_layers": 4, "first_k_dense_replace": 0, "model_type": kind}
+    more = {"num_hidden_layers": 4, "first_k_dense_replace": 0, "pad_token_id": 0}
+    config = TINY | more | {"model_type": kind}
     with pytest.raises(ConfigError, match=f"type {kind}(.|\n)*{REFUSED[kind]}") as raised:
         model_shape(config)
     assert raised.value.problems[0].id == "family"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import _default_apply_gate
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.attention import BOUNDS
@@ -38,7 +39,12 @@ def check_layers(model: PreTrainedModel) -> None:
     for index, layer in enumerate(base.layers):
         lacking = {"self_attn", "mlp"} - {name for name, _ in layer.named_children()}
         others += [f"no {part} in layers.{index}" for part in sorted(lacking)]
-        others += [f"layers.{index}.{part}" for part in _unknown(layer)]
+        others += [f"layers.{index}{part}" for part in _unknown(layer)]
+    usual = {base, base.layers, model.get_input_embeddings(), model.get_output_embeddings()}
+    for path, module in {*base.named_children(), *model.named_children()}:
+        has_weights = next(module.parameters(), None) is not None
+        if has_weights and module not in usual and "Norm" not in type(module).__name__:
+            others.append(f"{path} ({type(module).__name__})")
     experts = [name for name, _ in base.layers.named_modules() if name.endswith(".mlp.experts")]
     if len(experts) not in (0, len(base.layers)):
         others.append(f"experts in {len(experts)} of {len(base.layers)} layers")
@@ -58,12 +64,12 @@ def _unknown(layer: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.Linear) or is_norm:
             continue
         if path == "mlp.experts" and own.keys() == {"gate_up_proj", "down_proj"}:
-            gate = type(module)._apply_gate.__name__  # type: ignore[union-attr]
-            known = vars(module).items() >= EXPERTS.items() and gate == "_default_apply_gate"
-            own = {} if known else own
+            gate = vars(type(module)).get("_apply_gate")
+            if vars(module).items() >= EXPERTS.items() and gate is _default_apply_gate:
+                continue
         elif path == "mlp.gate" and own.keys() == {"weight"}:
             continue
-        yield from (f"{path}.{name} of {kind}" for name in own)
+        yield from (f"{path and '.'}{path}.{name} of {kind}" for name in own)
 
 
 def layer_function(layer: nn.Module) -> Callable[..., Any]:
