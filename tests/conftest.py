@@ -8,7 +8,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from hybridrl.app.process import KERNEL_FOLDERS
-from hybridrl.config.cache import cache_folder
+from hybridrl.config.planner.cache import cache_folder
 
 # Programs that a shell runs in the background inherit a Ctrl-C that is ignored. The tests of
 # interruption need the usual one, in this process and in those it starts.

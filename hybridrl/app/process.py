@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybridrl.config.cache import cache_folder
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.cache import cache_folder
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, preemption_behind, signal_guard
 

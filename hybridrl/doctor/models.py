@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from huggingface_hub import constants
 
-from hybridrl.config.cache import cache_folder
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.cache import cache_folder
 from hybridrl.config.planner.memory import gib
 from hybridrl.doctor.findings import (
     Finding,

@@ -12,8 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hybridrl.config.cache import cache_folder
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.cache import cache_folder
 
 log = logging.getLogger(__name__)
 

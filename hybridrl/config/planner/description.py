@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.cache import cache_folder
 from hybridrl.config.errors import ABSENT, ConfigError, Problem
+from hybridrl.config.planner.cache import cache_folder
 from hybridrl.config.planner.shape import ExpertShape, ModelShape
 
 logger = logging.getLogger(__name__)
