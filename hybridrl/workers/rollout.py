@@ -144,7 +144,8 @@ class RolloutWorker(Worker):
         Raises:
             RuntimeError: no reshard yet, or the weights were discarded since.
         """
-        return self.sampler.generate(requests, self._ready())
+        with torch.random.fork_rng(devices=[]):  # vLLM draws from it beside its requests' seeds
+            return self.sampler.generate(requests, self._ready())
 
     @on_all_ranks(Dispatch.BROADCAST)
     def serve(self, driver: DriverAddress) -> Served:
