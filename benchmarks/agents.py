@@ -35,7 +35,7 @@ from benchmarks.grpo_step import COMMON, ON_GPU
 from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import SHAPES, VOCABULARY, make_model
 from benchmarks.timing import result
-from hybridrl.config.cache import cache_folder
+from hybridrl.config.planner.cache import cache_folder
 from hybridrl.environments.programs import Task
 
 SHAPE = "1.5b"

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import SHAPES, VOCABULARY, make_model
 from benchmarks.timing import result
-from hybridrl.config.cache import cache_folder
+from hybridrl.config.planner.cache import cache_folder
 
 RECIPE, SHAPE = "gsm8k_grpo", "1.5b"
 

@@ -46,7 +46,7 @@ from benchmarks import grpo_step
 from benchmarks.runs import metrics_of_run
 from benchmarks.shapes import QWEN2_5, VOCABULARY, make_model
 from benchmarks.timing import min_median_max, result
-from hybridrl.config.cache import cache_folder
+from hybridrl.config.planner.cache import cache_folder
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.requests import Requests
