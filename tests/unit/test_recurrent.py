@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.forward.recurrent import pack_recurrences, sequence_index
+from hybridrl.distributed.forward.packing import sequence_index
+from hybridrl.distributed.forward.recurrent import pack_recurrences
 
 LENGTHS = [5, 1, 37, 70]
 SIZES = {
@@ -66,7 +67,11 @@ def test_packed_sequences_are_those_alone(kind):
     lm.set_attn_implementation(PACKED_ATTENTION)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    packing |= {"max_length_q": 70, "max_length_k": 70, "seq_idx": sequence_index(bounds)}
+    packing |= {
+        "max_length_q": 70,
+        "max_length_k": 70,
+        "seq_idx": sequence_index(bounds, sum(LENGTHS))[None],
+    }
     packing["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     packed, packed_grads = outcome(lm, [torch.cat(rows)], weights, **packing)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)

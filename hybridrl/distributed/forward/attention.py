@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from hybridrl.distributed.forward.exact import EXACT_ATTENTION
 from hybridrl.distributed.forward.exact_ops import attention
+from hybridrl.distributed.forward.packing import Padding
 from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
 from hybridrl.distributed.forward.sinks import with_sinks
 from hybridrl.distributed.torch_compat import GROUPED_QUERY, activate_flash_attention_4
@@ -191,21 +192,13 @@ def _padded(
 
     With sinks there is a last key without value, whose score is the head's sink.
     """
-    cu_seq_lens, max_length = bounds
-    num_sequences = cu_seq_lens.shape[0] - 1
-    position = torch.arange(qkv[0].shape[0], device=qkv[0].device)
-    sequence = torch.bucketize(position, cu_seq_lens[1:], right=True)
-    slot = sequence * max_length + position - cu_seq_lens[sequence]
-
-    def pad(x: Tensor) -> Tensor:
-        padded = x.new_zeros(num_sequences * max_length, *x.shape[1:]).index_copy(0, slot, x)
-        return padded.view(num_sequences, max_length, *x.shape[1:]).transpose(1, 2)
-
+    max_length = bounds[1]
+    padding = Padding.of(*bounds, qkv[0].shape[0])
     mask = None
     if sinks is not None or (window is not None and window < max_length):
-        ones = torch.ones(max_length, max_length, dtype=torch.bool, device=slot.device)
+        ones = torch.ones(max_length, max_length, dtype=torch.bool, device=qkv[0].device)
         mask = ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
-    q, k, v = (pad(x) for x in qkv)
+    q, k, v = (padding.pad(x).transpose(1, 2) for x in qkv)
     if sinks is not None:
         assert mask is not None
         scores = q.new_zeros(1, len(sinks), *mask.shape).masked_fill(~mask, -torch.inf)
@@ -221,4 +214,4 @@ def _padded(
         scale=scaling,
         enable_gqa=True,
     )
-    return output.transpose(1, 2).flatten(0, 1).index_select(0, slot)
+    return padding.unpad(output.transpose(1, 2))

@@ -177,6 +177,41 @@ def _kept(batch: RolloutBatch, shard: SequenceShard | None, device: torch.device
     return Kept(moved[0], moved[1], [0, *counts.cumsum(0).tolist()])
 
 
+def sequence_index(bounds: Tensor, num_tokens: int) -> Tensor:
+    """Return the sequence of each packed token, [N] int64, from bounds [B + 1] int32."""
+    position = torch.arange(num_tokens, device=bounds.device)
+    return torch.bucketize(position, bounds[1:], right=True)
+
+
+class Padding(NamedTuple):
+    """Places of N packed tokens in B rows of T tokens.
+
+    Attributes:
+        slot: [N] int64.
+        sizes: B, T.
+    """
+
+    slot: Tensor
+    sizes: tuple[int, int]
+
+    @classmethod
+    def of(cls, bounds: Tensor, longest: int, num_tokens: int) -> "Padding":
+        """Compute the places from bounds [B + 1] int32."""
+        sequence = sequence_index(bounds, num_tokens)
+        position = torch.arange(num_tokens, device=bounds.device)
+        slot = sequence * longest + position - bounds[sequence]
+        return cls(slot, (bounds.shape[0] - 1, longest))
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return [B, T, ...] of [N, ...], zero on the right of each sequence."""
+        rows = x.new_zeros(self.sizes[0] * self.sizes[1], *x.shape[1:])
+        return rows.index_copy(0, self.slot, x).unflatten(0, self.sizes)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """Return [N, ...] of [B, T, ...]."""
+        return x.flatten(0, 1).index_select(0, self.slot)
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy CPU values to the device without waiting for it."""
     if device.type != "cuda":

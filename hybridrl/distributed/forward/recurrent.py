@@ -4,7 +4,7 @@ transformers computes gated delta rules (Qwen3.5, Qwen3-Next), Mamba-2 (Nemotron
 convolutions (LFM2) by three functions of each modelling file. Without extra kernels they ignore the
 bounds that packing passes, in silence. Here they are replaced by functions that require them.
 
-Shapes:  N = packed tokens   B = sequences   T = longest   C = channels   K = taps of a convolution
+Shapes:  N = packed tokens   C = channels   K = taps of a convolution
 """
 
 import sys
@@ -12,16 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from hybridrl.distributed.forward.packing import Padding
 
-def sequence_index(bounds: Tensor) -> Tensor:
-    """Return the sequence of each packed token, [1, N] int32, from bounds [B + 1]."""
-    index = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
-    return index.repeat_interleave(bounds.diff())[None]
+RECURRENCES = ("torch_chunk_gated_delta_rule", "mamba2_chunk_scan")
+CONVOLUTION = "causal_conv1d_fn"
 
 
 def pack_recurrences(lm: nn.Module) -> set[str]:
@@ -32,41 +30,38 @@ def pack_recurrences(lm: nn.Module) -> set[str]:
     replaced = set()
     for file in {type(module).__module__ for module in lm.modules()}:
         functions = vars(sys.modules[file])
-        for name, pack in PACKED.items():
-            if name in functions:
-                replaced.add(name)
-                if not isinstance(functions[name], Recurrence | Convolution):
-                    functions[name] = pack(functions[name])
+        replaced |= functions.keys() & {CONVOLUTION, *RECURRENCES}
+        if CONVOLUTION in functions:
+            functions[CONVOLUTION] = packed_convolution
+        for name in functions.keys() & {*RECURRENCES}:
+            if not isinstance(functions[name], Recurrence):
+                functions[name] = Recurrence(functions[name])
     return replaced
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """Causal convolution of each channel that never reads across a bound."""
+def packed_convolution(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Convolve each channel of states [1, C, N] with weights [C, K], causally in a sequence.
 
-    function: Callable[..., Tensor]
-
-    def __call__(
-        self,
-        states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        *,
-        seq_idx: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Convolve states [1, C, N] with weights [C, K]; `seq_idx` is of `sequence_index`."""
-        if seq_idx is None:
-            raise ValueError("a convolution of packed sequences needs seq_idx")
-        total = states * weight[:, -1, None]
-        for shift in range(1, weight.shape[-1]):
-            same = F.pad(seq_idx[:, shift:] == seq_idx[:, :-shift], (shift, 0))
-            earlier = F.pad(states[..., :-shift], (shift, 0)) * same[:, None]
-            total = total + earlier * weight[:, -1 - shift, None]
-        if bias is not None:
-            total = total + bias[:, None]
-        return total if activation is None else ACT2FN[activation](total)
+    `seq_idx`: sequence of each token, [1, N].
+    """
+    if seq_idx is None:
+        raise ValueError("a convolution of packed sequences needs seq_idx")
+    total = states * weight[:, -1, None]
+    for shift in range(1, weight.shape[-1]):
+        same = F.pad(seq_idx[:, shift:] == seq_idx[:, :-shift], (shift, 0))
+        earlier = F.pad(states[..., :-shift], (shift, 0)) * same[:, None]
+        total = total + earlier * weight[:, -1 - shift, None]
+    if bias is not None:
+        total = total + bias[:, None]
+    return total if activation is None else ACT2FN[activation](total)
 
 
 @dataclass(frozen=True)
@@ -82,50 +77,16 @@ class Recurrence:
             bounds = others.pop("cu_seq_lens_q", None)
         if bounds is None:
             raise ValueError("a recurrence over packed sequences needs cu_seq_lens_q")
-        padding = Padding.of(bounds, int(others.pop("max_length_q")))
+        num_tokens = tensors[0].shape[1]
+        padding = Padding.of(bounds, int(others.pop("max_length_q")), num_tokens)
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k", "seq_idx"):
             others.pop(name, None)
-        output = self.function(
-            *map(padding.pad, tensors), **{name: padding.pad(x) for name, x in others.items()}
-        )
+
+        def pad(x: Any) -> Any:
+            of_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, num_tokens)
+            return padding.pad(x[0]) if of_tokens else x
+
+        output = self.function(*map(pad, tensors), **{name: pad(x) for name, x in others.items()})
         if isinstance(output, tuple):
-            return padding.unpad(output[0]), None
-        return padding.unpad(output)
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Places of N packed tokens in B rows of T.
-
-    Attributes:
-        slot: [N] int64.
-        sizes: B, T.
-    """
-
-    slot: Tensor
-    sizes: tuple[int, int]
-
-    @classmethod
-    def of(cls, bounds: Tensor, longest: int) -> "Padding":
-        """Compute the places from bounds [B + 1], int32."""
-        sequence = sequence_index(bounds)[0].long()
-        position = torch.arange(len(sequence), device=bounds.device) - bounds[sequence]
-        return cls(sequence * longest + position, (len(bounds) - 1, longest))
-
-    def pad(self, x: Any) -> Any:
-        """Return [B, T, ...] of a tensor [1, N, ...], zero in the padding; others as they are."""
-        if not isinstance(x, Tensor) or x.shape[:2] != (1, len(self.slot)):
-            return x
-        rows = x.new_zeros(self.sizes[0] * self.sizes[1], *x.shape[2:])
-        return rows.index_copy(0, self.slot, x[0]).unflatten(0, self.sizes)
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """Return [1, N, ...] of [B, T, ...]."""
-        return x.flatten(0, 1).index_select(0, self.slot)[None]
-
-
-PACKED: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": Convolution,
-    "torch_chunk_gated_delta_rule": Recurrence,
-    "mamba2_chunk_scan": Recurrence,
-}
+            return padding.unpad(output[0])[None], None
+        return padding.unpad(output)[None]

@@ -19,8 +19,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.layers import layer_function
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
-from hybridrl.distributed.forward.packing import Packed
-from hybridrl.distributed.forward.recurrent import pack_recurrences, sequence_index
+from hybridrl.distributed.forward.packing import Packed, sequence_index
+from hybridrl.distributed.forward.recurrent import pack_recurrences
 from hybridrl.distributed.forward.routing import take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
 from hybridrl.distributed.torch_compat import mark_dynamic, real_tensors, tree_leaves, tree_map
@@ -134,7 +134,8 @@ def response_states(backbone: PreTrainedModel, packed: Packed, *, recurrent: boo
     shard = packed.shard
     sharing: dict[str, Any] = {}
     if recurrent:
-        sharing = {"seq_idx": sequence_index(packed.cu_seq_lens)}
+        index = sequence_index(packed.cu_seq_lens, packed.input_ids.shape[1])
+        sharing = {"seq_idx": index.to(torch.int32)[None]}
     if shard is not None:
         if recurrent:
             raise ValueError("recurrent layers are not shared between ranks (fsdp.ulysses_size)")
