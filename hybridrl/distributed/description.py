@@ -1,4 +1,4 @@
-"""What the model of a config.json is made of, by running transformers' classes without data.
+"""Derivation of a model's shape from config.json, by running transformers' classes without data.
 
     python -m hybridrl.distributed.description < config.json
 

@@ -72,6 +72,41 @@ def local_part(tensor: Tensor) -> tuple[Tensor, torch.Size]:
     return tensor.to_local(), torch.Size(offsets)
 
 
+def varlen_backward(
+    grad: Tensor,
+    qkv: Sequence[Tensor],
+    output: Tensor,
+    log_sum_exp: Tensor,
+    bounds: tuple[Tensor, int],
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Compute gradients of causal attention as that of `varlen_attn`, from given results.
+
+    Args:
+        grad, output: [N, H, D]; of queries, keys and values [N, heads, D].
+        log_sum_exp: of the scores, [H, N] float32.
+        bounds: first token of each sequence [B + 1] int32, longest length.
+        window: visible tokens, itself included; None: all.
+    """
+    starts, longest = bounds
+    grads: tuple[Tensor, ...] = torch.ops.torch_attn._varlen_attn_backward(
+        grad.contiguous(),
+        *qkv,
+        output,
+        log_sum_exp,
+        starts,
+        starts,
+        longest,
+        longest,
+        window is None,
+        torch.zeros(2, dtype=torch.uint64, device=grad.device),  # no dropout
+        scale,
+        [-1 if window is None else window - 1, 0],
+    )
+    return grads
+
+
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Within this context new tensors are on the CPU and have data, whatever is set outside."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hybridrl.distributed.torch_compat import varlen_backward
+
 # Version of vLLM's FlashAttention.
 FLASH_ATTENTION = 3
 # vLLM's logits are rows of a multiple of this.
@@ -144,23 +146,8 @@ def _attention_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> 
 
 def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, bounds, output, log_sum_exp = ctx.saved_tensors
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    grads = torch.ops.torch_attn._varlen_attn_backward(
-        grad.contiguous(),
-        q,
-        k,
-        v,
-        output,
-        log_sum_exp,
-        bounds,
-        bounds,
-        ctx.longest,
-        ctx.longest,
-        True,
-        no_dropout,
-        ctx.scale,
-        [-1, 0],
-    )
+    whole = bounds, ctx.longest
+    grads = varlen_backward(grad, (q, k, v), output, log_sum_exp, whole, ctx.scale)
     return *grads, None, None, None
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.distributed.torch_compat import varlen_backward
+
 
 def with_sinks(
     qkv: Sequence[Tensor],
@@ -48,9 +50,9 @@ class _SinkAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        ctx.longest, ctx.scale = longest, scale
-        ctx.window = [-1 if window is None else window - 1, 0]
-        options = longest, longest, window is None, scale, ctx.window, True
+        ctx.longest, ctx.scale, ctx.window = longest, scale, window
+        sides = [-1 if window is None else window - 1, 0]
+        options = longest, longest, window is None, scale, sides, True
         output, sums, _ = torch.ops.torch_attn._varlen_attn(q, k, v, starts, starts, *options)
         total = torch.logaddexp(sums, sinks.float()[:, None])
         output = (output * (sums - total).exp().T[..., None]).to(q.dtype)
@@ -60,24 +62,8 @@ class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, starts, output, total = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        of_inputs = torch.ops.torch_attn._varlen_attn_backward(
-            grad,
-            q,
-            k,
-            v,
-            output,
-            total,
-            starts,
-            starts,
-            ctx.longest,
-            ctx.longest,
-            ctx.window[0] < 0,
-            no_dropout,
-            ctx.scale,
-            ctx.window,
-        )
+        grad, bounds = grads[0], (starts, ctx.longest)
+        of_inputs = varlen_backward(grad, (q, k, v), output, total, bounds, ctx.scale, ctx.window)
         share = (sinks.float()[:, None] - total).exp()
         of_sinks = -(share * (grad.float() * output.float()).sum(-1).T).sum(1)
         return *of_inputs, of_sinks.to(sinks.dtype), None, None, None, None
