@@ -250,13 +250,12 @@ def _finish_checkpoint(
 def _evaluator(
     config: RunConfig, prompts: PromptSets, rewards: RewardSource, stack: ExitStack
 ) -> Evaluator:
-    top_p = config.rollout.top_p if config.eval.top_p is None else config.eval.top_p
     return Evaluator(
         prompts.held_out,
         rewards,
         open_rules(config, stack),
         temperature=config.rollout.temperature,
-        top_p=top_p,
+        top_p=config.eval_top_p,
         greedy=config.eval.greedy,
         top_k=config.eval.top_k,
         samples=config.eval.samples,

@@ -343,6 +343,11 @@ class RunConfig(Section):
     doctor: Annotated[DoctorConfig, FREE]
 
     @property
+    def eval_top_p(self) -> float:
+        """top_p of evaluations: eval.top_p, or that of training."""
+        return self.rollout.top_p if self.eval.top_p is None else self.eval.top_p
+
+    @property
     def earns_rewards(self) -> bool:
         """True if an environment or a program gives the rewards, in place of reward.function."""
         return self.environment is not None or self.agent is not None

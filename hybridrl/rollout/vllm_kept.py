@@ -92,5 +92,5 @@ class KeptTokens:
         counts = Ragged.from_rows([[*map(len, row)] for row in sets], torch.int32)
         ids = joined([one for row in sets for one in row], torch.empty(0, dtype=torch.int32))
         self._sets, self._tokens, self._kept = {}, 0, 0
-        sizes = torch.tensor([int(row.sum()) for row in counts.rows()], dtype=torch.int64)
+        sizes = torch.tensor([sum(map(len, row)) for row in sets], dtype=torch.int64)
         return {"kept_ids": Ragged(ids, sizes), "kept_counts": counts}

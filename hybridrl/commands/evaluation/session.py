@@ -69,9 +69,8 @@ class Evaluation:
         """temperature, top_p and top_k (None: all tokens)."""
         if self.greedy:
             return {"temperature": 0.0, "top_p": 1.0, "top_k": None}
-        rollout, cuts = self.config.rollout, self.config.eval
-        top_p = rollout.top_p if cuts.top_p is None else cuts.top_p
-        return {"temperature": rollout.temperature, "top_p": top_p, "top_k": cuts.top_k}
+        how = {"temperature": self.config.rollout.temperature, "top_p": self.config.eval_top_p}
+        return {**how, "top_k": self.config.eval.top_k}
 
 
 @dataclass

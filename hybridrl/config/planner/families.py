@@ -1,4 +1,4 @@
-"""What is known of model families by name: what was run, and what vLLM's models compute otherwise.
+"""Facts of model families by name: what was run, and what vLLM's models compute otherwise.
 
 No family needs to be here: what a model computes is derived from transformers' classes
 (distributed/description.py). docs/models.md says what is asked of one.
