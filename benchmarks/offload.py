@@ -51,7 +51,8 @@ def main() -> None:
 
 def matrices(shape: ModelShape) -> list[tuple[int, int]]:
     """(rows, columns) of the embedding, then of each layer's attention, MLP and norm."""
-    hidden, keys = shape.hidden, shape.kv_heads * shape.head_dim
+    _, kv_heads, head_dim, _ = shape.largest_attention
+    hidden, keys = shape.hidden, kv_heads * head_dim
     attention = [(hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden)]
     layer = [*attention, *[(shape.intermediate, hidden)] * 3, (hidden, 1)]
     return [(shape.vocab, hidden), *layer * shape.layers]

@@ -231,7 +231,7 @@ class Session:
         assert shape is not None
         of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
         adapters = 0 if lora is None else shape.adapter_parameters(lora.rank, lora.target_modules)
-        counts = shape.parameters, of_reward, shape.layers * adapters
+        counts = shape.parameters, of_reward, adapters
         about = checked.machine.describe()
         lines = header_lines(config, run_dir, about, inputs.prompts, *counts)
         self.console.header(config.run.name, [*lines, *described(resume, config, run_dir)])

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.planner.description import as_data
 from hybridrl.config.planner.families import partial_rotation, setting_problem, unsupported
-from hybridrl.config.planner.shape import ExpertShape, ModelShape
+from hybridrl.config.planner.shape import ExpertShape, LayerShape, ModelShape
 from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
 from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
 from hybridrl.distributed.forward.token_models import logits_divisor
@@ -112,32 +112,41 @@ def _check_calls(model: PreTrainedModel, probe: Probe) -> None:
         raise ConfigError(f"layer {lost[0]} has its window in a mask alone, which is not built")
 
 
-def _shape(model: PreTrainedModel, probe: Probe, kept: tuple[int, int]) -> ModelShape:
+def _shape(model: PreTrainedModel, probe: Probe, kept: list[tuple[int, int]]) -> ModelShape:
     config: dict[str, Any] = model.config.to_dict()
-    base, layers = model.base_model, model.base_model.layers
-    calls = list(probe.attention.values())
-    windows = [call.window for call in calls if call.window is not None]
-    layer_parameters, experts = _elements(layers) // len(layers), _experts(layers[0])
+    alike: dict[object, list[int]] = {}  # layers with equal parameters and attention
+    for index, layer in enumerate(model.base_model.layers):
+        sizes = tuple((name, tuple(param.shape)) for name, param in layer.named_parameters())
+        alike.setdefault((sizes, probe.attention.get(index)), []).append(index)
+    order = {index: kind for kind, same in enumerate(alike.values()) for index in same}
     return ModelShape(
         kind=config["model_type"],
         hidden=config["hidden_size"],
         intermediate=config["intermediate_size"],
-        layers=len(layers),
-        heads=max(call.heads for call in calls),
-        kv_heads=max(call.kv_heads for call in calls),
-        head_dim=max(call.head_dim for call in calls),
         vocab=config["vocab_size"],
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
-        window=max(windows) if windows else None,
-        windowed=len(windows),
         max_positions=None,
-        experts=experts,
-        linear_layers=_linear_layers(probe, has_experts=experts is not None),
-        layer_parameters=layer_parameters,
         parameters=_elements(model),
-        backbone_parameters=_elements(base),
-        kept=kept,
-        matrices=_matrices(model),
+        backbone_parameters=_elements(model.base_model),
+        kinds=tuple(_layer_shape(model, probe, kept, same) for same in alike.values()),
+        order=tuple(order[index] for index in range(len(order))),
+    )
+
+
+def _layer_shape(
+    model: PreTrainedModel, probe: Probe, kept: list[tuple[int, int]], same: list[int]
+) -> LayerShape:
+    """Return the shape of layers of one kind, given their numbers."""
+    layers, index = model.base_model.layers, same[0]
+    has_experts = any(map(_experts, layers))
+    whole, low = (sum(sizes) // len(same) for sizes in zip(*(kept[i] for i in same), strict=True))
+    return LayerShape(
+        attention=probe.attention.get(index),
+        experts=_experts(layers[index]),
+        linear_layers=_linear_layers(probe.linear[index], has_experts=has_experts),
+        parameters=_elements(layers[index]),
+        kept=(whole, low),
+        matrices=_matrices(model, index),
     )
 
 
@@ -154,23 +163,22 @@ def _experts(layer: Any) -> ExpertShape | None:
     return ExpertShape(number, layer.mlp.gate.top_k, inner, shared)
 
 
-def _linear_layers(probe: Probe, *, has_experts: bool) -> dict[str, tuple[int, int]]:
+def _linear_layers(
+    linear: Mapping[str, nn.Linear], *, has_experts: bool
+) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of a layer's linear layers by name, without those beside experts."""
     return {
         name.rpartition(".")[2]: (module.out_features, module.in_features)
-        for name, module in probe.linear.items()
+        for name, module in linear.items()
         if not (has_experts and name.startswith("mlp."))
     }
 
 
-def _matrices(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the matrices that all layers have, by their names in a layer of a checkpoint."""
-    layers, prefix = model.base_model.layers, f"{model.base_model_prefix}.layers.0."
-    sizes = [{(n, tuple(p.shape)) for n, p in layer.named_parameters()} for layer in layers]
-    common = set.intersection(*sizes)
-    first = ((name, tuple(param.shape)) for name, param in layers[0].named_parameters())
-    shapes = {f"{prefix}{name}": size for name, size in first if (name, size) in common}
-    held = checkpoint_tensors(model, shapes)
+def _matrices(model: PreTrainedModel, index: int) -> dict[str, tuple[int, ...]]:
+    """Return a layer's matrices, by their names in a layer of a checkpoint."""
+    prefix = f"{model.base_model_prefix}.layers.{index}."
+    parameters = model.base_model.layers[index].named_parameters()
+    held = checkpoint_tensors(model, {f"{prefix}{name}": p.shape for name, p in parameters})
     return {
         tensor.name.removeprefix(prefix): tensor.shape
         for tensors in held.values()

@@ -4,27 +4,19 @@ Stands in the place of packed attention, whose arguments it checks.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from hybridrl.config.planner.shape import AttentionShape
 from hybridrl.distributed.forward.attention import BOUNDS, check_arguments
 from hybridrl.distributed.torch_compat import real_tensors, storage_id, tree_leaves, tree_map
 
 PROBE = "hybridrl_probe"
 # Tokens of a forward; a prime that divides no size of a model, so that dims of tokens show.
 TOKENS = 1021
-
-
-class Attention(NamedTuple):
-    """Call of attention in a layer: heads of queries and of keys, their size, visible tokens."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
 
 
 class _Kept(torch.autograd.Function):
@@ -45,34 +37,34 @@ class Probe:
     """Runs a model without data, and notes its calls of attention and what its layers keep.
 
     Attributes:
-        attention: of each layer, in order.
-        linear: the first layer's linear layers in the order of their calls.
+        attention: of the layers that have it, by their number.
+        linear: each layer's linear layers in the order of their calls.
         rotated: elements of a head that are rotated; 0 if no module of that name was called.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.attention: dict[int, Attention] = {}
-        self.linear: dict[str, nn.Linear] = {}
+        self.attention: dict[int, AttentionShape] = {}
+        self.linear: list[dict[str, nn.Linear]] = [{} for _ in model.base_model.layers]
         self.rotated = 0
         self._layer = -1
         self._seen: set[int] = set()
-        # Bytes of tensors in bfloat16, and of others, that layers keep.
-        self._bytes = [0, 0]
+        # Bytes of tensors in bfloat16, and of others, that each layer keeps.
+        self._bytes = [[0, 0] for _ in self.linear]
         self._held: list[Tensor] = []
         self._base: Any = model.base_model
         AttentionInterface.register(PROBE, self._attend)
         for name, module in self._base.named_modules():
             if name.endswith("rotary_emb"):
                 module.forward = partial(self._rotate, module.forward)
-        for name, module in self._base.layers[0].named_modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(partial(self._note_linear, name))
         for index, layer in enumerate(self._base.layers):
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_hook(partial(self._note_linear, name))
             layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
             layer.register_forward_hook(self._leave)
 
-    def kept(self) -> tuple[int, int]:
-        """Return elements of float32, and of param_dtype, that a layer keeps of a token.
+    def kept(self) -> list[tuple[int, int]]:
+        """Return elements of float32, and of param_dtype, that each layer keeps of a token.
 
         Numbers of which a row has one, such as its variance, are left out.
         """
@@ -83,8 +75,7 @@ class Probe:
         positions = torch.arange(TOKENS, device="meta")[None]
         with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
             self._base(input_ids=ids, position_ids=positions, use_cache=False, **named)
-        tokens, (low, other) = TOKENS * len(self._base.layers), self._bytes
-        return other // 4 // tokens, low // 2 // tokens
+        return [(other // 4 // TOKENS, low // 2 // TOKENS) for low, other in self._bytes]
 
     def _attend(
         self,
@@ -105,7 +96,7 @@ class Probe:
         if window is not None and window < 1:
             raise ValueError(f"its attention has a window of {window} tokens")
         sizes = query.shape[1], key.shape[1], query.shape[3]
-        self.attention[self._layer] = Attention(*sizes, window)
+        self.attention[self._layer] = AttentionShape(*sizes, window)
         tokens = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         return _Kept.apply(*tokens)[None], None
 
@@ -119,7 +110,7 @@ class Probe:
         self._layer = -1
 
     def _note_linear(self, name: str, module: nn.Linear, args: object, output: object) -> None:
-        self.linear[name] = module
+        self.linear[self._layer][name] = module
 
     def _rotate(self, forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute rotations of real positions: some depend on the largest."""
@@ -139,5 +130,5 @@ class Probe:
         self._held.append(tensor)  # its storage is no other's
         of_tokens = any(size % TOKENS == 0 for size in tensor.shape)
         if of_tokens and tensor.dim() > 1 and tensor.shape[-1] > 1:
-            self._bytes[tensor.dtype is not torch.bfloat16] += storage.nbytes()
+            self._bytes[self._layer][tensor.dtype is not torch.bfloat16] += storage.nbytes()
         return tensor

@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import parse_json, reason_of
@@ -125,8 +125,9 @@ def _differences(
 def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the matrices of a model and their shapes; no head, which reward models replace."""
     yield EMBEDDING, (shape.vocab, shape.hidden)
-    for layer, (name, sides) in product(range(shape.layers), shape.matrices.items()):
-        yield f"model.layers.{layer}.{name}", sides
+    for layer, kind in enumerate(shape.order):
+        for name, sides in shape.kinds[kind].matrices.items():
+            yield f"model.layers.{layer}.{name}", sides
 
 
 def _reason(error: Exception) -> str:

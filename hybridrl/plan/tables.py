@@ -84,11 +84,12 @@ def _heading(
     if shape.experts is not None:
         number, active, *_ = shape.experts
         experts = f"{shape.active_parameters:,} active, {active} of {number} experts, "
+    heads, kv_heads, *_ = shape.largest_attention
     yield (
         "model",
         f"{config.model.path}: {shape.kind}, {shape.parameters:,} parameters, {experts}"
-        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
-        f"{shape.kv_heads} KV heads, vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
+        f"{shape.layers} layers, hidden {shape.hidden}, {heads} heads, "
+        f"{kv_heads} KV heads, vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
     )
     if shape.untested:
         yield "untested", shape.untested

@@ -190,13 +190,13 @@ def test_only_adapters_are_written_again(looked):
     """A and B of two layers; a rank has its columns of A or rows of B, at least one key head's."""
     for case, folder, by_rank in looked:
         shape = model_shape(json.loads((folder / "A" / "config.json").read_text()))
-        elements = 0
+        elements, head_dim = 0, shape.largest_attention.head_dim
         for name in targets_of(case):
             outputs, inputs = shape.linear_layers[name]
             if name in ("o_proj", "down_proj"):
                 elements += RANK * (inputs // case.tp + outputs)
             else:
-                elements += RANK * (inputs + max(outputs // case.tp, shape.head_dim))
+                elements += RANK * (inputs + max(outputs // case.tp, head_dim))
         size = 4 if case.dtype is DType.float32 else 2
         for seen in by_rank:
             assert seen.adapted["written_bytes"] == 2 * elements * size

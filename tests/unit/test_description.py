@@ -47,8 +47,8 @@ FACTS = {
 @pytest.mark.parametrize("name", FACTS)
 def test_facts_of_a_family_are_derived(name):
     shape = model_shape(config_of(name))
-    found = (shape.kv_heads, shape.head_dim, shape.tied, shape.window, shape.windowed)
-    assert found == FACTS[name] and shape.heads == 4
+    heads, kv_heads, head_dim, window = shape.largest_attention
+    assert (kv_heads, head_dim, shape.tied, window, shape.windowed) == FACTS[name] and heads == 4
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "granite"])
@@ -63,7 +63,7 @@ def test_absent_windows_are_transformers_defaults(kind, layers, windowed):
     """Every fourth layer of OLMo 3 and every sixth of Gemma 3 sees all tokens."""
     model = TINY | {"model_type": kind, "num_hidden_layers": layers, "pad_token_id": 0}
     shape = model_shape(model)
-    assert (shape.window, shape.windowed) == (4096, windowed)
+    assert (shape.largest_attention.window, shape.windowed) == (4096, windowed)
 
 
 REFUSED = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.planner.flops import forward_flops, sequence_cost, training_flops
-from tests.support.model_shapes import QWEN_1_5B
+from tests.support.model_shapes import QWEN_1_5B, with_window
 
 
 def test_qwen2_5_1_5b_at_4096_tokens():
@@ -17,7 +17,9 @@ def test_qwen2_5_1_5b_at_4096_tokens():
 
 def test_attention_costs_what_its_heads_need():
     """Heads may be wider together than hidden states, as Qwen3's: here twice."""
-    wide = replace(QWEN_1_5B, head_dim=2 * QWEN_1_5B.head_dim)
+    (layer,) = QWEN_1_5B.kinds
+    attention = layer.attention._replace(head_dim=2 * layer.attention.head_dim)
+    wide = replace(QWEN_1_5B, kinds=(replace(layer, attention=attention),))
     attention = 6 * 28 * (2 * 1536) * 4096
     assert training_flops(wide, 4096, 1) == pytest.approx(
         4096 * (6 * wide.parameters + attention), rel=1e-9
@@ -35,7 +37,7 @@ def test_a_long_sequence_costs_more_than_its_parts():
 
 def test_a_window_is_all_that_its_layers_see():
     """Two of 28 layers see 1024 of 4096 tokens: pairs 1024^2 / 2 + 3072 x 1024, x 2 / 4096."""
-    windowed = replace(QWEN_1_5B, window=1024, windowed=2)
+    windowed = with_window(QWEN_1_5B, 1024, 2)
     seen = 2 * (1024**2 / 2 + 3072 * 1024) / 4096
     attention = 6 * 1536 * (26 * 4096 + 2 * seen)
     expected = 4096 * (6 * windowed.parameters + attention)

@@ -1,7 +1,6 @@
 """Which prompts are sampled at the start, and what is said where log-probs differ."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,11 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.sampling.start_check import PROMPTS, RESPONSES, TOKENS, StartCheck
+from tests.support.model_shapes import with_window
 from tests.support.run_configs import run_config
 
-SHAPE = replace(model_shape(read_model_config("embedded")), window=50, windowed=2)
+PLAIN = model_shape(read_model_config("embedded"))
+SHAPE = with_window(PLAIN, 50, 2)
 
 
 class Trainer:
@@ -76,7 +77,7 @@ def test_no_prompt_is_longer_than_the_engine_takes():
 
 
 def test_a_model_without_windows_is_sampled_once():
-    requests = checked(lambda position: 0.0, shape=replace(SHAPE, window=None, windowed=0))
+    requests = checked(lambda position: 0.0, shape=PLAIN)
     assert {len(one.prompt) for one in requests} == {8}
 
 
@@ -86,7 +87,7 @@ def test_the_first_token_that_differs_is_named():
         checked(lambda position: 0.02 * (position > 50))
     said = str(stopped.value)
     assert said.startswith("at the start, rollout_log_probs and old_log_probs differ by more than ")
-    assert "1 layers of full attention and 2 of sliding attention (window 50)" in said
+    assert "1 layers of full attention, 2 layers of sliding attention (window 50)" in said
     assert "on 2 of 2 lengths:" in said
     assert "42 tokens, differs from token 51 of a sequence on): 0.02 nats" in said
     assert "in the mean of 56 tokens" in said  # 7 of 16 in each response

@@ -16,7 +16,8 @@ HEAD_SIZES = (64, 128, 256)
 
 def exact_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Find what keeps vLLM's log-probs from being the trainer's, or needs them to differ."""
-    rollout, fsdp, size = config.rollout, config.fsdp, shape.head_dim
+    rollout, fsdp = config.rollout, config.fsdp
+    _, _, size, window = shape.largest_attention
     if not rollout.exact or is_supervised(config):
         return
     kind, tp = shape.kind, rollout.tensor_parallel_size
@@ -30,8 +31,8 @@ def exact_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
             f"responses alike for heads of {HEAD_SIZES}",
         ),
         (
-            bool(shape.windowed) and (shape.window or 0) < longest,
-            f"layers of model.path see {shape.window} tokens, and sequences have up to {longest}: "
+            window is not None and window < longest,
+            f"layers of model.path see {window} tokens, and sequences have up to {longest}: "
             f"with windows that cut FlashAttention 3 tiles prompts and responses differently",
         ),
         (

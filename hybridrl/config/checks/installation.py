@@ -89,9 +89,10 @@ def check_installation(
 def head_size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Check that vLLM's attention on CPUs has the model's head size."""
     sizes = cpu_head_sizes() if config.hardware.accelerator is Accelerator.cpu else []
-    if sizes and shape.head_dim not in sizes:
+    others = {one.head_dim for one in shape.attentions}.difference(sizes)
+    if sizes and others:
         expected = f"attention heads of size {', '.join(map(str, sizes))} with vLLM on CPUs"
-        why = f"they have {shape.head_dim} (head_dim, or hidden_size / num_attention_heads)"
+        why = f"they have {sorted(others)[0]} (head_dim, or hidden_size / num_attention_heads)"
         remedy = "Set model.path to a model with one of these, or use a GPU"
         yield Problem("head_size", "model.path", config.model.path, expected, why, remedy)
 

@@ -203,7 +203,7 @@ def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[P
     if wrong := _undivided_heads(tp, shape) + _undivided_widths(tp, shape):
         fitting = [
             n
-            for n in range(1, shape.heads + 1)
+            for n in range(1, shape.largest_attention.heads + 1)
             if not _undivided_heads(n, shape) + _undivided_widths(n, shape)
         ]
         expected = f"a divisor of the model's {', '.join(wrong)}"
@@ -240,10 +240,12 @@ def sequence_head_problems(
 
 
 def _undivided_heads(size: int, shape: ModelShape) -> list[str]:
-    undivided = [] if shape.heads % size == 0 else [f"{shape.heads} attention heads"]
-    if shape.kv_heads % size and size % shape.kv_heads:
-        undivided.append(f"{shape.kv_heads} KV heads (nor the other way round)")
-    return undivided
+    undivided = []
+    for heads, kv_heads, *_ in shape.attentions:
+        undivided += [] if heads % size == 0 else [f"{heads} attention heads"]
+        if kv_heads % size and size % kv_heads:
+            undivided.append(f"{kv_heads} KV heads (nor the other way round)")
+    return [*dict.fromkeys(undivided)]
 
 
 def _undivided_widths(tp: int, shape: ModelShape) -> list[str]:

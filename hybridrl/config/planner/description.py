@@ -17,18 +17,17 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.errors import ABSENT, ConfigError, Problem
 from hybridrl.config.planner.cache import cache_folder
-from hybridrl.config.planner.shape import ExpertShape, ModelShape
+from hybridrl.config.planner.shape import AttentionShape, ExpertShape, LayerShape, ModelShape
 
 logger = logging.getLogger(__name__)
 
 DERIVATION = "hybridrl.distributed.description"
-# Fields of shapes by name.
-BY_NAME = ("linear_layers", "matrices")
 # What derives shapes: other code may derive others.
 SOURCES = Path(__file__).parents[2] / "distributed"
 # Shapes of embedded models, by `known_name`; tools/shapes.py writes them.
@@ -125,17 +124,19 @@ def _in_a_process(text: str) -> ModelShape:
 
 def from_data(data: Mapping[str, Any]) -> ModelShape:
     """Return a shape from the plain data that `dataclasses.asdict` makes of one."""
-    experts = data["experts"]
-    return ModelShape(
-        **{
-            **data,
-            "experts": None if experts is None else ExpertShape(*experts),
-            "linear_layers": {
-                n: (sides[0], sides[1]) for n, sides in data["linear_layers"].items()
-            },
-            "kept": tuple(data["kept"]),
-            "matrices": {n: tuple(sides) for n, sides in data["matrices"].items()},
-        }
+    kinds = tuple(map(_layer_from_data, data["kinds"]))
+    return ModelShape(**{**data, "kinds": kinds, "order": tuple(data["order"])})
+
+
+def _layer_from_data(data: Mapping[str, Any]) -> LayerShape:
+    attention, experts = data["attention"], data["experts"]
+    return LayerShape(
+        attention=None if attention is None else AttentionShape(*attention),
+        experts=None if experts is None else ExpertShape(*experts),
+        linear_layers={n: (sides[0], sides[1]) for n, sides in data["linear_layers"].items()},
+        parameters=data["parameters"],
+        kept=(data["kept"][0], data["kept"][1]),
+        matrices={n: tuple(sides) for n, sides in data["matrices"].items()},
     )
 
 
@@ -149,5 +150,5 @@ def _keep(file: Path, shape: ModelShape) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, path = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(descriptor, "w") as opened:
-        json.dump(vars(shape), opened)
+        json.dump(asdict(shape), opened)
     os.replace(path, file)

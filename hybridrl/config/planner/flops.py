@@ -82,7 +82,7 @@ def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
 
 def _in_attention(shape: ModelShape, length: float) -> float:
     """Return the operations in attention of one token of a sequence, in all layers: 6 L h S."""
-    return 6 * shape.heads * shape.head_dim * shape.attended(length)
+    return 6 * shape.attended(length)
 
 
 def data_sheet(name: str) -> DataSheet | None:

@@ -79,7 +79,7 @@ def roles_of(
     """Return the roles with sharded weights."""
     lora, adapters = config.lora, 0
     if lora is not None:
-        adapters = shape.layers * shape.adapter_parameters(lora.rank, lora.target_modules)
+        adapters = shape.adapter_parameters(lora.rank, lora.target_modules)
     roles = [Role("actor", shape.parameters + adapters, adapters or shape.parameters)]
     if uses_critic(config):
         # The backbone and a scalar head with bias.
@@ -237,8 +237,11 @@ def rollout_parts(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -
 
 def token_cache_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the KV cache of a token on one rank; tensor parallelism splits heads."""
-    kv_heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
-    return 2 * BYTES[config.rollout.dtype] * shape.layers * kv_heads * shape.head_dim
+    tp, elements = config.rollout.tensor_parallel_size, 0
+    for kind, n in shape.counted:
+        if kind.attention is not None:
+            elements += n * -(-kind.attention.kv_heads // tp) * kind.attention.head_dim
+    return 2 * BYTES[config.rollout.dtype] * elements
 
 
 def useful_cache_mb(config: RunConfig, shape: ModelShape) -> int:

@@ -41,8 +41,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         )
     _refuse(_wrong_sizes(config) or _wrong_relations(config))
     shape = described(config)
-    if config.get("head_dim") is None and shape.head_dim == shape.hidden // shape.heads:
-        _refuse([_undivided(config)] if shape.hidden % shape.heads else [])
+    heads, _, head_dim, _ = shape.largest_attention
+    if config.get("head_dim") is None and head_dim == shape.hidden // heads:
+        _refuse([_undivided(config)] if shape.hidden % heads else [])
     return replace(shape, max_positions=largest_position(config))
 
 

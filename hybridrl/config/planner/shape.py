@@ -1,5 +1,6 @@
 """Sizes and parameter counts of a decoder."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from hybridrl.config.planner.families import untested
 
 
 class ExpertShape(NamedTuple):
-    """Sizes of a mixture of experts, the same in every decoder layer.
+    """Sizes of a mixture of experts, the same in every decoder layer that has one.
 
     Attributes:
         number: experts of a layer.
@@ -23,45 +24,116 @@ class ExpertShape(NamedTuple):
     shared: int
 
 
+class AttentionShape(NamedTuple):
+    """Heads of queries and of keys, their size, and visible tokens; None: all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's queries."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a kind of decoder layers.
+
+    Attributes:
+        attention: None if the layer has none.
+        experts: mixture of experts in place of the MLP, if any.
+        linear_layers: (outputs, inputs) of each linear layer, by name; those that LoRA can adapt.
+        parameters: elements.
+        kept: values of float32, and of param_dtype, that it keeps of a token for backward.
+        matrices: shapes of matrices by their names in a checkpoint's layer.
+    """
+
+    attention: AttentionShape | None
+    experts: ExpertShape | None
+    linear_layers: Mapping[str, tuple[int, int]]
+    parameters: int
+    kept: tuple[int, int]
+    matrices: Mapping[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder, derived from transformers' classes.
 
     Attributes:
         kind: model_type in config.json.
-        hidden, intermediate, layers, vocab: as in config.json.
-        heads, kv_heads, head_dim: of attention; the largest of all layers.
+        hidden, intermediate, vocab: as in config.json.
         tied: true if lm_head is the embedding.
-        window, windowed: visible tokens in layers with a sliding window; the number of these.
         max_positions: longest sequence in tokens; None if config.json has none.
-        experts: mixture of experts in place of the MLP, if any.
-        linear_layers: (outputs, inputs) of each linear layer of a decoder layer, by name; those
-            that LoRA can adapt.
-        layer_parameters: elements of one decoder layer, the mean of all.
         parameters, backbone_parameters: elements with lm_head, a tied one counted once; without.
-        kept: values of float32, and of param_dtype, that a layer keeps of a token for backward.
-        matrices: shapes of a decoder layer's matrices by their names in a checkpoint.
+        kinds: of decoder layers.
+        order: the kind of each layer, an index of `kinds`.
     """
 
     kind: str
     hidden: int
     intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab: int
     tied: bool
-    window: int | None
-    windowed: int
     max_positions: int | None
-    experts: ExpertShape | None
-    linear_layers: Mapping[str, tuple[int, int]]
-    layer_parameters: int
     parameters: int
     backbone_parameters: int
-    kept: tuple[int, int]
-    matrices: Mapping[str, tuple[int, ...]]
+    kinds: tuple[LayerShape, ...]
+    order: tuple[int, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.order)
+
+    @property
+    def counted(self) -> list[tuple[LayerShape, int]]:
+        """Kinds of layers with the number of each."""
+        counts = Counter(self.order)
+        return [(kind, counts[index]) for index, kind in enumerate(self.kinds)]
+
+    @property
+    def attentions(self) -> list[AttentionShape]:
+        """Attention of each kind of layers that has one."""
+        return [kind.attention for kind in self.kinds if kind.attention is not None]
+
+    @property
+    def largest_attention(self) -> AttentionShape:
+        """Largest numbers and sizes of heads, and the largest window, of all layers."""
+        heads, kv_heads, head_dim, windows = zip(*self.attentions, strict=True)
+        window = max((size for size in windows if size is not None), default=None)
+        return AttentionShape(max(heads), max(kv_heads), max(head_dim), window)
+
+    @property
+    def windowed(self) -> int:
+        """Number of layers with a sliding window."""
+        return sum(n for kind, n in self.counted if kind.attention and kind.attention.window)
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """Mixture of experts, if any layer has one."""
+        return next((kind.experts for kind in self.kinds if kind.experts), None)
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Linear layers of all kinds, by name; sizes of the first layer that has the name."""
+        layers = [item for kind in reversed(self.kinds) for item in kind.linear_layers.items()]
+        named = dict(layers)
+        return {name: named[name] for kind in self.kinds for name in kind.linear_layers}
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of one decoder layer, the mean of all."""
+        return sum(n * kind.parameters for kind, n in self.counted) // self.layers
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Values of float32, and of param_dtype, that a layer keeps of a token, mean of all."""
+        whole, low = (sum(n * kind.kept[i] for kind, n in self.counted) for i in range(2))
+        return whole // self.layers, low // self.layers
 
     @property
     def untested(self) -> str:
@@ -74,23 +146,30 @@ class ModelShape:
         return self.vocab * self.hidden
 
     def adapter_parameters(self, rank: int, target_modules: Sequence[str]) -> int:
-        """Return the elements of one decoder layer's adapters, A and B of each adapted weight."""
-        layers = self.linear_layers.items()
-        return sum(rank * sum(sides) for name, sides in layers if name in target_modules)
+        """Return the elements of all layers' adapters, A and B of each adapted weight."""
+        return sum(
+            n * rank * sum(sides)
+            for kind, n in self.counted
+            for name, sides in kind.linear_layers.items()
+            if name in target_modules
+        )
 
     def attended(self, length: float) -> float:
-        """Return twice the mean number of visible tokens of a sequence, over all layers."""
-        seen = length
-        if self.window is not None and length > self.window:
-            seen = 2 * self.window - self.window**2 / length
-        return (self.layers - self.windowed) * length + self.windowed * seen
+        """Return twice the mean number of visible tokens, times queries' width, of all layers."""
+        total = 0.0
+        for kind, n in self.counted:
+            if kind.attention is not None:
+                window = min(kind.attention.window or length, length)
+                seen = length if window == length else 2 * window - window**2 / length
+                total += n * kind.attention.width * seen
+        return total
 
     @property
     def active_parameters(self) -> int:
         """Elements that a token passes: all but those of experts that it is not routed to."""
-        idle = self.experts.number - self.experts.active if self.experts else 0
-        inner = self.experts.inner if self.experts else 0
-        return self.parameters - self.layers * idle * 3 * self.hidden * inner
+        mixtures = [(kind.experts, n) for kind, n in self.counted if kind.experts]
+        idle = sum(n * (one.number - one.active) * one.inner for one, n in mixtures)
+        return self.parameters - 3 * self.hidden * idle
 
     @property
     def tp_widths(self) -> dict[str, int]:

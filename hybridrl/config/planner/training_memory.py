@@ -57,8 +57,9 @@ def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
     if shape.experts:
         routed += MASTER_BYTES * (shape.hidden + shape.experts.number)
         routed += size * shape.hidden * (shape.experts.shared > 0)
-    heads = (shape.heads + shape.kv_heads) * shape.head_dim
-    return size * (4 * shape.hidden + 2 * heads + 3 * inner) + routed
+    heads, kv_heads, head_dim, _ = shape.largest_attention
+    attention = (heads + kv_heads) * head_dim
+    return size * (4 * shape.hidden + 2 * attention + 3 * inner) + routed
 
 
 class TrainingMemory:
@@ -87,6 +88,7 @@ class TrainingMemory:
         self.size, self.reduced = BYTES[fsdp.param_dtype], BYTES[fsdp.reduce_dtype]
         base = shape.parameters if has_head else shape.backbone_parameters
         adapters = shape.adapter_parameters(lora.rank, lora.target_modules) if lora else 0
+        adapters //= shape.layers
         self.root = base - shape.layers * shape.layer_parameters
         self.layer = shape.layer_parameters + adapters
         self.head = shape.embedding_parameters if has_head else 0

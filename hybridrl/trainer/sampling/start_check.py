@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.choices import DType
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import LayerShape, ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
@@ -97,8 +97,8 @@ class StartCheck:
         tokens = min(TOKENS, rollout.max_response_tokens)
         longest = rollout.max_prompt_tokens + rollout.max_response_tokens - tokens
         lengths = {SHORT}
-        if self._shape.window is not None and self._shape.windowed:
-            lengths |= {self._shape.window - tokens // 2, self._shape.window + tokens}
+        for window in {one.window for one in self._shape.attentions if one.window is not None}:
+            lengths |= {window - tokens // 2, window + tokens}
         generator = torch.Generator().manual_seed(derive_seed(seed, "start"))
         params = SamplingParams(rollout.temperature, rollout.top_p)
         requests: list[Request] = []
@@ -113,6 +113,11 @@ class StartCheck:
 
     def _layers(self) -> str:
         """Return the kinds of the model's layers, with their number."""
-        full = f"{self._shape.layers - self._shape.windowed} layers of full attention"
-        sliding = f"{self._shape.windowed} of sliding attention (window {self._shape.window})"
-        return f"{full} and {sliding}" if self._shape.windowed else full
+        return ", ".join(f"{n} layers of {_attention(kind)}" for kind, n in self._shape.counted)
+
+
+def _attention(layer: LayerShape) -> str:
+    if layer.attention is None:
+        return "no attention"
+    window = layer.attention.window
+    return "full attention" if window is None else f"sliding attention (window {window})"
