@@ -20,6 +20,7 @@ from hybridrl.distributed.description import describe
 from hybridrl.distributed.forward.token_models import logits_divisor
 from tests.support.composing import TINY, examined
 from tests.support.tiny_hf import ALL, GRANITE
+from tools.models_table import CHECKS, cases, table
 from tools.shapes import shapes
 
 REPO = Path(__file__).resolve().parents[2]
@@ -120,6 +121,35 @@ def test_the_table_of_families_is_that_of_the_tests():
         names = ", ".join(name.removesuffix("_proj") for name in linear)
         expected[config.model_type] = names, ran.get(config.model_type)
     assert listed == expected
+
+
+def test_the_table_of_checks_counts_what_passed_and_names_what_failed(tmp_path):
+    """Rows as pytest's --junitxml has them; a skipped case and other tests do not count."""
+    names = [
+        ("test_gradients", "test_gradient_of_every_family[gemma3-1]", ""),
+        ("test_gradients", "test_gradient_of_every_family[gemma3_untied-4]", ""),
+        ("test_gradients", "test_gradient_of_every_family[llama-1]", "<failure/>"),
+        ("test_gradients", "test_gradient_of_every_family[llama-2]", ""),
+        ("test_gradients", "test_another[qwen2]", ""),
+        ("test_first_ratio_is_one", "test_every_family[qwen2]", "<skipped/>"),
+        ("test_first_ratio_is_one", "test_every_family[qwen3]", ""),
+    ]
+    rows = [
+        f'<testcase classname="tests.ranks.{file}" name="{name}">{result}</testcase>'
+        for file, name, result in names
+    ]
+    file = tmp_path / "results.xml"
+    file.write_text(f"<testsuites><testsuite>{''.join(rows)}</testsuite></testsuites>")
+    cells = {
+        row.split("|")[1].strip(" `"): row.split("|")[2:]
+        for row in table(cases([file])).splitlines()
+    }
+    column = list(CHECKS).index
+    assert cells["gemma3_text"][column("gradient")].strip() == "2"
+    assert cells["llama"][column("gradient")].strip() == "1 of 2 failed"
+    assert cells["qwen3"][column("first ratio")].strip() == "1"
+    filled = [cell for row in cells.values() for cell in row if re.search(r"\d", cell)]
+    assert len(filled) == 3
 
 
 @pytest.fixture
