@@ -44,7 +44,7 @@ REFUSED_SETTINGS = (
     Setting("attention_bias", "vLLM's model leaves biases out", ("qwen3_moe", "olmoe")),
     Setting("mlp_only_layers", "every layer needs experts"),
     Setting("use_sliding_window", _NO_WINDOW, ("qwen3_moe", "qwen2_moe")),
-    Setting("sliding_window", _NO_WINDOW, ("mixtral",)),
+    Setting("sliding_window", _NO_WINDOW, ("mixtral", "olmoe")),
     Setting("router_jitter_noise", "equal tokens must have equal log-probs"),
     Setting("norm_topk_prob", "vLLM's model does not normalise the weights of experts", ("olmoe",)),
     Setting("clip_qkv", "vLLM's model does not clip queries, keys and values"),

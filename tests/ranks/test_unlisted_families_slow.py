@@ -1,0 +1,85 @@
+"""Every family of transformers is either refused or computed as transformers computes it.
+
+Nobody wrote down most of these families. A tiny random model of each is saved by transformers and
+loaded by hybridrl, and their log-probs are compared: names in checkpoints, packing, logits.
+"""
+
+import json
+from contextlib import suppress
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.distributed.forward.log_probs import Entropy
+from hybridrl.distributed.forward.packing import pack
+from hybridrl.distributed.fsdp import load_sharded_policy
+from hybridrl.distributed.mesh import build_mesh, device_of
+from tests.support.launch import run_on_ranks
+from tests.support.role_configs import fsdp_config, model_config
+from tests.support.tiny_hf import SIZES
+from tests.support.training_batches import training_batch
+
+pytestmark = pytest.mark.slow
+
+SMALL = SIZES | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 4}
+SMALL |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Elements; some families keep other sizes of their own.
+LARGEST = 20_000_000
+# Of these no test has a tiny model of its own.
+UNLISTED = {"arcee", "cohere", "cwm", "ernie4_5", "flex_olmo", "gemma", "glm", "helium"}
+UNLISTED |= {"hyperclovax", "jais2", "mellum", "olmo", "persimmon", "starcoder2"}
+
+
+def largest_difference(config, folder):
+    """Of log-probs, between hybridrl's model and transformers', of each sequence alone."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}\n')
+    spec = fsdp_config(dp_shard=1)
+    mesh = build_mesh(spec, "cpu")
+    policy = load_sharded_policy(model_config(folder), spec, mesh, chunk_tokens=7)
+    batch, expected = training_batch(), []
+    with torch.no_grad():
+        own = policy(pack(batch, device_of(mesh)), 0.8, Entropy.omit).log_probs
+        for prompt, response in zip(batch.prompts.rows(), batch.responses.rows(), strict=True):
+            logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
+            log_p = (logits[len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            expected.append(log_p.gather(-1, response[:, None])[:, 0])
+    return float((own - torch.cat(expected)).abs().max())
+
+
+def compare_all(folder):
+    """The largest difference of each family, or why it is refused."""
+    differences, refusals = {}, {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with suppress(Exception):  # these sizes do not suit it
+            config = CONFIG_MAPPING[kind](**SMALL)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            if sum(param.numel() for param in model.parameters()) > LARGEST:
+                continue
+            try:
+                model_shape(json.loads(config.to_json_string()) | {"model_type": kind})
+            except ConfigError as error:
+                refusals[kind] = error.texts[0]
+                continue
+            differences[kind] = None
+            differences[kind] = largest_difference(config, folder / kind)
+    return differences, refusals
+
+
+def test_no_family_is_computed_otherwise_than_by_transformers(tmp_path):
+    ((differences, refusals),) = run_on_ranks(compare_all, 1, tmp_path, time_limit_s=900)
+    assert {kind for kind, size in differences.items() if size is None} == set()
+    assert {kind: size for kind, size in differences.items() if size > 2e-5} == {}
+    assert differences.keys() >= UNLISTED
+    assert len(refusals) > 40
