@@ -24,6 +24,7 @@ from hybridrl.config.planner.families import partial_rotation, setting_problem, 
 from hybridrl.config.planner.shape import ExpertShape, LayerShape, ModelShape
 from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
 from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
+from hybridrl.distributed.forward.routing import router_of
 from hybridrl.distributed.forward.token_models import logits_divisor
 from hybridrl.distributed.probe import PROBE, Probe
 
@@ -160,7 +161,9 @@ def _experts(layer: Any) -> ExpertShape | None:
     number, hidden, inner = layer.mlp.experts.down_proj.shape
     linear = [m for m in layer.mlp.modules() if isinstance(m, nn.Linear)]
     shared = sum(m.in_features for m in linear if m.out_features == hidden)
-    return ExpertShape(number, layer.mlp.gate.top_k, inner, shared)
+    router = router_of(layer)
+    assert router is not None
+    return ExpertShape(number, router.top_k, inner, shared)
 
 
 def _linear_layers(

@@ -3,16 +3,17 @@
 Shapes:  N = tokens   E = experts of a layer   K = experts of a token   I = size of an expert
          H = hidden size
 
-    gate_up_proj  [2 E, I, H]   gate and up projection of each expert, in turn
+    gate_up_proj  [2 E, I, H]   gate and up projection of each expert, in turn; or, where
+                  [E, 2 I, H]   their rows alternate
     down_proj     [E, H, I]
 
 In memory gate_up_proj is transformers' [E, 2 I, H]. Cut along I, both parameters give each rank the
 same part of every projection, which is what tensor parallelism needs. In a checkpoint each
-projection of each expert is a tensor of its own.
+projection of each expert is a tensor of its own, or all experts are one, perhaps transposed.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -26,7 +27,9 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.routing import Router
 from hybridrl.distributed.torch_compat import TorchDispatchMode, real_tensors, storage_id
 
-GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+# Names of routers beside `experts`.
+ROUTERS = ("gate", "router")
 
 
 class CheckpointTensor(NamedTuple):
@@ -74,17 +77,19 @@ def checkpoint_tensors(
     whole = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     owner = {storage_id(tensor.untyped_storage()): name for name, tensor in whole.items()}
     held: dict[str, list[CheckpointTensor]] = {name: [] for name in shapes}
+    layout = _layout(model)
     with _Places():
-        stored = revert_weight_conversion(model, {n: _as_fused(n, t) for n, t in whole.items()})
+        fused = {name: _as_fused(name, tensor, *layout) for name, tensor in whole.items()}
+        stored = revert_weight_conversion(model, fused)
     for name, tensor in stored.items():
         parameter = owner.get(storage_id(tensor.untyped_storage()))
-        at = None if parameter is None else _index(tensor, whole[parameter])
-        if parameter is None or at is None:
+        part = parameter and _part(name, tensor, parameter, whole[parameter])
+        if not part:
             raise ConfigError(
-                f"its checkpoint's {name} is no slice of a parameter: transformers computes or "
-                "transposes it, which the trainer's loader and the weight sync do not"
+                f"its checkpoint's {name} is no slice of a parameter: transformers computes "
+                "it, which the trainer's loader and the weight sync do not"
             )
-        held[parameter].append(CheckpointTensor(name, tuple(tensor.shape), parameter, at))
+        held[part.parameter].append(part)
     return {name: sorted(parts, key=lambda part: part.at) for name, parts in held.items()}
 
 
@@ -99,21 +104,30 @@ class _Places(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _as_fused(name: str, tensor: Tensor) -> Tensor:
-    """Return a parameter as transformers has it: gate and up of an expert below each other."""
-    if not name.endswith(GATE_UP):
-        return tensor
-    number, inner, hidden = tensor.shape
-    return tensor.view(number // 2, 2 * inner, hidden)
+def _layout(model: nn.Module) -> tuple[bool, bool]:
+    """Return whether transformers' experts are transposed, and gate and up below each other."""
+    own = next((module for module in model.modules() if isinstance(module, Experts)), None)
+    return (False, True) if own is None else (own.is_transposed, own.is_concatenated)
 
 
-def _index(part: Tensor, whole: Tensor) -> tuple[int, ...] | None:
-    """Return the index in a parameter's first dims of what is a part of it; None if it is none."""
+def _as_fused(name: str, tensor: Tensor, transposed: bool, concatenated: bool) -> Tensor:
+    """Return a parameter as transformers has it: gate and up of an expert are one matrix."""
+    if name.endswith(GATE_UP) and concatenated:
+        number, inner, hidden = tensor.shape
+        tensor = tensor.view(number // 2, 2 * inner, hidden)
+    return tensor.mT if transposed and name.endswith((GATE_UP, DOWN)) else tensor
+
+
+def _part(name: str, tensor: Tensor, parameter: str, whole: Tensor) -> CheckpointTensor | None:
+    """Return a checkpoint's tensor, if it is one index of the first dims of a parameter."""
+    is_transposed = tensor.dim() > 1 and not tensor.is_contiguous()
+    part = tensor.mT if is_transposed else tensor
     at = whole.dim() - part.dim()
     if at not in (0, 1) or part.shape != whole.shape[at:] or not part.is_contiguous():
         return None
     number, rest = divmod(int(part.storage_offset()), max(1, part.numel()))
-    return None if rest else (number,) * at
+    index = (number,) * at
+    return None if rest else CheckpointTensor(name, tensor.shape, parameter, index, is_transposed)
 
 
 def parts_of(
@@ -140,15 +154,25 @@ def column_dim(parameter: str) -> int:
 class Experts(nn.Module):
     """Experts of a layer: transformers' computation with grouped matrix products.
 
-    `fused` are transformers' experts, with [E, 2 I, H] and [E, H, I], whose weights they share.
+    `fused` are transformers' experts, whose weights they share. Transposed ones have no data yet.
     """
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
-        _, hidden, inner = fused.down_proj.shape
-        self.gate_up_proj = nn.Parameter(fused.gate_up_proj.detach().view(-1, inner, hidden))
-        self.down_proj = fused.down_proj
-        self.act_fn = fused.act_fn
+        self.is_transposed, self.is_concatenated = fused.is_transposed, fused.is_concatenated
+        self.has_bias = fused.has_bias
+        up, down = fused.gate_up_proj.detach(), fused.down_proj.detach()
+        if self.is_transposed:
+            up, down = (weight.new_empty(weight.mT.shape) for weight in (up, down))
+        if self.is_concatenated:
+            up = up.view(-1, down.shape[2], down.shape[1])
+        self.gate_up_proj, self.down_proj = nn.Parameter(up), nn.Parameter(down)
+        if self.has_bias:
+            self.gate_up_proj_bias = fused.gate_up_proj_bias
+            self.down_proj_bias = fused.down_proj_bias
+        gate = copy.copy(fused)  # with factors of its own, but no weights
+        gate._parameters = {}
+        self.apply_gate: Callable[[Tensor], Tensor] = gate._apply_gate
 
     def forward(self, states: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Return [N, H], the weighted sum of each token's experts, from [N, H] and twice [N, K]."""
@@ -158,17 +182,17 @@ class Experts(nn.Module):
 class _Fused:
     """Experts with the attributes that `grouped_mm_experts_forward` reads."""
 
-    has_gate, has_bias, is_transposed, _is_expert_parallel = True, False, False, False
+    has_gate, is_transposed, _is_expert_parallel = True, False, False
 
     def __init__(self, experts: Experts) -> None:
         self.num_experts, hidden, inner = experts.down_proj.shape
         self.gate_up_proj = experts.gate_up_proj.view(self.num_experts, 2 * inner, hidden)
         self.down_proj = experts.down_proj
-        self.act_fn = experts.act_fn
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+        self.has_bias = experts.has_bias
+        if self.has_bias:
+            self.gate_up_proj_bias = experts.gate_up_proj_bias
+            self.down_proj_bias = experts.down_proj_bias
+        self._apply_gate = experts.apply_gate
 
 
 def replace_experts(model: PreTrainedModel) -> None:
@@ -177,14 +201,21 @@ def replace_experts(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: they compute something else.
     """
-    mlps = [layer.mlp for layer in model.base_model.layers]
-    mlps = [mlp for mlp in mlps if "experts" in dict(mlp.named_children())]
-    if not mlps:
-        return
-    top_k, normalises = _choice(mlps[0].gate)
-    for mlp in mlps:
-        mlp.gate = Router(mlp.gate.weight, top_k, normalises=normalises)
-        mlp.experts = Experts(mlp.experts)
+    owners = [module for module in model.modules() if "experts" in module._modules]
+    top_k, normalises = 0, False
+    for owner in owners:
+        name = next(name for name in ROUTERS if name in owner._modules)
+        gate = owner.get_submodule(name)
+        if not top_k:
+            top_k, normalises = _choice(gate)
+        setattr(owner, name, _router(gate, top_k, normalises=normalises))
+        owner.experts = Experts(owner.experts)
+
+
+def _router(gate: nn.Module, top_k: int, *, normalises: bool) -> Router:
+    """Return a router with the weights of transformers' one."""
+    named = dict(gate.named_parameters())
+    return Router(named["weight"], top_k, normalises=normalises, bias=named.get("bias"))
 
 
 def _choice(gate: nn.Module) -> tuple[int, bool]:
@@ -194,14 +225,15 @@ def _choice(gate: nn.Module) -> tuple[int, bool]:
     """
     with real_tensors():
         generator = torch.Generator().manual_seed(0)
-        number, hidden = gate._parameters["weight"].shape  # type: ignore[union-attr]
-        weight, states = (torch.randn(n, hidden, generator=generator) for n in (number, 64))
-        other = copy.copy(gate)
-        other._parameters = {"weight": nn.Parameter(weight)}
+        other = copy.deepcopy(gate).to_empty(device="cpu").float()
+        for param in other.parameters():
+            param.normal_(generator=generator)
+        hidden = next(param.shape[1] for param in other.parameters() if param.dim() > 1)
+        states = torch.randn(64, hidden, generator=generator)
         with suppress(Exception):  # it returns other things, or wants more
             _, weights, ids = other(states)
             for normal in (False, True):
-                own = Router(other._parameters["weight"], ids.shape[1], normalises=normal)(states)
+                own = _router(other, ids.shape[1], normalises=normal)(states)
                 if torch.equal(own[2], ids) and torch.allclose(own[1], weights):
                     return ids.shape[1], normal
     raise ConfigError(

@@ -80,13 +80,14 @@ def _rows(lm: nn.Module, name: str, mesh: DeviceMesh) -> Tensor:
 def _shard(lm: nn.Module, name: str, param: nn.Parameter, frozen: bool) -> NamedShard:
     """Return a parameter's shard; of transformers' own fused experts as of `Experts`."""
     dim, local = param.placements[-1].dim, partial(local_tensor, param)
-    is_fused = name.endswith(GATE_UP) and not isinstance(
-        lm.get_submodule(name.rpartition(".")[0]), Experts
-    )
-    if not is_fused:
+    owner = lm.get_submodule(name.rpartition(".")[0]) if name.endswith(GATE_UP) else None
+    if owner is None or isinstance(owner, Experts):
         return NamedShard(name, tuple(param.shape), local, dim, frozen)
-    if dim:
-        raise ValueError(f"{name} is sharded along dim {dim}: expected dim 0, its experts")
+    if dim or owner.is_transposed:
+        raise ValueError(
+            f"{name} is sharded along dim {dim}, transposed = {owner.is_transposed}: "
+            "expected dim 0, its experts, and weights that are not transposed"
+        )
     number, height, hidden = param.shape
     size = (-1, height // 2, hidden)
     shape = (2 * number, *size[1:])

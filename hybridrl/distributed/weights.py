@@ -60,6 +60,19 @@ class Stack:
         return torch.stack([self._parts[index][where[1:]] for index in chosen])
 
 
+class Transposed:
+    """Tensor of a folder with its last two dims in the other order; reads what is indexed."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        """Return a part, by one slice per dim."""
+        *first, row, column = where
+        part: Tensor = self._stored[*first, column, row]
+        return part.mT
+
+
 def stored_weights(
     folder: Path,
     lm: PreTrainedModel,
@@ -89,6 +102,8 @@ def stored_weights(
     for parameter, tensors in checkpoint_tensors(lm, shapes).items():
         parts = [_stored(stored, tensor, tied=tied) for tensor in tensors]
         if all(part is not None for part in parts):
+            if tensors[0].transposed:
+                parts = [Transposed(part) for part in parts]
             mapped[parameter] = Stack(parts) if tensors[0].at else parts[0]
     missing = sorted(shapes.keys() - mapped.keys())
     if missing:

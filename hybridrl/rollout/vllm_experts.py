@@ -5,7 +5,7 @@ the loader's layout, which Triton's kernel on GPUs reads. Kernels for CPUs pack,
 stay as they were loaded, and plain torch computes. NAMES are the private names in use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,25 @@ def _keep_weights(kernel: Any, layer: nn.Module) -> None:
     setattr(layer, KEPT, True)
 
 
+def _product(states: Tensor, gate_function: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = states.chunk(2, dim=-1)
+    return gate_function(gate) * up
+
+
+def _clamped_product(states: Tensor) -> Tensor:
+    """Return (up + 1) gate sigmoid(1.702 gate), both clamped at 7, of alternating gate and up."""
+    gate, up = states[..., ::2].clamp(max=7.0), states[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * (gate * 1.702).sigmoid()
+
+
+# What vLLM computes between an expert's two matrices, by its name.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": partial(_product, gate_function=F.silu),
+    "gelu_tanh": partial(_product, gate_function=partial(F.gelu, approximate="tanh")),
+    "swigluoai": _clamped_product,
+}
+
+
 def _weighted_sum(
     kernel: Any,
     output: Tensor,
@@ -101,15 +120,17 @@ def _weighted_sum(
 ) -> None:
     """Write the weighted sum of each token's experts to `output`, [N, H].
 
-    `w1` is [E, 2 I, H], gate then up; `w2` [E, H, I]; ids and weights are [N, K]. `expert_map` has
+    `w1` is [E, 2 I, H], gate and up; `w2` [E, H, I]; ids and weights are [N, K]. `expert_map` has
     the index of each expert of the layer in `w1` and `w2`, -1 if another rank holds it.
     """
-    assert activation.value == "silu" and not apply_router_weight_on_input
+    assert not apply_router_weight_on_input
+    activate, biases = ACTIVATIONS[activation.value], (kernel.w1_bias, kernel.w2_bias)
     output.zero_()
     topk_ids = topk_ids if expert_map is None else expert_map[topk_ids]
     for expert in topk_ids[topk_ids >= 0].unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-        states = F.linear(F.silu(gate) * up, w2[expert])
+        first, second = (None if bias is None else bias[expert] for bias in biases)
+        states = activate(F.linear(hidden_states[token], w1[expert], first))
+        states = F.linear(states, w2[expert], second)
         weights = topk_weights[token, choice, None].to(states.dtype)
         output.index_add_(0, token, states * weights)

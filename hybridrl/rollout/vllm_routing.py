@@ -28,6 +28,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     ("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter.set_capture_fn"),
     ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
+    ("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
     ("vllm.v1.outputs", "ModelRunnerOutput.req_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model"),
 )
@@ -53,6 +54,7 @@ class RoutedExperts:
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._capture, layer))
         self._steps: dict[int, Tensor] = {}
+        self._group, self._block_size = 0, 0
         self._slots: dict[str, NDArray[np.int64]] = {}
         self._ends: dict[str, int] = {}
         self._done: dict[str, NDArray[np.integer[Any]]] = {}
@@ -62,8 +64,18 @@ class RoutedExperts:
         self._buffer[: len(ids), layer] = ids + 1
 
     def record(self, core: Any) -> None:
-        """Record the steps of an engine core from now on."""
+        """Record the steps of an engine core from now on.
+
+        A token's slot is that of a layer without a window: others give slots up.
+        """
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
         scheduler, runner = core.engine_core.scheduler, self._runner
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        specs = [group.kv_cache_spec for group in groups]
+        whole = (index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec))
+        self._group = next(whole, 0)
+        self._block_size = specs[self._group].block_size
         execute, update = runner.execute_model, scheduler.update_from_output
 
         def copy_after(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,8 +114,7 @@ class RoutedExperts:
             self._ends[request_id] = starts[request_id] + count
             parts.append(slots[starts[request_id] : self._ends[request_id]])
         if not self._table.size:
-            cache = self._runner.vllm_config.cache_config
-            slots = cache.num_gpu_blocks * cache.block_size
+            slots = self._runner.vllm_config.cache_config.num_gpu_blocks * self._block_size
             self._table = np.zeros((slots, rows.shape[1]), rows.dtype)
         self._table[np.concatenate(parts)] = rows
 
@@ -121,10 +132,9 @@ class RoutedExperts:
         return starts | {request.req_id: request.num_computed_tokens for request in new}
 
     def _slots_of(self, blocks: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        """Return the slots of blocks; all layers of these models share one group of blocks."""
-        (ids,) = blocks
-        size = self._runner.vllm_config.cache_config.block_size
-        return (np.array(ids, np.int64)[:, None] * size + np.arange(size)).flatten()
+        """Return the slots of blocks, given those of each group of layers."""
+        first = np.array(blocks[self._group], np.int64)[:, None] * self._block_size
+        return (first + np.arange(self._block_size)).flatten()
 
     def take(self, request_ids: Sequence[str]) -> dict[str, Ragged]:
         """Return `RolloutBatch.routed_experts` of finished requests, and forget them.

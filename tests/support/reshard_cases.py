@@ -33,13 +33,14 @@ from hybridrl.distributed.regions import named_shards
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
 from hybridrl.rollout.sampler import Peers
+from hybridrl.rollout.trace import live_tensors
 from hybridrl.rollout.vllm_compat import cpu_start, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
 from tests.support import role_configs
 from tests.support.batches import requests_of
 from tests.support.role_configs import fsdp_config, model_config
-from tests.support.tiny_hf import ALL, LONG_ROPE, SCALED_BY_POSITION, spread
+from tests.support.tiny_hf import ALL, LONG_ROPE, SCALED_BY_POSITION, YARN_OF_ALL, spread
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -80,6 +81,12 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERT | {"shared_expert_intermediate_size": 160},
     "olmoe": {"intermediate_size": 96, "pad_token_id": 0},
     "mixtral": {"intermediate_size": 96},
+    "gpt_oss": HEAD
+    | WINDOW
+    | {
+        "intermediate_size": 128,
+        "rope_parameters": YARN_OF_ALL | {"original_max_position_embeddings": 64},
+    },
     "ministral3": HEAD
     | WINDOW
     | {"rope_parameters": SCALED_BY_POSITION | {"original_max_position_embeddings": 256}},
@@ -109,6 +116,7 @@ WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.expe
 SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
 BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
 BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
+BY_COLUMNS["gpt_oss"] = (*WITH_EXPERTS, "mlp.experts.gate_up_proj_bias")
 
 
 @dataclass(frozen=True)
@@ -254,10 +262,12 @@ def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
     for version, which in ((1, "A"), (2, "B")):
         actor.take_weights(folder / which)
         seen[f"metrics_{which}"] = worker.reshard(version)
-        live = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
+        live = {name: t.clone() for name, t in live_tensors(worker.engine._model).items()}
         seen[f"rollout_{which}"] = worker.generate(prompts())
         seen[f"again_{which}"] = worker.generate(prompts())
-        seen[f"differs_{which}"] = differences(live, loaded_by_vllm(worker.config, folder / which))
+        loaded = loaded_by_vllm(worker.config, folder / which)
+        held = {name: tensor for name, tensor in live.items() if name in loaded}
+        seen[f"differs_{which}"] = differences(held, loaded)
         seen[f"errors_{which}"] = log_prob_errors(seen[f"rollout_{which}"], folder / which)
         if case.model in BY_COLUMNS:
             batches = [seen[f"{name}_{which}"] for name in ("rollout", "again")]
@@ -311,7 +321,8 @@ def corrupted(worker: RolloutWorker) -> dict[str, str]:
     tensors = worker.engine.tensors()
     last = [name for name in tensors if name.startswith("model.layers.1.mlp.")]
     downs = [name for name in last if name.endswith(("mlp.down_proj.weight", "w2_weight"))]
-    for name in (*downs, "model.embed_tokens.weight"):
+    embeddings = ("model.embed_tokens.weight", "model.embedding.weight")
+    for name in (*downs, *(name for name in embeddings if name in tensors)):
         # On the embedding's last rank: padding, where tp > 1.
         element = tensors[name][-1].view(-1)[-1:]
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -428,7 +439,9 @@ def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     layers, chosen = model.model.layers, []
     for layer in layers:
-        layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+        named = dict(layer.named_modules())
+        (router,) = (named[name] for name in ("mlp.gate", "mlp.router") if name in named)
+        router.register_forward_hook(lambda router, args, output: chosen.append(output[2]))
     differing = total = 0
     rows = (rollout.prompts.rows(), rollout.responses.rows(), rollout.routed_experts.rows())
     for prompt, response, routed in zip(*rows, strict=True):

@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     GenerationConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -79,6 +80,16 @@ SCALED_BY_POSITION = {
     "llama_4_scaling_beta": 0.5,
     "original_max_position_embeddings": 4,
 }
+# Of gpt-oss; vLLM's model reads each of these.
+YARN_OF_ALL = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 GEMMA3 = {"query_pre_attn_scalar": 12, "pad_token_id": 0}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 FULL_AND_WINDOW = ["sliding_attention", "full_attention"]
@@ -126,6 +137,16 @@ MORE = {
     ),
     "olmoe": OlmoeConfig(**SIZES, **EXPERTS),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
+    "gpt_oss": GptOssConfig(
+        **SIZES,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=FULL_AND_WINDOW,
+        rope_parameters=YARN_OF_ALL,
+        pad_token_id=0,
+    ),
     "ministral3": Ministral3Config(
         **SIZES, head_dim=16, sliding_window=4, rope_parameters=SCALED_BY_POSITION
     ),
@@ -141,11 +162,15 @@ OTHER_HEADS = {name for name in MORE if "tied" in name}
 SIMILAR = {"exaone4", "glm4", "stablelm", "seed_oss"}
 
 
-def tiny_model(name: str, attention: str = "sdpa") -> PreTrainedModel:
-    """A model of ALL with random weights, biases and norms included; float32, CPU."""
+def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
+    """A model of ALL with random weights, biases and norms included; float32, CPU.
+
+    `attention`: by default transformers' own, "sdpa" where a family has it.
+    """
+    own = "eager" if ALL[name].model_type == "gpt_oss" else "sdpa"
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(
-        ALL[name], dtype=torch.float32, attn_implementation=attention
+        copy.deepcopy(ALL[name]), dtype=torch.float32, attn_implementation=attention or own
     ).eval()
     with torch.no_grad():
         for param in model.parameters():

@@ -53,7 +53,7 @@ SELDOM = OTHER_HEADS | SIMILAR | {"qwen2_moe", "olmoe", "mixtral"}
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in ALL]
 )
 def test_packed_equals_each_sequence_alone(name):
-    packed, alone = tiny_model(name, PACKED_ATTENTION), tiny_model(name, "sdpa")
+    packed, alone = tiny_model(name, PACKED_ATTENTION), tiny_model(name)
     hand_on_bounds(packed)
     logits, expected = packed_logits(packed), logits_one_by_one(alone)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

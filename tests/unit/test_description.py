@@ -71,7 +71,6 @@ REFUSED = {
     "llama4_text": "no decoder layers",
     "qwen3_5_text": "linear_attention",
     "lfm2": "no mlp in layers.0",
-    "gpt_oss": "self_attn.sinks",
     "deepseek_v3": "choose and weigh",
     "youtu": "192 keys and 128 values",
     "phi4_multimodal": "embed_tokens_extend",

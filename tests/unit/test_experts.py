@@ -1,5 +1,6 @@
 """Experts: names in checkpoints, the router's arithmetic, and vLLM's backends that are refused."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.experts import checkpoint_tensors, parameter_shapes
+from hybridrl.distributed.experts import Experts, checkpoint_tensors, parameter_shapes
 from hybridrl.distributed.forward.routing import Router
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout.vllm_experts import check_experts
 from tests.support.tiny_hf import ALL, tiny_folder
 
-MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -28,7 +29,8 @@ def test_names_are_those_that_transformers_saves(name, tmp_path):
     shapes = parameter_shapes(sources)
     hidden = ALL[name].hidden_size
     experts = [s for n, s in shapes.items() if n.endswith("experts.gate_up_proj")]
-    assert experts == [(12, experts[0][1], hidden)] * 2  # gate and up of 6 experts, 2 layers
+    number = 6 if name == "gpt_oss" else 12  # of 6 experts, gate and up in one or in two matrices
+    assert experts == [(number, experts[0][1], hidden)] * 2
 
 
 def test_a_checkpoint_tensor_is_one_index_of_its_parameter():
@@ -53,6 +55,28 @@ def test_the_router_computes_in_float32():
     assert logits.tolist() == [[256.0, 256.5]] and ids.tolist() == [[1]]
     expected = torch.tensor(256.5 - 256.0).sigmoid().to(torch.bfloat16)
     assert weights.item() == expected.item()
+
+
+def test_transposed_experts_with_biases_compute_what_transformers_do():
+    """With gate and up in turn, and a clamp that cuts; values and gradients."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(ALL["gpt_oss"])
+    config.swiglu_limit = 0.5
+    lm = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    fused = lm.model.layers[0].mlp.experts
+    for param in fused.parameters():
+        param.data.normal_()
+    own = Experts(copy.deepcopy(fused))
+    for name in ("gate_up_proj", "down_proj"):
+        own.get_parameter(name).data.copy_(fused.get_parameter(name).mT)
+    states, ids, weights = torch.randn(9, 32), torch.randint(6, (9, 2)), torch.rand(9, 2)
+    expected, output = (experts(states, ids, weights) for experts in (fused, own))
+    torch.testing.assert_close(output, expected)
+    expected.sin().sum().backward()
+    output.sin().sum().backward()
+    for name, param in fused.named_parameters():
+        grad = own.get_parameter(name).grad
+        torch.testing.assert_close(grad.mT if param.dim() == 3 else grad, param.grad)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.distributed.forward import attention
 from hybridrl.distributed.forward.sinks import with_sinks
@@ -63,25 +62,3 @@ def test_padded(window):
 def test_kernel(window):
     attention.choose_kernel()
     check(with_sinks, "cuda", torch.bfloat16, window, 0.02)
-
-
-def test_packed_sequences_of_gpt_oss_are_those_alone():
-    attention.register_packed_attention()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 300}
-    config = AutoConfig.for_model("gpt_oss", **sizes, **heads, **experts, pad_token_id=0)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    rows = [torch.randint(5, 290, (n,)) for n in LENGTHS]
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
-        alone = torch.cat([lm(row[None], use_cache=False).logits[0] for row in rows])
-        lm.set_attn_implementation(attention.PACKED_ATTENTION)
-        bounds = torch.tensor(BOUNDS, dtype=torch.int32)
-        positions = torch.cat([torch.arange(n) for n in LENGTHS])
-        packing = {"cu_seq_lens_q": bounds, "max_length_q": 70, "position_ids": positions[None]}
-        packing |= {"cu_seq_lens_k": bounds, "max_length_k": 70}
-        packed = lm(torch.cat(rows)[None], use_cache=False, **packing).logits[0]
-    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)

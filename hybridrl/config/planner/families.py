@@ -16,7 +16,7 @@ ON_GPUS = (
     *("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma3_text"),
     *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral"),
 )
-ON_CPUS = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron")
+ON_CPUS = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", "gpt_oss")
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
 EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
@@ -35,6 +35,16 @@ class Setting(NamedTuple):
     kinds: tuple[str, ...] = ()
 
 
+# transformers 5.19 loses experts where it saves them in the format of the quantized model.
+_TO_BFLOAT16 = (
+    "python -c \"import transformers as t; path, out = 'MODEL', 'FOLDER'; "
+    "t.AutoTokenizer.from_pretrained(path).save_pretrained(out); "
+    "t.AutoModelForCausalLM.from_pretrained(path, dtype='bfloat16', "
+    "quantization_config=t.Mxfp4Config(dequantize=True))"
+    '.save_pretrained(out, save_original_format=False)"'
+)
+# Settings of gpt-oss that vLLM's model does not read.
+_OF_GPT_OSS = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _NO_WINDOW = "vLLM's model attends to all tokens"
 REFUSED_SETTINGS = (
     Setting("attn_logit_softcapping", "packed attention does not cap its scores"),
@@ -93,9 +103,11 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise ConfigError(unsupported(config, "a type is a word"))
     if kind in REFUSED:
         raise ConfigError(unsupported(config, REFUSED[kind]))
-    if config.get("quantization_config"):
+    if quantization := config.get("quantization_config"):
         expected, why = "plain weights for training", "it is a quantized model"
         remedy = "Set model.path to the unquantized model"
+        if quantization.get("quant_method") == "mxfp4":
+            remedy = f"Set model.path to FOLDER, after\n  {_TO_BFLOAT16}"
         raise ConfigError(Problem("quantized", "model.path", ABSENT, expected, why, remedy))
     for key, value, expected, reason in _unsupported(config, kind):
         raise ConfigError(setting_problem(key, value, expected, reason))
@@ -115,6 +127,13 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
     if config.get("use_sliding_window") and 0 < first < layers:
         why = "vLLM's model has a window in all layers or in none"
         yield "max_window_layers", first, f"0 or {layers}", why
+    for key, known in _OF_GPT_OSS.items() if kind == "gpt_oss" else ():
+        if config.get(key, known) != known:
+            yield key, config[key], str(known).lower(), "vLLM's model has no other"
+    windows = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
+    if kind == "gpt_oss" and windows != [index % 2 == 0 for index in range(len(windows))]:
+        expected = "windows in every other layer, from the first on"
+        yield "layer_types", config["layer_types"], expected, "vLLM's model has these"
     if kind == "qwen2_moe" and config.get("qkv_bias") is False:
         yield "qkv_bias", False, "true", "vLLM's model has these biases"
 
@@ -137,9 +156,13 @@ def largest_position(config: Mapping[str, Any]) -> Any:
 
     LongRoPE has two sets of frequencies. transformers chooses by the longest sequence of a
     micro-batch, vLLM by max_model_len. Ministral 3 scales later queries, which vLLM's model does
-    not unless another key says so.
+    not unless another key says so. Of YaRN vLLM has no more than `factor` times the original's.
     """
     longest = config.get("max_position_embeddings")
+    for part in _ropes(config):
+        factor, first = part.get("factor"), part.get("original_max_position_embeddings")
+        if part.get("rope_type", part.get("type")) == "yarn" and longest and factor and first:
+            longest = min(longest, int(factor * first))
     scales = any("llama_4_scaling_beta" in part for part in _ropes(config))
     if not scales and not rope_types(config) & {"longrope", "su"}:
         return longest

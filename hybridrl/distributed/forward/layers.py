@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import _default_apply_gate
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.attention import BOUNDS
@@ -19,8 +18,15 @@ from hybridrl.distributed.forward.routing import has_experts, layer_forward
 
 # Kinds of layers in config.json's layer_types that attention's arguments alone tell apart.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# How transformers' experts are laid out and computed.
-EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+EXPERTS = ("gate_up_proj", "down_proj")
+# Parameters that are computed here, of parts of layers that are no linear layer and no norm.
+KNOWN = (
+    ("self_attn", {"sinks"}),
+    ("mlp.experts", {*EXPERTS}),
+    ("mlp.experts", {*EXPERTS, *(f"{name}_bias" for name in EXPERTS)}),
+    ("mlp.gate", {"weight"}),
+    ("mlp.router", {"weight", "bias"}),
+)
 
 
 def check_layers(model: PreTrainedModel) -> None:
@@ -63,11 +69,7 @@ def _unknown(layer: nn.Module) -> Iterator[str]:
         is_norm = "Norm" in kind and all(param.dim() == 1 for param in own.values())
         if isinstance(module, nn.Linear) or is_norm:
             continue
-        if path == "mlp.experts" and own.keys() == {"gate_up_proj", "down_proj"}:
-            gate = vars(type(module)).get("_apply_gate")
-            if vars(module).items() >= EXPERTS.items() and gate is _default_apply_gate:
-                continue
-        elif path == "mlp.gate" and own.keys() == {"weight"}:
+        if (path, {*own}) in KNOWN and vars(module).get("has_gate", True):
             continue
         yield from (f"{path and '.'}{path}.{name} of {kind}" for name in own)
 

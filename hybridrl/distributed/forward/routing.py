@@ -33,16 +33,25 @@ class Router(nn.Module):
     Args:
         weight: [E, H]; under mixed precision it arrives rounded to param_dtype, as in vLLM.
         top_k: K.
-        normalises: the weights of a token's experts add up to 1.
+        normalises: the weights of a token's experts add up to 1: the softmax of their logits.
+        bias: [E], of the linear layer.
 
     Attributes:
         recorded: [N, K], 1 + the experts that vLLM chose, 0 where it chose none; None: not known.
         replays: the tokens pass these, with the weights that this router gives them.
     """
 
-    def __init__(self, weight: nn.Parameter, top_k: int, *, normalises: bool) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        top_k: int,
+        *,
+        normalises: bool,
+        bias: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
         self.weight = weight
+        self.bias = bias
         self.top_k = top_k
         self.normalises = normalises
         self.recorded: Tensor | None = None
@@ -51,7 +60,8 @@ class Router(nn.Module):
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [N, E] float32, weights [N, K] and ids of the chosen experts [N, K]."""
-        logits = F.linear(states.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(states.float(), self.weight.float(), bias)
         probs = logits.softmax(-1)
         ids = probs.topk(self.top_k, dim=-1).indices
         differs = torch.zeros(0, dtype=torch.bool, device=ids.device)
@@ -103,9 +113,14 @@ class Routing(NamedTuple):
     differing: Tensor
 
 
-def has_experts(layer: Any) -> bool:
+def router_of(layer: nn.Module) -> Router | None:
+    """Return the router of a decoder layer, if it has one."""
+    return next((module for module in layer.modules() if isinstance(module, Router)), None)
+
+
+def has_experts(layer: nn.Module) -> bool:
     """Return whether a decoder layer has a router."""
-    return any(isinstance(module, Router) for module in layer.mlp.children())
+    return router_of(layer) is not None
 
 
 def pick_recorded(index: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -124,9 +139,11 @@ def layer_forward(
     `cu_seq_lens_q` [B + 1] are the bounds of sequences, `routed_experts` [1, N, K] the router's
     `recorded`.
     """
-    router = layer.mlp.gate
+    router = router_of(layer)
+    assert router is not None
     router.recorded = None if routed_experts is None else routed_experts[0]
     output = type(layer).forward(layer, states, **kwargs)
+    assert router.seen is not None
     probs, ids, differs = router.seen
     router.seen = router.recorded = None
     bounds = kwargs["cu_seq_lens_q"]

@@ -48,11 +48,11 @@ class PolicyWeights(ABC):
 
     def read(self, name: str) -> Tensor:
         """Read a tensor: float32, a view of its parameter."""
-        parameter, at = self._parts[name].parameter, self._parts[name].at
-        if self._last is None or self._last[0] != parameter:
+        part = self._parts[name]
+        if self._last is None or self._last[0] != part.parameter:
             self._last = None  # its memory is free before the next is read
-            self._last = (parameter, self._merged(parameter))
-        return self._last[1][at]
+            self._last = (part.parameter, self._merged(part.parameter))
+        return part.of(self._last[1][part.at])
 
     def _merged(self, name: str) -> Tensor:
         base = self._whole(name)

@@ -376,7 +376,6 @@ LONG_ROPE = {
         ({"model_type": "bloom"}, "family", "llama, qwen2, qwen3"),
         ({"quantization_config": {"bits": 4}}, "quantized", ""),
         ({"model_type": "gemma2"}, "family", "capped"),
-        ({"model_type": "gpt_oss"}, "family", "sinks"),
         ({"final_logit_softcapping": 30.0}, "model_setting", "final_logit_softcapping = 30.0"),
         ({"attn_logit_softcapping": 50.0}, "model_setting", "attn_logit_softcapping = 50.0"),
         ({"use_bidirectional_attention": True}, "model_setting", "bidirectional_attention = true"),
