@@ -2,6 +2,7 @@
 
     python tools/make_tiny_model.py --out hybridrl/models/tiny
     python tools/make_tiny_model.py --out hybridrl/models/tiny_moe --experts 8
+    python tools/make_tiny_model.py --out hybridrl/models/tiny_hybrid --hybrid --steps 400
 
 The first takes 12 minutes on 2 cores, and 1 to 2 on a GPU.
 
@@ -25,6 +26,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
 
@@ -39,10 +41,21 @@ MAX_TOKENS = 1024
 IGNORED = -100
 # Weight of the load-balancing loss.
 BALANCE = 0.01
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 
 
-def model_config(vocab_size: int, pad_id: int, end_id: int, experts: int) -> PreTrainedConfig:
+def model_config(
+    vocab_size: int, pad_id: int, end_id: int, experts: int, *, hybrid: bool
+) -> PreTrainedConfig:
     """Llama of 0.7 M parameters, or Qwen3-MoE of 1.1 M with 8 experts, of which 2 are active.
+
+    Or Qwen3.5 of 0.8 M, two of whose three layers are recurrent.
 
     Heads and MLP divide over 1, 2 and 4 tensor-parallel ranks. Llama, not Qwen2: transformers 5
     gives every Qwen2 model Qwen's own tokenizer.
@@ -62,6 +75,8 @@ def model_config(vocab_size: int, pad_id: int, end_id: int, experts: int) -> Pre
         "bos_token_id": None,
         "dtype": "float32",
     }
+    if hybrid:
+        return Qwen3_5TextConfig(**sizes, **HYBRID)
     if not experts:
         return LlamaConfig(**sizes)
     return Qwen3MoeConfig(
@@ -147,6 +162,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of corpus and weights")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
     parser.add_argument("--experts", type=int, default=0, help="experts of a layer; 0: none")
+    parser.add_argument("--hybrid", action="store_true", help="with recurrent layers")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -155,7 +171,8 @@ def main() -> None:
     tokenizer = make_tokenizer(args.seed)
     pad_id, end_id = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = model_config(tokenizer.get_vocab_size(), pad_id, end_id, args.experts)
+    sizes = tokenizer.get_vocab_size(), pad_id, end_id, args.experts
+    config = model_config(*sizes, hybrid=args.hybrid)
     model = AutoModelForCausalLM.from_config(config).to(device)
     log.info("%d parameters, %d tokens", model.num_parameters(), tokenizer.get_vocab_size())
     train(model, tokenizer, args.seed, args.steps)

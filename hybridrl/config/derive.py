@@ -218,8 +218,11 @@ def choose_for_memory(
 
 
 def _limit_cache(config: RunConfig, shape: ModelShape, machine: Machine) -> None:
-    """Set rollout.kv_cache_mb if a step uses less than rollout.gpu_memory_utilization leaves."""
-    if is_null(config, "rollout.kv_cache_mb"):
+    """Set rollout.kv_cache_mb if a step uses less than rollout.gpu_memory_utilization leaves.
+
+    Not with recurrent layers, of whose states vLLM alone knows the size.
+    """
+    if is_null(config, "rollout.kv_cache_mb") and not shape.recurrent:
         smallest = min(gpu.memory_bytes for gpu in machine.gpus)
         useful = useful_cache_mb(config, shape)
         left = rollout_parts(config, shape, smallest)[LEFT_FOR_CACHE]

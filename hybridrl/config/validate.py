@@ -84,6 +84,7 @@ TRAINING_MODEL_CHECKS = (
     sizes.sequence_head_problems,
     algorithm.lora_problems,
     algorithm.expert_problems,
+    algorithm.recurrent_problems,
     exact_problems,
 )
 

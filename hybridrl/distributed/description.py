@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,8 +23,14 @@ from hybridrl.config.planner.description import as_data
 from hybridrl.config.planner.families import partial_rotation, setting_problem, unsupported
 from hybridrl.config.planner.shape import ExpertShape, LayerShape, ModelShape
 from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
-from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
-from hybridrl.distributed.forward.routing import router_of
+from hybridrl.distributed.forward.layers import (
+    ATTENTION,
+    LAYER_TYPES,
+    check_layers,
+    hand_on_bounds,
+    layer_types,
+)
+from hybridrl.distributed.forward.routing import has_experts, router_of
 from hybridrl.distributed.forward.token_models import logits_divisor
 from hybridrl.distributed.probe import PROBE, Probe
 
@@ -58,7 +64,7 @@ def describe(config: Mapping[str, Any]) -> ModelShape:
         why = error.texts[0] if isinstance(error, ConfigError) else f"its run failed: {error}"
         raise ConfigError(unsupported(config, why.rstrip("."))) from error
     part = partial_rotation(config)
-    if part is not None and probe.rotated == probe.attention[0].head_dim:
+    if part is not None and probe.rotated == shape.largest_attention.head_dim:
         why = "transformers' model rotates whole heads"
         raise ConfigError(setting_problem("partial_rotary_factor", part, "1", why))
     return shape
@@ -73,7 +79,8 @@ def _built(config: Mapping[str, Any]) -> PreTrainedModel:
     usual: dict[str, Any] = {}
     try:
         usual = CONFIG_MAPPING[config["model_type"]]().to_dict()
-        settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        decoded = PretrainedConfig._decode_special_floats(dict(config))  # of infinity
+        settings = CONFIG_MAPPING[config["model_type"]].from_dict(decoded)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
                 settings,
@@ -100,17 +107,18 @@ def _built(config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def _check_calls(model: PreTrainedModel, probe: Probe) -> None:
-    """Check that each layer called attention, with the window that config.json gives it."""
-    config: dict[str, Any] = model.config.to_dict()
-    layers = model.base_model.layers
-    silent = [index for index in range(len(layers)) if index not in probe.attention]
-    if silent:
-        raise ConfigError(f"layer {silent[0]} computes without the attention here")
-    kinds = config.get("layer_types") or ["full_attention"] * len(layers)
-    sliding = {index for index, kind in enumerate(kinds) if kind == "sliding_attention"}
-    lost = [index for index in sliding if probe.attention[index].window is None]
-    if lost:
-        raise ConfigError(f"layer {lost[0]} has its window in a mask alone, which is not built")
+    """Check that each layer read other tokens as layers of its kind do, with its window."""
+    if not probe.attention:
+        raise ConfigError("none of its layers has attention")
+    for index, (kind, called) in enumerate(zip(layer_types(model), probe.mixing, strict=True)):
+        if called not in LAYER_TYPES[kind]:
+            names = ", ".join(sorted(called)) or "none"
+            raise ConfigError(
+                f"layer {index} ({kind}) computes without the functions here that read other "
+                f"tokens: it called {names}"
+            )
+        if kind == "sliding_attention" and probe.attention[index].window is None:
+            raise ConfigError(f"layer {index} has its window in a mask alone, which is not built")
 
 
 def _shape(model: PreTrainedModel, probe: Probe, kept: list[tuple[int, int]]) -> ModelShape:
@@ -139,12 +147,13 @@ def _layer_shape(
 ) -> LayerShape:
     """Return the shape of layers of one kind, given their numbers."""
     layers, index = model.base_model.layers, same[0]
-    has_experts = any(map(_experts, layers))
+    mixture = any(map(has_experts, layers))
     whole, low = (sum(sizes) // len(same) for sizes in zip(*(kept[i] for i in same), strict=True))
     return LayerShape(
         attention=probe.attention.get(index),
+        recurrent=bool(probe.mixing[index] - {ATTENTION}),
         experts=_experts(layers[index]),
-        linear_layers=_linear_layers(probe.linear[index], has_experts=has_experts),
+        linear_layers=_linear_layers(probe.linear[index], has_experts=mixture),
         parameters=_elements(layers[index]),
         kept=(whole, low),
         matrices=_matrices(model, index),
@@ -156,7 +165,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _experts(layer: Any) -> ExpertShape | None:
-    if "experts" not in dict(layer.mlp.named_children()):
+    if not has_experts(layer):
         return None
     number, hidden, inner = layer.mlp.experts.down_proj.shape
     linear = [m for m in layer.mlp.modules() if isinstance(m, nn.Linear)]
@@ -183,7 +192,7 @@ def _matrices(model: PreTrainedModel, index: int) -> dict[str, tuple[int, ...]]:
     parameters = model.base_model.layers[index].named_parameters()
     held = checkpoint_tensors(model, {f"{prefix}{name}": p.shape for name, p in parameters})
     return {
-        tensor.name.removeprefix(prefix): tensor.shape
+        tensor.name.partition(f".layers.{index}.")[2]: tensor.shape
         for tensors in held.values()
         for tensor in tensors
         if len(tensor.shape) > 1

@@ -200,7 +200,8 @@ def _shard(
         shard_placement_fn=_placement(root, fsdp),
     )
     for index, layer in enumerate(layers):
-        warn_of_padding(device_of(mesh), param_dtype, layer.self_attn.head_dim)
+        if (attention := dict(layer.named_children()).get("self_attn")) is not None:
+            warn_of_padding(device_of(mesh), param_dtype, attention.head_dim)
         _set_forward(layer, fsdp)
         wrap(layer, reshard_after_forward=fsdp.reshard_after_forward)
         if has_experts(layer):

@@ -1,6 +1,6 @@
 """A forward without data: calls of attention, and what decoder layers keep for backward.
 
-Stands in the place of packed attention, whose arguments it checks.
+Stands in the place of packed attention, whose arguments it checks. Packed recurrences are run.
 """
 
 from functools import partial
@@ -12,6 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.config.planner.shape import AttentionShape
 from hybridrl.distributed.forward.attention import BOUNDS, check_arguments
+from hybridrl.distributed.forward.layers import ATTENTION
+from hybridrl.distributed.forward.recurrent import pack_recurrences, recurrent_functions
 from hybridrl.distributed.torch_compat import real_tensors, storage_id, tree_leaves, tree_map
 
 PROBE = "hybridrl_probe"
@@ -38,15 +40,18 @@ class Probe:
 
     Attributes:
         attention: of the layers that have it, by their number.
+        mixing: functions that read other tokens, of each layer.
         linear: each layer's linear layers in the order of their calls.
         rotated: elements of a head that are rotated; 0 if no module of that name was called.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.attention: dict[int, AttentionShape] = {}
+        self.mixing: list[set[str]] = [set() for _ in model.base_model.layers]
         self.linear: list[dict[str, nn.Linear]] = [{} for _ in model.base_model.layers]
         self.rotated = 0
         self._layer = -1
+        self._in_recurrence = False
         self._seen: set[int] = set()
         # Bytes of tensors in bfloat16, and of others, that each layer keeps.
         self._bytes = [[0, 0] for _ in self.linear]
@@ -73,8 +78,17 @@ class Probe:
         bounds = torch.zeros(2, dtype=torch.int32, device="meta")
         named = dict.fromkeys(BOUNDS[:4], TOKENS) | {BOUNDS[0]: bounds, BOUNDS[2]: bounds}
         positions = torch.arange(TOKENS, device="meta")[None]
+        own = [(names, key, names[key]) for names, key in recurrent_functions(self._base)]
+        if pack_recurrences(self._base):
+            named["seq_idx"] = torch.zeros(1, TOKENS, dtype=torch.int32, device="meta")
+        for names, key, _ in own:
+            names[key] = partial(self._recur, key, names[key])
         with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
-            self._base(input_ids=ids, position_ids=positions, use_cache=False, **named)
+            try:
+                self._base(input_ids=ids, position_ids=positions, use_cache=False, **named)
+            finally:
+                for names, key, function in own:
+                    names[key] = function
         return [(other // 4 // TOKENS, low // 2 // TOKENS) for low, other in self._bytes]
 
     def _attend(
@@ -97,8 +111,16 @@ class Probe:
             raise ValueError(f"its attention has a window of {window} tokens")
         sizes = query.shape[1], key.shape[1], query.shape[3]
         self.attention[self._layer] = AttentionShape(*sizes, window)
+        self.mixing[self._layer].add(ATTENTION)
         tokens = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         return _Kept.apply(*tokens)[None], None
+
+    def _recur(self, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.mixing[self._layer].add(name)
+        self._in_recurrence = True
+        output = function(*args, **kwargs)
+        self._in_recurrence = False
+        return output
 
     def _enter(self, index: int, layer: object, args: object, kwargs: object) -> None:
         self._layer = index
@@ -128,7 +150,10 @@ class Probe:
             return tensor
         self._seen.add(storage_id(storage))
         self._held.append(tensor)  # its storage is no other's
-        of_tokens = any(size % TOKENS == 0 for size in tensor.shape)
+        # Recurrences pad tokens to whole chunks.
+        of_tokens = any(size % TOKENS == 0 for size in tensor.shape) or (
+            self._in_recurrence and tensor.numel() >= TOKENS
+        )
         if of_tokens and tensor.dim() > 1 and tensor.shape[-1] > 1:
             self._bytes[self._layer][tensor.dtype is not torch.bfloat16] += storage.nbytes()
         return tensor

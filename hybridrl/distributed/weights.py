@@ -133,20 +133,20 @@ class RandomWeights:
     """Random weights, drawn tensor by tensor: normal matrices, and vectors as transformers' own.
 
     A tensor is a function of seed, name, shape and device type, so it is the same for every
-    sharding. `std` is config.json's initializer_range, `vectors` the value of each vector.
+    sharding. `std` is config.json's initializer_range, `vectors` are all vectors.
     """
 
     shapes: Shapes
     std: float
     seed: int
     device: torch.device
-    vectors: Mapping[str, float]
+    vectors: Mapping[str, Tensor]
 
     def __getitem__(self, name: str) -> Tensor:
         """Draw the named tensor, float32."""
         whole = torch.empty(self.shapes[name], dtype=torch.float32, device=self.device)
         if whole.ndim == 1:
-            return whole.fill_(self.vectors[name])
+            return whole.copy_(self.vectors[name])
         seed = derive_seed(self.seed, "weights", name)
         generator = torch.Generator(self.device).manual_seed(seed)
         return whole.normal_(0.0, self.std, generator=generator)
@@ -163,15 +163,16 @@ def first_weights(
     """Open or draw the weights of an empty model, according to model.init."""
     if model.init is Init.random:
         std = float(lm.config.initializer_range)
-        return RandomWeights(shapes, std, model.seed, device, first_vectors(lm, shapes))
+        vectors = first_vectors(lm, shapes, model.seed)
+        return RandomWeights(shapes, std, model.seed, device, vectors)
     return stored_weights(model_folder(model), lm, shapes, tied=lm.config.tie_word_embeddings)
 
 
-def first_vectors(lm: PreTrainedModel, shapes: Shapes) -> dict[str, float]:
-    """Return the value of each vector's elements as transformers initialises its module.
+def first_vectors(lm: PreTrainedModel, shapes: Shapes, seed: int) -> dict[str, Tensor]:
+    """Return each vector as transformers initialises its module, on a CPU.
 
     Raises:
-        ConfigError: they are not all equal.
+        ConfigError: it does not.
     """
     known = dict(checkpoint_parameters(lm))
     vectors = {}
@@ -182,14 +183,14 @@ def first_vectors(lm: PreTrainedModel, shapes: Shapes) -> dict[str, float]:
         owner, _, attribute = own.rpartition(".")
         layer = lm.get_submodule(owner)
         base = layer.base_layer if isinstance(layer, LoRALinear) else layer
-        first = _first_values(lm, base, attribute)
-        if first.min() != first.max():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "weights", name))
+            vectors[name] = _first_values(lm, base, attribute)
+        if vectors[name].isnan().any():
             raise ConfigError(
-                f"model.init = random: {name} of {type(base).__name__} starts with different "
-                "numbers, expected a constant, which shards share.\n"
-                "Set model.init=pretrained"
+                f"model.init = random: transformers does not initialise {name} of "
+                f"{type(base).__name__}.\nSet model.init=pretrained"
             )
-        vectors[name] = float(first[0])
     return vectors
 
 

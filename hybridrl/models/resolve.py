@@ -1,6 +1,7 @@
 """model.path -> a local folder in Hugging Face format.
 
-    embedded        the tiny model inside this package; embedded_moe, that with experts
+    embedded        the tiny model inside this package; embedded_moe and embedded_hybrid, those
+                    with experts and with recurrent layers
     smollm2_135m    SmolLM2-135M-Instruct from its package (hybridrl/models/smollm2.py)
     a local path    used as it is; of a run's directory, the model that it trained
     anything else   a name on the hub: first its local cache, then a download
@@ -23,8 +24,9 @@ from hybridrl.models import smollm2
 from hybridrl.models.weight_files import SINGLE, weight_files
 
 EMBEDDED = "embedded"
-EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
-EMBEDDED_FOLDERS = {EMBEDDED: EMBEDDED_FOLDER, "embedded_moe": Path(__file__).with_name("tiny_moe")}
+_FOLDERS = {EMBEDDED: "tiny", "embedded_moe": "tiny_moe", "embedded_hybrid": "tiny_hybrid"}
+EMBEDDED_FOLDERS = {name: Path(__file__).with_name(folder) for name, folder in _FOLDERS.items()}
+EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
 
 # Files that transformers and vLLM need beside weights.
 PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]

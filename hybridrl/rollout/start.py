@@ -48,8 +48,14 @@ class StartTimes:
         return f"{sum(self.seconds.values()):.1f} s ({parts})"
 
 
-def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
-    """Return the arguments of vLLM's `LLM` except the model's folder."""
+def engine_options(
+    config: RolloutConfig, device_type: str, *, recurrent: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `LLM` except the model's folder.
+
+    With `recurrent` layers vLLM caches prefixes only where it may compute prompts in parts, which
+    it does not on CPUs.
+    """
     assert config.max_num_seqs is not None
     options: dict[str, Any] = {
         "load_format": "dummy",
@@ -63,10 +69,12 @@ def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": device_type == "cuda" or not recurrent,
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
+    if recurrent:  # as the trainer's
+        options["mamba_ssm_cache_dtype"] = "float32"
     if config.lora is not None:
         # Part of the key of vLLM's compilation cache, which does not cover the adapters.
         options["additional_config"] = {"adapters": [config.lora.rank, config.lora.target_modules]}

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from transformers import AutoConfig, AutoModel
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.distributed.torch_compat import disable_dynamo
-from hybridrl.rollout import vllm_exact
+from hybridrl.rollout import vllm_exact, vllm_recurrent
 
 # Methods of vLLM's worker that are called once each, and the log's names of their time.
 WORKER_PARTS = {
@@ -55,6 +56,12 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
     ("vllm.exceptions", "VLLMValidationError"),
     ("vllm.model_executor.layers.linear", "LinearMethodBase.apply"),
+    ("vllm.model_executor.layers.mamba.mamba_utils", "is_conv_state_dim_first"),
+    ("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention", "cpu_gdn_attention_core"),
+    (
+        "vllm.model_executor.layers.rotary_embedding",
+        "RotaryEmbedding.forward_cpu RotaryEmbedding.forward_native",
+    ),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
     ("vllm.model_executor.models.registry", "_run_in_subprocess"),
     ("vllm.sampling_params", "StructuredOutputsParams._backend"),
@@ -63,6 +70,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
     ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init"),
     ("vllm.v1.structured_output.backend_xgrammar", "validate_xgrammar_grammar"),
+    ("vllm.utils.torch_utils", "LayerNameType _resolve_layer_name"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model GPUModelRunner.get_model"),
     *((module, f"{name}.{part}") for module, name in _WORKERS.values() for part in WORKER_PARTS),
 )
@@ -95,9 +103,14 @@ def cpu_start() -> Iterator[None]:
     - Shared memory of tensor parallelism gets a unique name: vLLM derives it from the rendezvous
       address, which is the same text for all externally launched jobs. The name is removed as soon
       as all ranks have mapped it, so a killed process leaves nothing behind.
+    - Gated delta rules are computed in plain torch (vllm_recurrent.py).
+    - Queries with a dim of heads (LFM2) are rotated in plain torch: vLLM's kernel takes them wrong.
+    - Models whose file also has classes for images are imported without torchvision.
     - `torch.set_num_threads` keeps working: vLLM's worker replaces it by a no-op.
     """
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     ident = [f"hybridrl-{secrets.token_hex(8)}"]
@@ -107,12 +120,24 @@ def cpu_start() -> Iterator[None]:
         # Never dialled, as the process group exists; its last part names the shared memory.
         return f"tcp://127.0.0.1:{ident[0]}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 
+    kernel = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        run = RotaryEmbedding.forward_native if query.dim() == 3 else kernel
+        return run(self, positions, query, key)
+
+    absent = [] if find_spec("torchvision") else ["torchvision.transforms.v2"]
+    sys.modules.update({name: MagicMock() for name in absent})
     with (
         patch.object(utils, "dispatch_cpu_unquantized_gemm", _keep_weight),
+        patch.object(RotaryEmbedding, "forward_cpu", rotate),
+        patch.object(gdn_attention, "cpu_gdn_attention_core", vllm_recurrent.delta_rule()),
         patch.object(ExecutorWithExternalLauncher, "_distributed_args", distributed_args),
         patch.object(torch, "set_num_threads", torch.set_num_threads),
     ):
         yield
+    for name in absent:
+        sys.modules.pop(name, None)
     dist.barrier()
     for file in Path("/dev/shm").glob(f"*{ident[0]}*"):
         file.unlink(missing_ok=True)

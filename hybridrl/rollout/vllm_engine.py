@@ -13,10 +13,12 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, RouterReplay, SleepMode
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.requests import Request, SamplingParams
 from hybridrl.distributed.weights import checkpoint_sources
+from hybridrl.models.resolve import read_model_config
 from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_kept, vllm_routing
 from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.engine import EnginePart, Step
@@ -115,7 +117,8 @@ class VLLMEngine:
                 vllm_compat.models_inspected_here(),
                 vllm_experts.experts_as_loaded(folder, device_type) as more,
             ):
-                options = engine_options(config, device_type) | more
+                recurrent = model_shape(read_model_config(str(folder))).recurrent
+                options = engine_options(config, device_type, recurrent=recurrent) | more
                 self._llm = LLM(model=str(folder), **options)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)

@@ -136,7 +136,7 @@ def test_random_weights_depend_on_seed_and_name_alone(seen, folder):
 def one_process_weights(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     shapes = {name: param.shape for name, param in model.named_parameters()}
-    drawn = RandomWeights(shapes, 0.02, 11, torch.device("cpu"), first_vectors(model, shapes))
+    drawn = RandomWeights(shapes, 0.02, 11, torch.device("cpu"), first_vectors(model, shapes, 11))
     return {name: drawn[name] for name in shapes}
 
 

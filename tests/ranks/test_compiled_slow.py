@@ -12,7 +12,7 @@ from hybridrl.workers.training import Training
 from tests.support.launch import run_on_ranks
 from tests.support.lora_cases import move_away
 from tests.support.role_configs import actor_config, fsdp_config, lora_config, reference_config
-from tests.support.tiny_hf import MORE, OTHER_HEADS, tiny_folder
+from tests.support.tiny_hf import MORE, OTHER_HEADS, RECURRENT, tiny_folder
 from tests.support.training_batches import (
     batch_with_experts,
     my_part,
@@ -22,7 +22,7 @@ from tests.support.training_batches import (
 
 # Experts can be compiled in bfloat16 only.
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")
-DENSE = sorted(MORE.keys() - OTHER_HEADS - set(MIXTURES))
+DENSE = sorted(MORE.keys() - OTHER_HEADS - RECURRENT - set(MIXTURES))
 # Every response alone, some together, all together: packed lengths from 6 to 77.
 BUDGETS = (15, 30, 200)
 

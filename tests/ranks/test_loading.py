@@ -82,7 +82,7 @@ def test_shards_are_the_rows_of_from_pretrained(loaded, name):
     folders, _, ranks = loaded(name)
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     expected = dict(model.named_parameters(remove_duplicate=False))
-    assert ("lm_head.weight" in expected) and ("model.embed_tokens.weight" in expected)
+    assert "lm_head.weight" in expected and any(".embed" in parameter for parameter in expected)
     for rank, (seen, *_) in enumerate(ranks):
         shards = seen[name]["shards"]
         assert shards.keys() == expected.keys()

@@ -44,16 +44,16 @@ def largest_difference(config, folder):
             param.add_(torch.randn_like(param) * 0.1)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}\n')
-    spec = fsdp_config(dp_shard=1)
-    mesh = build_mesh(spec, "cpu")
-    policy = load_sharded_policy(model_config(folder), spec, mesh, chunk_tokens=7)
     batch, expected = training_batch(), []
-    with torch.no_grad():
-        own = policy(pack(batch, device_of(mesh)), 0.8, Entropy.omit).log_probs
+    with torch.no_grad():  # before the policy wants bounds of recurrent layers
         for prompt, response in zip(batch.prompts.rows(), batch.responses.rows(), strict=True):
             logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
             log_p = (logits[len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
             expected.append(log_p.gather(-1, response[:, None])[:, 0])
+        spec = fsdp_config(dp_shard=1)
+        mesh = build_mesh(spec, "cpu")
+        policy = load_sharded_policy(model_config(folder), spec, mesh, chunk_tokens=7)
+        own = policy(pack(batch, device_of(mesh)), 0.8, Entropy.omit).log_probs
     return float((own - torch.cat(expected)).abs().max())
 
 

@@ -121,6 +121,22 @@ def test_the_embedded_mixture_of_experts_learns(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_embedded_hybrid_learns(tmp_path):
+    """Two of its three layers are recurrent."""
+    changes = ["model=embedded_hybrid", "hardware=cpu", "seed=1", "trainer.total_steps=20"]
+    with started(tmp_path / "run", "+recipe=gsm8k_ppo", *changes) as run:
+        run.ended(timeout=580)
+        rows = run.metrics()
+    scores = [row for row in rows if row["eval/accuracy"] is not None]
+    assert scores[-1]["eval/accuracy"] - scores[0]["eval/accuracy"] >= 0.08
+    assert scores[-1]["eval/accuracy_greedy"] - scores[0]["eval/accuracy_greedy"] >= 0.1
+    for row in rows[1:]:
+        assert row["actor/first_log_ratio_max"] == 0.0
+        assert row["rollout/log_prob_diff_mean"] < 1e-5
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_rewards_that_do_not_depend_on_the_answer_teach_nothing(tmp_path):
     run_dir = tmp_path / "run"

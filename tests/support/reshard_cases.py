@@ -26,6 +26,7 @@ from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, SleepM
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.requests import Requests, SamplingParams
+from hybridrl.distributed.forward.recurrent import pack_recurrences
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.offload import offloadable_weights
@@ -34,7 +35,7 @@ from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
 from hybridrl.rollout.sampler import Peers
 from hybridrl.rollout.trace import live_tensors
-from hybridrl.rollout.vllm_compat import cpu_start, own_class
+from hybridrl.rollout.vllm_compat import cpu_start, models_inspected_here, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
 from hybridrl.workers.rollout import RolloutWorker
 from tests.support import role_configs
@@ -55,6 +56,8 @@ SIZES = {
 }
 HEAD, WINDOW, ONE_HEAD = {"head_dim": 64}, {"sliding_window": 16}, {"num_key_value_heads": 1}
 EXPERT = {"moe_intermediate_size": 96}
+MOE_SIZES = EXPERT | {"shared_expert_intermediate_size": 160}
+DELTA = HEAD | {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
 # Sizes of families that SIZES lacks.
 OWN: dict[str, dict[str, Any]] = {
     "llama": HEAD,
@@ -78,7 +81,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_untied": HEAD | WINDOW | ONE_HEAD,
     "qwen3_moe": HEAD | EXPERT,
     "qwen3_moe_tied": ONE_HEAD | EXPERT,
-    "qwen2_moe": EXPERT | {"shared_expert_intermediate_size": 160},
+    "qwen2_moe": MOE_SIZES,
     "olmoe": {"intermediate_size": 96, "pad_token_id": 0},
     "mixtral": {"intermediate_size": 96},
     "gpt_oss": HEAD
@@ -95,13 +98,21 @@ OWN: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "seed_oss": HEAD,
     "nemotron": {"head_dim": 64},
+    "qwen3_5": DELTA,
+    "qwen3_5_tied": DELTA,
+    "qwen3_5_moe": DELTA | MOE_SIZES,
+    "qwen3_next": DELTA | MOE_SIZES,
+    # Keys that vLLM's model reads, and transformers' does not have.
+    "lfm2": {"conv_dim": 256, "block_dim": 256},
+    "nemotron_h": {"head_dim": 64, "num_hidden_layers": None, "mamba_head_dim": 32},
 }
 
 
 def wider(name: str) -> PreTrainedConfig:
     """A model of tests/support/tiny_hf.py with the sizes of this file."""
     config = copy.deepcopy(ALL[name])
-    config.update(SIZES | OWN[name])
+    sizes = SIZES | OWN[name]
+    config.update({key: size for key, size in sizes.items() if size is not None})
     return config
 
 
@@ -117,6 +128,19 @@ SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
 BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
 BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
 BY_COLUMNS["gpt_oss"] = (*WITH_EXPERTS, "mlp.experts.gate_up_proj_bias")
+# Those of models whose two layers differ.
+_DELTA_RULE = ("linear_attn.out_proj.weight", "self_attn.o_proj.weight")
+_CONVOLUTION = ("conv.out_proj.weight", "self_attn.out_proj.weight")
+OF_LAYERS = {
+    name: [f"{layer}.{part}" for layer in range(2) for part in (mixers[layer], *rest)]
+    for name, mixers, rest in (
+        ("qwen3_5", _DELTA_RULE, ROW_PARALLEL[1:]),
+        ("qwen3_5_tied", _DELTA_RULE, ROW_PARALLEL[1:]),
+        ("qwen3_5_moe", _DELTA_RULE, SHARED_EXPERT[1:]),
+        ("qwen3_next", _DELTA_RULE, SHARED_EXPERT[1:]),
+        ("lfm2", _CONVOLUTION, ("feed_forward.w2.weight",)),
+    )
+} | {"nemotron_h": [f"{n}.mixer.{name}_proj.weight" for n, name in enumerate(("out", "o", "down"))]}
 
 
 @dataclass(frozen=True)
@@ -315,12 +339,15 @@ def kept(worker: RolloutWorker) -> dict[str, tuple[int | None, list[int]]]:
     return found
 
 
+LAST_OF_LAYER = ("mlp.down_proj.weight", "w2_weight", "w2.weight", "mixer.o_proj.weight")
+
+
 def corrupted(worker: RolloutWorker) -> dict[str, str]:
     """What verification says after one bit of one parameter flips on the last rank."""
     found = {}
     tensors = worker.engine.tensors()
-    last = [name for name in tensors if name.startswith("model.layers.1.mlp.")]
-    downs = [name for name in last if name.endswith(("mlp.down_proj.weight", "w2_weight"))]
+    last = [name for name in tensors if name.startswith("model.layers.1.")]
+    downs = [name for name in last if name.endswith(LAST_OF_LAYER)]
     embeddings = ("model.embed_tokens.weight", "model.embedding.weight")
     for name in (*downs, *(name for name in embeddings if name in tensors)):
         # On the embedding's last rank: padding, where tp > 1.
@@ -383,7 +410,8 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
     from vllm.model_executor.model_loader import get_model
 
     on_gpu = torch.cuda.is_available()
-    with experts_as_loaded(folder, "cuda" if on_gpu else "cpu") as more:
+    inspected = models_inspected_here()
+    with inspected, experts_as_loaded(folder, "cuda" if on_gpu else "cpu") as more:
         vllm_config = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -416,6 +444,16 @@ def differences(live: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) 
     ]
 
 
+def bounds_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """What a model with recurrent layers wants of a sequence: the trainer here has packed them."""
+    if not pack_recurrences(model):
+        return {}
+    bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
+    lengths = {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1], "use_cache": False}
+    sequences = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "seq_idx": torch.zeros_like(ids)}
+    return lengths | sequences
+
+
 @torch.no_grad()
 def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
     """|log-prob by transformers in float32 - log-prob by vLLM| of the sampled tokens, in nats."""
@@ -427,7 +465,8 @@ def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
         rollout.rollout_log_probs.rows(),
         strict=True,
     ):
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        ids = torch.cat([prompt, response])[None]
+        logits = model(ids, **bounds_of(model, ids)).logits[0, len(prompt) - 1 : -1]
         exact = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
         errors.append((exact - reported).abs())
     return torch.cat(errors)
@@ -448,7 +487,7 @@ def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
         tokens = torch.cat([prompt, response])
         *recorded, last = routed.view(len(tokens), len(layers), -1).long()
         assert not last.any(), "the last token was sampled, not computed"
-        model(tokens[None])
+        model(tokens[None], **bounds_of(model, tokens[None]))
         expected = torch.stack(chosen, 1)[:-1] + 1
         chosen.clear()
         differing += int((torch.stack(recorded) != expected).any(-1).sum())

@@ -1,6 +1,8 @@
 """Tiny random Hugging Face folders, one or two of each family."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from transformers import (
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -26,12 +30,17 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
 )
+
+from hybridrl.distributed.forward.recurrent import pack_recurrences, recurrent_functions
 
 SIZES = {
     "vocab_size": 67,
@@ -92,6 +101,30 @@ YARN_OF_ALL = {
 }
 GEMMA3 = {"query_pre_attn_scalar": 12, "pad_token_id": 0}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+# Recurrent layers: more heads of values than of keys, and of another size.
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+MAMBA = {
+    "layers_block_type": ["mamba", "attention", "mlp"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 4,
+    "time_step_min": 1e-9,
+}
+SHARED_EXPERT = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 FULL_AND_WINDOW = ["sliding_attention", "full_attention"]
 # Families of later times, and their other heads; windows are shorter than the sequences of tests.
 MORE = {
@@ -155,11 +188,25 @@ MORE = {
     "stablelm": StableLmConfig(**SIZES, use_qkv_bias=True),
     "seed_oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True),
     "nemotron": NemotronConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **DELTA),
+    "qwen3_5_tied": Qwen3_5TextConfig(**SIZES, **DELTA, tie_word_embeddings=True),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**SIZES, **DELTA, **EXPERTS, **SHARED_EXPERT),
+    "qwen3_next": Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS, **SHARED_EXPERT),
+    "lfm2": Lfm2Config(
+        **SIZES,
+        layer_types=["conv", "full_attention"],
+        block_multiple_of=16,
+        tie_word_embeddings=True,
+    ),
+    "nemotron_h": NemotronHConfig(
+        **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"}, **MAMBA
+    ),
 }
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time, and families that are layers of others.
 OTHER_HEADS = {name for name in MORE if "tied" in name}
 SIMILAR = {"exaone4", "glm4", "stablelm", "seed_oss"}
+RECURRENT = {"qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_next", "lfm2", "nemotron_h"}
 
 
 def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
@@ -179,13 +226,25 @@ def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
     return model
 
 
+@contextmanager
+def packed_recurrences(model: PreTrainedModel) -> Iterator[bool]:
+    """Within this context, recurrent layers of models of these classes want bounds of sequences."""
+    own = [(names, key, names[key]) for names, key in recurrent_functions(model)]
+    try:
+        yield bool(pack_recurrences(model))
+    finally:
+        for names, key, function in own:
+            names[key] = function
+
+
 def spread(model: PreTrainedModel, name: str) -> None:
     """Spread a new family's probabilities: with a tied head, each token would predict itself.
 
     The last norm scales by 0.1 instead of 1, whether or not it adds 1 to its weight.
     """
     if name in MORE:
-        model.base_model.norm.weight.sub_(0.9)
+        *_, last = (m for m in model.base_model.children() if "Norm" in type(m).__name__)
+        last.weight.sub_(0.9)
 
 
 def tiny_folder(name: str, folder: Path) -> Path:

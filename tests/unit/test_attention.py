@@ -10,14 +10,17 @@ from hybridrl.distributed.forward.attention import (
     register_packed_attention,
 )
 from hybridrl.distributed.forward.layers import hand_on_bounds
-from tests.support.tiny_hf import ALL, OTHER_HEADS, SIMILAR, SIZES, tiny_model
+from tests.support.tiny_hf import ALL, OTHER_HEADS, SIMILAR, SIZES, packed_recurrences, tiny_model
 
 LENGTHS = [7, 1, 12, 3]
 TOKENS = torch.randint(0, 67, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 WEIGHTS = torch.randn(sum(LENGTHS), 67, generator=torch.Generator().manual_seed(1))
 
 
-def packed_logits(model):
+SEQUENCES = {"seq_idx": torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]}
+
+
+def packed_logits(model, **more):
     ends = torch.tensor(LENGTHS).cumsum(0)
     cu_seq_lens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
     return model(
@@ -28,6 +31,7 @@ def packed_logits(model):
         cu_seq_lens_k=cu_seq_lens,
         max_length_q=max(LENGTHS),
         max_length_k=max(LENGTHS),
+        **more,
     ).logits[0]
 
 
@@ -55,7 +59,9 @@ SELDOM = OTHER_HEADS | SIMILAR | {"qwen2_moe", "olmoe", "mixtral"}
 def test_packed_equals_each_sequence_alone(name):
     packed, alone = tiny_model(name, PACKED_ATTENTION), tiny_model(name)
     hand_on_bounds(packed)
-    logits, expected = packed_logits(packed), logits_one_by_one(alone)
+    expected = logits_one_by_one(alone)
+    with packed_recurrences(packed) as recurrent:
+        logits = packed_logits(packed, **(SEQUENCES if recurrent else {}))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     found, wanted = gradients(packed, logits), gradients(alone, expected)
     for parameter in wanted:

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.distributed.forward.packing import sequence_index
 from hybridrl.distributed.forward.recurrent import pack_recurrences
+from tests.support.tiny_hf import packed_recurrences
 
 LENGTHS = [5, 1, 37, 70]
 SIZES = {
@@ -63,7 +64,6 @@ def test_packed_sequences_are_those_alone(kind):
     rows = [torch.randint(5, 290, (n,)) for n in LENGTHS]
     weights = torch.randn(sum(LENGTHS), 300)
     alone, grads = outcome(lm, rows, weights)
-    assert pack_recurrences(lm) == pack_recurrences(lm) != set()
     lm.set_attn_implementation(PACKED_ATTENTION)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
@@ -73,10 +73,12 @@ def test_packed_sequences_are_those_alone(kind):
         "seq_idx": sequence_index(bounds, sum(LENGTHS))[None],
     }
     packing["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    packed, packed_grads = outcome(lm, [torch.cat(rows)], weights, **packing)
+    with packed_recurrences(lm):
+        assert pack_recurrences(lm) == pack_recurrences(lm) != set()
+        packed, packed_grads = outcome(lm, [torch.cat(rows)], weights, **packing)
+        with pytest.raises(ValueError, match="needs"):
+            lm(rows[0][None], use_cache=False, cu_seq_lens_q=None)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
     assert packed_grads.keys() == grads.keys()
     for name, grad in grads.items():
         assert float((packed_grads[name] - grad).norm()) <= 1e-4 * float(grad.norm()) + 1e-4, name
-    with pytest.raises(ValueError, match="needs"):
-        lm(rows[0][None], use_cache=False, cu_seq_lens_q=None)

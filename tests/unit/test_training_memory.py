@@ -26,7 +26,7 @@ from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
 from hybridrl.distributed.fsdp import _set_forward
 from tests.support.allocations import Allocations
 from tests.support.role_configs import fsdp_config
-from tests.support.tiny_hf import MORE
+from tests.support.tiny_hf import MORE, RECURRENT, packed_recurrences
 
 TOKENS, CHUNK, LAYERS = 4096, 1024, 3
 # Key heads as many as query heads: torch 2.11's kernel wants them repeated, later ones do not.
@@ -147,8 +147,13 @@ def wide(name):
     if name == "phi3":
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
         config.rope_parameters["partial_rotary_factor"] = 1.0
-    if config.to_dict().get("layer_types"):
-        config.layer_types = ["full_attention"] * LAYERS
+    if name in RECURRENT:
+        config.update({"linear_key_head_dim": 64, "linear_value_head_dim": 64})
+        config.update({"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 64})
+        config.chunk_size = 64
+    if kinds := config.to_dict().get("layer_types"):
+        first = kinds[:1] if name in RECURRENT else ["full_attention"]
+        config.layer_types = [*first * (LAYERS - 1), "full_attention"]
     return config
 
 
@@ -183,7 +188,8 @@ def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     assert predicted == pytest.approx(counted.peak, rel=0.1)
 
 
-LATER = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron")
+HYBRIDS = ("qwen3_5", "lfm2", "nemotron_h")
+LATER = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", *HYBRIDS)
 FAMILIES = ("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3", *LATER)
 
 
@@ -204,16 +210,22 @@ def test_what_layers_keep_is_predicted_to_15_percent(config):
         return tensor
 
     with FakeTensorMode():
-        root = model(config).model
+        lm = model(config)
+        root = lm.model
         weights = {id(param.untyped_storage()) for param in root.parameters()}
         packed = packed_input()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        one = torch.zeros(2, dtype=torch.int32)  # bounds: recurrences pad to the longest
+        with (
+            packed_recurrences(lm) as recurrent,
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        ):
             root(
                 input_ids=packed.input_ids,
                 position_ids=packed.position_ids,
                 use_cache=False,
-                cu_seq_lens_q=packed.cu_seq_lens,
+                cu_seq_lens_q=one,
                 max_length_q=packed.max_length,
+                **({"seq_idx": packed.input_ids} if recurrent else {}),
             )
     found = sum(t.untyped_storage().nbytes() for k, t in saved.items() if k not in weights)
     kept = LAYERS * kept_by_layer(shape_of(config), 2, compiled=False)

@@ -234,6 +234,23 @@ def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
             yield must_be("router_replay", "rollout.router_replay", replay, "none", why)
 
 
+def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Find settings that recurrent layers do not have."""
+    if not shape.recurrent:
+        return
+    why = "recurrent layers of model.path"
+    size = config.fsdp.ulysses_size
+    if size > 1:
+        own = f"{why} pass a state from token to token, which ranks cannot share"
+        yield must_be("recurrent_parts", "fsdp.ulysses_size", size, 1, own)
+    if config.fsdp.compile:
+        own = f"the number of chunks that {why} compute one after the other is fixed by compilation"
+        yield must_be("compiled_recurrence", "fsdp.compile", True, "false", own)
+    if (replay := config.rollout.router_replay) is not RouterReplay.none and shape.experts:
+        own = f"vLLM keeps states of {why} in other blocks than tokens, by which experts are known"
+        yield must_be("recurrent_replay", "rollout.router_replay", replay, "none", own)
+
+
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Find unknown layers and ranks above the size of a weight."""
     lora, layers, key = config.lora, shape.linear_layers, "lora.target_modules"

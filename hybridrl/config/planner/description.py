@@ -132,6 +132,7 @@ def _layer_from_data(data: Mapping[str, Any]) -> LayerShape:
     attention, experts = data["attention"], data["experts"]
     return LayerShape(
         attention=None if attention is None else AttentionShape(*attention),
+        recurrent=data["recurrent"],
         experts=None if experts is None else ExpertShape(*experts),
         linear_layers={n: (sides[0], sides[1]) for n, sides in data["linear_layers"].items()},
         parameters=data["parameters"],

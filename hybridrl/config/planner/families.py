@@ -16,7 +16,10 @@ ON_GPUS = (
     *("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma3_text"),
     *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral"),
 )
-ON_CPUS = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", "gpt_oss")
+ON_CPUS = (
+    *("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", "gpt_oss"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h"),
+)
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
 EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
@@ -24,6 +27,8 @@ EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gem
 REFUSED = {
     "cohere2": "vLLM's model has windows that are one token longer",
     "gemma3": "only its text models (gemma3_text) are trained, not images",
+    "qwen3_5": "only its text models (qwen3_5_text) are trained, not images",
+    "qwen3_5_moe": "only its text models (qwen3_5_moe_text) are trained, not images",
 }
 
 
@@ -45,13 +50,14 @@ _TO_BFLOAT16 = (
 )
 # Settings of gpt-oss that vLLM's model does not read.
 _OF_GPT_OSS = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_WITHOUT_BIAS = ("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _NO_WINDOW = "vLLM's model attends to all tokens"
 REFUSED_SETTINGS = (
     Setting("attn_logit_softcapping", "packed attention does not cap its scores"),
     Setting("final_logit_softcapping", "log-probs are computed without a cap on logits"),
     Setting("use_bidirectional_attention", "attention here is causal"),
     Setting("attention_bias", "vLLM's model leaves the bias of o_proj out", ("qwen3",)),
-    Setting("attention_bias", "vLLM's model leaves biases out", ("qwen3_moe", "olmoe")),
+    Setting("attention_bias", "vLLM's model leaves biases out", _WITHOUT_BIAS),
     Setting("mlp_only_layers", "every layer needs experts"),
     Setting("use_sliding_window", _NO_WINDOW, ("qwen3_moe", "qwen2_moe")),
     Setting("sliding_window", _NO_WINDOW, ("mixtral", "olmoe")),
@@ -136,6 +142,11 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
         yield "layer_types", config["layer_types"], expected, "vLLM's model has these"
     if kind == "qwen2_moe" and config.get("qkv_bias") is False:
         yield "qkv_bias", False, "true", "vLLM's model has these biases"
+    if kind == "lfm2" and config.get("tie_word_embeddings") is False:
+        yield "tie_word_embeddings", False, "true", "vLLM's model shares embedding and head"
+    if kind == "nemotron_h" and (least := config.get("time_step_min", 1e-3)) > 1e-9:
+        why = "transformers' model alone, neither vLLM's nor the first one, limits steps from below"
+        yield "time_step_min", least, "at most 1e-9", why
 
 
 def partial_rotation(config: Mapping[str, Any]) -> object:

@@ -34,7 +34,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         ConfigError: unsupported architecture, quantized weights, or missing or wrong keys.
     """
     check_settings(config)
-    missing = [key for key in REQUIRED if config.get(key) is None]
+    listed = config.get("layers_block_type") and "num_hidden_layers"  # Nemotron-H has either
+    missing = [key for key in REQUIRED if config.get(key) is None and key != listed]
     if missing:
         raise ConfigError(
             Problem("model_lacks", "model.path", why=f"config.json lacks {', '.join(missing)}")

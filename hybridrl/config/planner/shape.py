@@ -44,6 +44,7 @@ class LayerShape:
 
     Attributes:
         attention: None if the layer has none.
+        recurrent: it has a state that passes from token to token, or a convolution over them.
         experts: mixture of experts in place of the MLP, if any.
         linear_layers: (outputs, inputs) of each linear layer, by name; those that LoRA can adapt.
         parameters: elements.
@@ -52,6 +53,7 @@ class LayerShape:
     """
 
     attention: AttentionShape | None
+    recurrent: bool
     experts: ExpertShape | None
     linear_layers: Mapping[str, tuple[int, int]]
     parameters: int
@@ -106,6 +108,11 @@ class ModelShape:
         heads, kv_heads, head_dim, windows = zip(*self.attentions, strict=True)
         window = max((size for size in windows if size is not None), default=None)
         return AttentionShape(max(heads), max(kv_heads), max(head_dim), window)
+
+    @property
+    def recurrent(self) -> bool:
+        """True if a layer is recurrent."""
+        return any(kind.recurrent for kind in self.kinds)
 
     @property
     def windowed(self) -> int:

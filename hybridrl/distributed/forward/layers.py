@@ -1,7 +1,7 @@
 """Decoder layers of transformers' models: which kinds are trained, and how a layer is run.
 
-A layer consists of linear layers, norms, experts and packed attention. What has other parameters
-computes something that nobody looked at here, and is refused by name.
+A layer consists of linear layers, norms, experts, packed attention and packed recurrences. What has
+other parameters computes something that nobody looked at here, and is refused by name.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,10 +14,21 @@ from transformers import PreTrainedModel
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.attention import BOUNDS
+from hybridrl.distributed.forward.recurrent import CONVOLUTION, RECURRENCES
 from hybridrl.distributed.forward.routing import has_experts, layer_forward
 
-# Kinds of layers in config.json's layer_types that attention's arguments alone tell apart.
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+ATTENTION = "attention"
+# Kinds of layers in config.json, and the functions that read other tokens in one: no others may be
+# called, and each gets the bounds of sequences. Attention's arguments tell windows apart.
+LAYER_TYPES: dict[str, list[set[str]]] = {
+    "full_attention": [{ATTENTION}],
+    "sliding_attention": [{ATTENTION}],
+    "linear_attention": [{CONVOLUTION, name} for name in RECURRENCES],
+    "conv": [{CONVOLUTION}],
+    "mlp": [set()],
+}
+# Parameters of recurrent mixers, vectors with a number for each head.
+STATE = {"A_log", "D", "dt_bias"}
 EXPERTS = ("gate_up_proj", "down_proj")
 # Parameters that are computed here, of parts of layers that are no linear layer and no norm.
 KNOWN = (
@@ -39,12 +50,10 @@ def check_layers(model: PreTrainedModel) -> None:
     if "layers" not in dict(base.named_children()):
         raise ConfigError(f"its {type(base).__name__} has no decoder layers in `layers`")
     config: dict[str, Any] = model.config.to_dict()
-    others = sorted({*(config.get("layer_types") or ())} - LAYER_TYPES)
+    others = sorted({*layer_types(model)} - LAYER_TYPES.keys())
     if config.get("attention_chunk_size"):
         others.append("attention_chunk_size")
     for index, layer in enumerate(base.layers):
-        lacking = {"self_attn", "mlp"} - {name for name, _ in layer.named_children()}
-        others += [f"no {part} in layers.{index}" for part in sorted(lacking)]
         others += [f"layers.{index}{part}" for part in _unknown(layer)]
     usual = {base, base.layers, model.get_input_embeddings(), model.get_output_embeddings()}
     for path, module in {*base.named_children(), *model.named_children()}:
@@ -56,9 +65,16 @@ def check_layers(model: PreTrainedModel) -> None:
         others.append(f"experts in {len(experts)} of {len(base.layers)} layers")
     if others:
         raise ConfigError(
-            f"it has {', '.join(others[:3])}; known are linear layers, norms and experts, "
-            "with full or sliding attention"
+            f"it has {', '.join(others[:3])}; known are linear layers, norms, experts and "
+            f"recurrent mixers, in layers of the kinds {', '.join(LAYER_TYPES)}"
         )
+
+
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """Return the kind of each decoder layer, as config.json or its model names it."""
+    config: dict[str, Any] = model.config.to_dict()
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    return kinds or ["full_attention"] * len(model.base_model.layers)
 
 
 def _unknown(layer: nn.Module) -> Iterator[str]:
@@ -67,7 +83,9 @@ def _unknown(layer: nn.Module) -> Iterator[str]:
         kind = type(module).__name__
         own = dict(module.named_parameters(recurse=False))
         is_norm = "Norm" in kind and all(param.dim() == 1 for param in own.values())
-        if isinstance(module, nn.Linear) or is_norm:
+        is_state = own and own.keys() <= STATE and all(param.dim() == 1 for param in own.values())
+        is_depthwise = isinstance(module, nn.Conv1d) and module.groups == module.out_channels
+        if isinstance(module, nn.Linear) or is_norm or is_state or is_depthwise:
             continue
         if (path, {*own}) in KNOWN and vars(module).get("has_gate", True):
             continue
@@ -78,7 +96,8 @@ def layer_function(layer: nn.Module) -> Callable[..., Any]:
     """Return what runs a decoder layer: takes it, hidden states and keyword arguments."""
     if has_experts(layer):
         return layer_forward
-    return _bounded_forward if "packed_bounds" in vars(layer.self_attn) else type(layer).forward
+    kept = [module for module in layer.children() if "packed_bounds" in vars(module)]
+    return _bounded_forward if kept else type(layer).forward
 
 
 def hand_on_bounds(model: PreTrainedModel) -> None:
@@ -88,6 +107,8 @@ def hand_on_bounds(model: PreTrainedModel) -> None:
         ConfigError: these have experts.
     """
     for layer in model.base_model.layers:
+        if "self_attn" not in dict(layer.named_children()):
+            continue  # its mixer gets the bounds, or refuses to run
         if has_experts(layer) and not _hands_on(layer, model.config.hidden_size):
             raise ConfigError("its layers with experts keep bounds of sequences from attention")
         if not _hands_on(layer, model.config.hidden_size):

@@ -27,16 +27,21 @@ def pack_recurrences(lm: nn.Module) -> set[str]:
 
     The functions are replaced in transformers' modules, for all models of the process.
     """
-    replaced = set()
-    for file in {type(module).__module__ for module in lm.modules()}:
-        functions = vars(sys.modules[file])
-        replaced |= functions.keys() & {CONVOLUTION, *RECURRENCES}
-        if CONVOLUTION in functions:
-            functions[CONVOLUTION] = packed_convolution
-        for name in functions.keys() & {*RECURRENCES}:
-            if not isinstance(functions[name], Recurrence):
-                functions[name] = Recurrence(functions[name])
-    return replaced
+    places = recurrent_functions(lm)
+    for functions, name in places:
+        if name == CONVOLUTION:
+            functions[name] = packed_convolution
+        elif not isinstance(functions[name], Recurrence):
+            functions[name] = Recurrence(functions[name])
+    return {name for _, name in places}
+
+
+def recurrent_functions(lm: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return where each function that is replaced lies: the names of a file, and its own."""
+    files = [
+        vars(sys.modules[file]) for file in {type(module).__module__ for module in lm.modules()}
+    ]
+    return [(names, key) for names in files for key in names.keys() & {CONVOLUTION, *RECURRENCES}]
 
 
 def packed_convolution(
@@ -54,6 +59,7 @@ def packed_convolution(
     """
     if seq_idx is None:
         raise ValueError("a convolution of packed sequences needs seq_idx")
+    states = states.contiguous()  # from channels last, which strides through memory
     total = states * weight[:, -1, None]
     for shift in range(1, weight.shape[-1]):
         same = F.pad(seq_idx[:, shift:] == seq_idx[:, :-shift], (shift, 0))

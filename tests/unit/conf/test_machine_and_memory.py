@@ -83,15 +83,14 @@ def test_sizes_of_every_family_are_those_of_the_real_model(name):
         model = AutoModelForCausalLM.from_config(MORE[name])
     shape = model_shape(json.loads(MORE[name].to_json_string()))
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.layers * shape.layer_parameters == sum(
-        p.numel() for p in model.model.layers.parameters()
+    layers = model.model.layers
+    assert sum(n * kind.parameters for kind, n in shape.counted) == sum(
+        p.numel() for p in layers.parameters()
     )
-    layer = model.model.layers[0]
-    layers = (layer.self_attn if shape.experts else layer).named_modules()
     found = {
         name.rpartition(".")[2]: (layer.out_features, layer.in_features)
-        for name, layer in layers
-        if isinstance(layer, torch.nn.Linear)
+        for name, layer in layers.named_modules()
+        if isinstance(layer, torch.nn.Linear) and not (shape.experts and ".mlp." in name)
     }
     assert shape.linear_layers == found
 

@@ -1,0 +1,45 @@
+"""Recurrent layers: what is refused by name, and that the package has a model of them."""
+
+import pytest
+
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.models.resolve import read_model_config
+from tests.support.composing import GPU_NODE, TINY, made, mistakes
+
+HYBRID = TINY | {
+    "model_type": "qwen3_5_text",
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "max_position_embeddings": 4096,
+}
+MISTAKES = """
+recurrent_parts fsdp.ulysses_size fsdp.ulysses_size=2 fsdp.compile=false | a state
+compiled_recurrence fsdp.compile fsdp.compile=true
+"""
+REPLAY = """
+recurrent_replay rollout.router_replay fsdp.compile=false rollout.router_replay=record
+"""
+EXPERTS = {
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 40,
+}
+
+
+@pytest.mark.parametrize("mistake", mistakes(MISTAKES))
+def test_what_recurrent_layers_do_not_allow_is_refused(mistake):
+    assert made(mistake, "hardware=gpu", model=HYBRID, machine=GPU_NODE) == [mistake]
+
+
+@pytest.mark.parametrize("mistake", mistakes(REPLAY))
+def test_what_recurrent_mixtures_do_not_allow_is_refused(mistake):
+    assert made(mistake, "hardware=gpu", model=HYBRID | EXPERTS, machine=GPU_NODE) == [mistake]
+
+
+def test_the_embedded_hybrid_is_recurrent():
+    shape = model_shape(read_model_config("embedded_hybrid"))
+    assert shape.recurrent
+    assert [shape.kinds[kind].recurrent for kind in shape.order] == [True, False, True]
+    assert not model_shape(read_model_config("embedded")).recurrent
