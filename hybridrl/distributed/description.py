@@ -24,12 +24,12 @@ from hybridrl.config.planner.families import partial_rotation, setting_problem, 
 from hybridrl.config.planner.shape import ExpertShape, LayerShape, ModelShape
 from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
 from hybridrl.distributed.forward.layers import (
-    ATTENTION,
     LAYER_TYPES,
     check_layers,
     hand_on_bounds,
     layer_types,
 )
+from hybridrl.distributed.forward.recurrent import CONVOLUTION, RECURRENCES
 from hybridrl.distributed.forward.routing import has_experts, router_of
 from hybridrl.distributed.forward.token_models import logits_divisor
 from hybridrl.distributed.probe import PROBE, Probe
@@ -151,7 +151,8 @@ def _layer_shape(
     whole, low = (sum(sizes) // len(same) for sizes in zip(*(kept[i] for i in same), strict=True))
     return LayerShape(
         attention=probe.attention.get(index),
-        recurrent=bool(probe.mixing[index] - {ATTENTION}),
+        recurrent=CONVOLUTION in probe.mixing[index],
+        has_state=not probe.mixing[index].isdisjoint(RECURRENCES),
         experts=_experts(layers[index]),
         linear_layers=_linear_layers(probe.linear[index], has_experts=mixture),
         parameters=_elements(layers[index]),

@@ -243,8 +243,8 @@ def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem
     if size > 1:
         own = f"{why} pass a state from token to token, which ranks cannot share"
         yield must_be("recurrent_parts", "fsdp.ulysses_size", size, 1, own)
-    if config.fsdp.compile:
-        own = f"the number of chunks that {why} compute one after the other is fixed by compilation"
+    if config.fsdp.compile and shape.has_state:
+        own = f"{why} compute chunks one after the other, whose number compilation would fix"
         yield must_be("compiled_recurrence", "fsdp.compile", True, "false", own)
     if (replay := config.rollout.router_replay) is not RouterReplay.none and shape.experts:
         own = f"vLLM keeps states of {why} in other blocks than tokens, by which experts are known"

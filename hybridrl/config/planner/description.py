@@ -133,6 +133,7 @@ def _layer_from_data(data: Mapping[str, Any]) -> LayerShape:
     return LayerShape(
         attention=None if attention is None else AttentionShape(*attention),
         recurrent=data["recurrent"],
+        has_state=data["has_state"],
         experts=None if experts is None else ExpertShape(*experts),
         linear_layers={n: (sides[0], sides[1]) for n, sides in data["linear_layers"].items()},
         parameters=data["parameters"],

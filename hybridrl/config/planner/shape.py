@@ -44,7 +44,8 @@ class LayerShape:
 
     Attributes:
         attention: None if the layer has none.
-        recurrent: it has a state that passes from token to token, or a convolution over them.
+        recurrent: it has a convolution over tokens.
+        has_state: it has a state that passes from token to token, too.
         experts: mixture of experts in place of the MLP, if any.
         linear_layers: (outputs, inputs) of each linear layer, by name; those that LoRA can adapt.
         parameters: elements.
@@ -54,6 +55,7 @@ class LayerShape:
 
     attention: AttentionShape | None
     recurrent: bool
+    has_state: bool
     experts: ExpertShape | None
     linear_layers: Mapping[str, tuple[int, int]]
     parameters: int
@@ -113,6 +115,11 @@ class ModelShape:
     def recurrent(self) -> bool:
         """True if a layer is recurrent."""
         return any(kind.recurrent for kind in self.kinds)
+
+    @property
+    def has_state(self) -> bool:
+        """True if a layer has a state."""
+        return any(kind.has_state for kind in self.kinds)
 
     @property
     def windowed(self) -> int:
