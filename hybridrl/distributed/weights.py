@@ -41,6 +41,8 @@ Auto = type[AutoModel] | type[AutoModelForCausalLM]
 # Shapes of whole tensors, by checkpoint name.
 Shapes = Mapping[str, torch.Size]
 
+# Prefix in folders of models that take images.
+LANGUAGE_MODEL = "model.language_model."
 # Prefix and tied names of the supported models. Folders of a backbone have no prefix, and of two
 # tied tensors a folder may have either.
 PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
@@ -117,7 +119,8 @@ def stored_weights(
 def _stored(stored: Mapping[str, Any], part: CheckpointTensor, *, tied: bool) -> Any:
     """Return a tensor of a folder under one of its names; None if it has none of this shape."""
     name = part.name
-    names = [name, name.removeprefix(PREFIX), *([TIED[name]] if tied and name in TIED else [])]
+    own = name.removeprefix(PREFIX)
+    names = [name, own, f"{LANGUAGE_MODEL}{own}", *([TIED[name]] if tied and name in TIED else [])]
     for other in names:
         if other in stored and _shape(stored[other]) == part.shape:
             return stored[other]

@@ -22,6 +22,7 @@ FORMS = {
     "pickled before torch 1.6": "llama",
     "backbone": "qwen2",
     "tied, under the head's name": "qwen2",
+    "beside images": "qwen3_5",
 }
 
 
@@ -35,6 +36,9 @@ def in_form(form: str, folder: Path) -> Path:
         weights = {name: weight.to(getattr(torch, form)) for name, weight in weights.items()}
     if form == "backbone":
         weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    if form == "beside images":
+        names = {name: name.replace("model.", "model.language_model.", 1) for name in weights}
+        weights = {names[name]: weight for name, weight in weights.items()}
     if form.startswith("tied"):
         weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     ending = "bin" if form.startswith("pickled") else "safetensors"

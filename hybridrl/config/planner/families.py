@@ -23,12 +23,16 @@ ON_CPUS = (
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
 EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
+_TEXT_MODEL = (
+    "transformers' AutoModelForCausalLM.from_pretrained('MODEL').save_pretrained('FOLDER') writes "
+    "one, to which the tokenizer's files are copied"
+)
 # Families that people try whose classes do not show what is wrong.
 REFUSED = {
     "cohere2": "vLLM's model has windows that are one token longer",
     "gemma3": "only its text models (gemma3_text) are trained, not images",
-    "qwen3_5": "only its text models (qwen3_5_text) are trained, not images",
-    "qwen3_5_moe": "only its text models (qwen3_5_moe_text) are trained, not images",
+    "qwen3_5": f"only its text models (qwen3_5_text) are trained, not images: {_TEXT_MODEL}",
+    "qwen3_5_moe": f"only its text models (qwen3_5_moe_text) are trained: {_TEXT_MODEL}",
 }
 
 
