@@ -158,6 +158,7 @@ def _layer_shape(
         parameters=_elements(layers[index]),
         kept=(whole, low),
         matrices=_matrices(model, index),
+        latent=probe.latent.get(index, 0),
     )
 
 
@@ -173,17 +174,20 @@ def _experts(layer: Any) -> ExpertShape | None:
     shared = sum(m.in_features for m in linear if m.out_features == hidden)
     router = router_of(layer)
     assert router is not None
-    return ExpertShape(number, router.top_k, inner, shared)
+    return ExpertShape(number, router.choice.top_k, inner, shared)
 
 
 def _linear_layers(
     linear: Mapping[str, nn.Linear], *, has_experts: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of a layer's linear layers by name, without those beside experts."""
+    """Return (outputs, inputs) of a layer's linear layers that can be adapted, by name.
+
+    Not those beside experts, nor one whose weight vLLM multiplies into queries and outputs.
+    """
     return {
         name.rpartition(".")[2]: (module.out_features, module.in_features)
         for name, module in linear.items()
-        if not (has_experts and name.startswith("mlp."))
+        if not (has_experts and name.startswith("mlp.")) and not name.endswith("kv_b_proj")
     }
 
 

@@ -13,8 +13,9 @@ projection of each expert is a tensor of its own, or all experts are one, perhap
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.forward.routing import Router
+from hybridrl.config.planner.families import rounds_logits
+from hybridrl.distributed.forward.routing import Choice, Router
 from hybridrl.distributed.torch_compat import TorchDispatchMode, real_tensors, storage_id
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-# Names of routers beside `experts`.
-ROUTERS = ("gate", "router")
+# Names of routers beside `experts`, and of the buffer that is added to scores for the choice.
+ROUTERS, OFFSET = ("gate", "router"), "e_score_correction_bias"
 
 
 class CheckpointTensor(NamedTuple):
@@ -202,41 +204,60 @@ def replace_experts(model: PreTrainedModel) -> None:
         ConfigError: they compute something else.
     """
     owners = [module for module in model.modules() if "experts" in module._modules]
-    top_k, normalises = 0, False
+    config: dict[str, Any] = model.config.to_dict()
+    choice: Choice | None = None
     for owner in owners:
         name = next(name for name in ROUTERS if name in owner._modules)
         gate = owner.get_submodule(name)
-        if not top_k:
-            top_k, normalises = _choice(gate)
-        setattr(owner, name, _router(gate, top_k, normalises=normalises))
+        choice = choice or _choice(gate, config)
+        setattr(owner, name, _router(gate, choice, rounds=rounds_logits(config)))
         owner.experts = Experts(owner.experts)
 
 
-def _router(gate: nn.Module, top_k: int, *, normalises: bool) -> Router:
+def _router(gate: nn.Module, choice: Choice, *, rounds: bool) -> Router:
     """Return a router with the weights of transformers' one."""
-    named = dict(gate.named_parameters())
-    return Router(named["weight"], top_k, normalises=normalises, bias=named.get("bias"))
+    named, offset = dict(gate.named_parameters()), gate._buffers.get(OFFSET)
+    return Router(named["weight"], choice, rounds=rounds, bias=named.get("bias"), offset=offset)
 
 
-def _choice(gate: nn.Module) -> tuple[int, bool]:
-    """Return how many experts a router chooses, and whether their weights add up to 1.
+def _choice(gate: nn.Module, config: Mapping[str, Any]) -> Choice:
+    """Return how a router chooses and weighs experts.
 
-    Compares transformers' router with the one here on random numbers.
+    Compares transformers' router with those here on random numbers.
     """
     with real_tensors():
         generator = torch.Generator().manual_seed(0)
-        other = copy.deepcopy(gate).to_empty(device="cpu").float()
-        for param in other.parameters():
-            param.normal_(generator=generator)
-        hidden = next(param.shape[1] for param in other.parameters() if param.dim() > 1)
-        states = torch.randn(64, hidden, generator=generator)
+        sizes = [(name, tuple(t.shape)) for name, t in (gate._parameters | gate._buffers).items()]
+        drawn = {name: torch.randn(size, generator=generator) for name, size in sizes}
+        other = copy.copy(gate)
+        other._parameters = {name: nn.Parameter(drawn[name]) for name in gate._parameters}
+        other._buffers = {name: drawn[name] for name in gate._buffers}
+        states = torch.randn(64, drawn["weight"].shape[1], generator=generator)
         with suppress(Exception):  # it returns other things, or wants more
             _, weights, ids = other(states)
-            for normal in (False, True):
-                own = _router(other, ids.shape[1], normalises=normal)(states)
-                if torch.equal(own[2], ids) and torch.allclose(own[1], weights):
-                    return ids.shape[1], normal
+            for choice in _choices(ids.shape[1], config):
+                own = _router(other, choice, rounds=False)(states)
+                if _equal(own[1:], (weights, ids)):
+                    return choice
     raise ConfigError(
         f"its routers ({type(gate).__name__}) choose and weigh experts otherwise than by the "
-        "softmax of a linear layer"
+        "softmax or sigmoids of a linear layer, the best of all or of groups"
+    )
+
+
+def _choices(top_k: int, config: Mapping[str, Any]) -> Iterator[Choice]:
+    """Yield the rules that a router may have, given the numbers in config.json."""
+    split = (config.get("n_group") or 1, config.get("topk_group") or 1)
+    scales = (1.0, config.get("routed_scaling_factor") or 1.0)
+    flags = (False, True)
+    for normal, sigmoid, groups, scale in product(flags, flags, ((1, 1), split), scales):
+        yield Choice(top_k, normal, sigmoid, groups[0], groups[1], scale)
+
+
+def _equal(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Return whether weights and ids of experts are the same, in any order of a token's experts."""
+    (weights, ids), (others, other_ids) = own, other
+    order, other_order = ids.argsort(-1), other_ids.argsort(-1)
+    return torch.equal(ids.gather(1, order), other_ids.gather(1, other_order)) and torch.allclose(
+        weights.gather(1, order), others.gather(1, other_order)
     )

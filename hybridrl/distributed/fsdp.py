@@ -199,14 +199,18 @@ def _shard(
         mp_policy=policy,
         shard_placement_fn=_placement(root, fsdp),
     )
-    for index, layer in enumerate(layers):
+    num_routed = 0
+    for layer in layers:
         if (attention := dict(layer.named_children()).get("self_attn")) is not None:
-            warn_of_padding(device_of(mesh), param_dtype, attention.head_dim)
+            size = vars(attention).get("qk_head_dim", vars(attention).get("head_dim"))
+            warn_of_padding(device_of(mesh), param_dtype, size)
         _set_forward(layer, fsdp)
         wrap(layer, reshard_after_forward=fsdp.reshard_after_forward)
+        index = num_routed if has_experts(layer) else None
+        layer.register_forward_pre_hook(partial(pick_recorded, index), with_kwargs=True)
         if has_experts(layer):
-            layer.register_forward_pre_hook(partial(pick_recorded, index), with_kwargs=True)
             layer.register_forward_hook(keep_routing)
+            num_routed += 1
     # Backward begins with the root, so its weights stay gathered after forward.
     wrap(root, reshard_after_forward=False)
     for module in root.modules():

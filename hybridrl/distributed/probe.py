@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.config.planner.shape import AttentionShape
-from hybridrl.distributed.forward.attention import BOUNDS, check_arguments
+from hybridrl.distributed.forward.attention import BOUNDS, check_arguments, of_one_size
 from hybridrl.distributed.forward.layers import ATTENTION
 from hybridrl.distributed.forward.recurrent import pack_recurrences, recurrent_functions
 from hybridrl.distributed.torch_compat import real_tensors, storage_id, tree_leaves, tree_map
@@ -41,6 +41,7 @@ class Probe:
     Attributes:
         attention: of the layers that have it, by their number.
         mixing: functions that read other tokens, of each layer.
+        latent: elements of a token from which a layer makes all heads' keys and values, if so.
         linear: each layer's linear layers in the order of their calls.
         rotated: elements of a head that are rotated; 0 if no module of that name was called.
     """
@@ -48,6 +49,7 @@ class Probe:
     def __init__(self, model: PreTrainedModel) -> None:
         self.attention: dict[int, AttentionShape] = {}
         self.mixing: list[set[str]] = [set() for _ in model.base_model.layers]
+        self.latent: dict[int, int] = {}
         self.linear: list[dict[str, nn.Linear]] = [{} for _ in model.base_model.layers]
         self.rotated = 0
         self._layer = -1
@@ -61,6 +63,10 @@ class Probe:
         for name, module in self._base.named_modules():
             if name.endswith("rotary_emb"):
                 module.forward = partial(self._rotate, module.forward)
+        for module in self._base.layers.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = buffer.to("meta")
         for index, layer in enumerate(self._base.layers):
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear):
@@ -104,7 +110,7 @@ class Probe:
         check_arguments(mask, kwargs)
         if BOUNDS[0] not in kwargs | (vars(module).get("packed_bounds") or {}):
             raise ValueError("its attention gets no bounds of sequences")
-        if query.shape[-1] != value.shape[-1]:
+        if query.shape[-1] < value.shape[-1]:
             raise ValueError(f"its heads have {query.shape[-1]} keys and {value.shape[-1]} values")
         window = kwargs.get("sliding_window")
         if window is not None and window < 1:
@@ -112,8 +118,11 @@ class Probe:
         sizes = query.shape[1], key.shape[1], query.shape[3]
         self.attention[self._layer] = AttentionShape(*sizes, window)
         self.mixing[self._layer].add(ATTENTION)
-        tokens = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        return _Kept.apply(*tokens)[None], None
+        if "kv_lora_rank" in (parts := vars(module)):
+            self.latent[self._layer] = parts["kv_lora_rank"] + parts["qk_rope_head_dim"]
+        qkv = query, key, of_one_size(query, value)
+        tokens = (x[0].transpose(0, 1).contiguous() for x in qkv)
+        return _Kept.apply(*tokens)[None, ..., : value.shape[-1]], None
 
     def _recur(self, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         self.mixing[self._layer].add(name)

@@ -68,6 +68,8 @@ def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig, *, exact: boo
         rank = lora.rank * len(sources)
         layer.lora_A = nn.Parameter(layer.weight.new_zeros(rank, width), requires_grad=False)
         layer.lora_B = nn.Parameter(layer.weight.new_zeros(height, rank), requires_grad=False)
+        if "_use_min_latency_gemm" in vars(layer):  # a kernel in place of the linear method
+            layer._use_min_latency_gemm = False
         add = add_scaled if exact else add_update
         layer.quant_method = AdaptedLinear(layer.quant_method, lora.alpha / lora.rank, add)
         shapes |= {f"{name}.lora_A": (rank, width), f"{name}.lora_B": (height, rank)}

@@ -117,6 +117,8 @@ def _on_cpu(config: RolloutConfig) -> dict[str, Any]:
         "kv_cache_memory_bytes": config.kv_cache_mb << 20,
         # Seeded sampling dies in a chunked prefill: "CPU Generator does not use offset".
         "enable_chunked_prefill": False,
+        # Of latent attention; the other one, for AMX, has no float32. Other models ignore it.
+        "attention_backend": "CPU_MLA",
     }
 
 

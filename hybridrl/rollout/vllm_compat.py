@@ -104,7 +104,8 @@ def cpu_start() -> Iterator[None]:
       address, which is the same text for all externally launched jobs. The name is removed as soon
       as all ranks have mapped it, so a killed process leaves nothing behind.
     - Gated delta rules are computed in plain torch (vllm_recurrent.py).
-    - Queries with a dim of heads (LFM2) are rotated in plain torch: vLLM's kernel takes them wrong.
+    - Queries with a dim of heads (LFM2, latent attention) are rotated in plain torch: vLLM's kernel
+      takes them wrong.
     - Models whose file also has classes for images are imported without torchvision.
     - `torch.set_num_threads` keeps working: vLLM's worker replaces it by a no-op.
     """

@@ -71,6 +71,7 @@ CASES = {
             Case("nemotron", DType.float32, tp=2),
         ],
     ),
+    "latent": (2, [Case("glm4_moe_lite", DType.float32, tp=2)]),
     "replicas": (4, [Case("qwen3", DType.bfloat16, tp=2, dp_replicate=2)]),
 }
 
@@ -88,6 +89,8 @@ def look_at_all(cases, root):
 
 
 def targets_of(case):
+    if case.model == "glm4_moe_lite":
+        return ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
     if case.model in BY_COLUMNS:  # experts have no adapters
         return TARGETS[:3]
     if case.model == "glm4":  # of these, gate and up are fused
@@ -195,6 +198,8 @@ def test_only_adapters_are_written_again(looked):
             outputs, inputs = shape.linear_layers[name]
             if name in ("o_proj", "down_proj"):
                 elements += RANK * (inputs // case.tp + outputs)
+            elif name in ("q_a_proj", "kv_a_proj_with_mqa"):  # each rank has all of them
+                elements += RANK * (inputs + outputs)
             else:
                 elements += RANK * (inputs + max(outputs // case.tp, head_dim))
         size = 4 if case.dtype is DType.float32 else 2

@@ -41,7 +41,15 @@ from hybridrl.workers.rollout import RolloutWorker
 from tests.support import role_configs
 from tests.support.batches import requests_of
 from tests.support.role_configs import fsdp_config, model_config
-from tests.support.tiny_hf import ALL, LONG_ROPE, SCALED_BY_POSITION, YARN_OF_ALL, spread
+from tests.support.tiny_hf import (
+    AFTER_DENSE,
+    ALL,
+    DEEPSEEK_YARN,
+    LONG_ROPE,
+    SCALED_BY_POSITION,
+    YARN_OF_ALL,
+    spread,
+)
 
 # A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
 LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
@@ -58,6 +66,10 @@ HEAD, WINDOW, ONE_HEAD = {"head_dim": 64}, {"sliding_window": 16}, {"num_key_val
 EXPERT = {"moe_intermediate_size": 96}
 MOE_SIZES = EXPERT | {"shared_expert_intermediate_size": 160}
 DELTA = HEAD | {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+# vLLM's latent attention on CPUs has these sizes alone.
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+LATENT |= {"q_lora_rank": 48, "qk_nope_head_dim": 48, "v_head_dim": 32}
+LATENT |= {"head_dim": 64, "qk_head_dim": 112}  # transformers sets these when it reads a config
 # Sizes of families that SIZES lacks.
 OWN: dict[str, dict[str, Any]] = {
     "llama": HEAD,
@@ -105,6 +117,10 @@ OWN: dict[str, dict[str, Any]] = {
     # Keys that vLLM's model reads, and transformers' does not have.
     "lfm2": {"conv_dim": 256, "block_dim": 256},
     "nemotron_h": {"head_dim": 64, "num_hidden_layers": None, "mamba_head_dim": 32},
+    "glm4_moe_lite": EXPERT | LATENT,
+    "deepseek_v3": EXPERT
+    | LATENT
+    | {"rope_parameters": DEEPSEEK_YARN | {"original_max_position_embeddings": 64}},
 }
 
 
@@ -125,6 +141,7 @@ CONFIGS = {name: wider(name) for name in OWN} | {
 ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
+SHARED_EXPERTS = (*WITH_EXPERTS, "mlp.shared_experts.down_proj.weight")
 BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
 BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
 BY_COLUMNS["gpt_oss"] = (*WITH_EXPERTS, "mlp.experts.gate_up_proj_bias")
@@ -141,6 +158,9 @@ OF_LAYERS = {
         ("lfm2", _CONVOLUTION, ("feed_forward.w2.weight",)),
     )
 } | {"nemotron_h": [f"{n}.mixer.{name}_proj.weight" for n, name in enumerate(("out", "o", "down"))]}
+BY_COLUMNS |= dict.fromkeys(AFTER_DENSE, SHARED_EXPERTS)
+_FIRST = [*(f"0.{name}" for name in ROW_PARALLEL), *(f"1.{name}" for name in SHARED_EXPERTS)]
+OF_LAYERS |= dict.fromkeys(AFTER_DENSE, _FIRST)
 
 
 @dataclass(frozen=True)
@@ -412,6 +432,7 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
     on_gpu = torch.cuda.is_available()
     inspected = models_inspected_here()
     with inspected, experts_as_loaded(folder, "cuda" if on_gpu else "cpu") as more:
+        more |= {} if on_gpu else {"attention_backend": "CPU_MLA"}
         vllm_config = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -426,7 +447,11 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
         start = nullcontext() if on_gpu else cpu_start()
         with start, own_class(folder), set_current_vllm_config(vllm_config):
             model = get_model(vllm_config=vllm_config)
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+    # Views that vLLM adds after loading (parts of kv_b_proj) come after what they are views of.
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        first.setdefault(parameter.untyped_storage().data_ptr(), name)
+    return {name: model.get_parameter(name).data for name in first.values()}
 
 
 def differences(live: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> list[str]:
@@ -476,7 +501,8 @@ def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
 def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
     """How many choices of experts are not those of transformers in float32, and of how many."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    layers, chosen = model.model.layers, []
+    layers = [layer for layer in model.model.layers if "experts" in layer.mlp._modules]
+    chosen = []
     for layer in layers:
         named = dict(layer.named_modules())
         (router,) = (named[name] for name in ("mlp.gate", "mlp.router") if name in named)
@@ -485,10 +511,10 @@ def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
     rows = (rollout.prompts.rows(), rollout.responses.rows(), rollout.routed_experts.rows())
     for prompt, response, routed in zip(*rows, strict=True):
         tokens = torch.cat([prompt, response])
-        *recorded, last = routed.view(len(tokens), len(layers), -1).long()
+        *recorded, last = routed.view(len(tokens), len(layers), -1).long().sort(-1).values
         assert not last.any(), "the last token was sampled, not computed"
         model(tokens[None], **bounds_of(model, tokens[None]))
-        expected = torch.stack(chosen, 1)[:-1] + 1
+        expected = torch.stack(chosen, 1)[:-1].sort(-1).values + 1
         chosen.clear()
         differing += int((torch.stack(recorded) != expected).any(-1).sum())
         total += expected[..., 0].numel()

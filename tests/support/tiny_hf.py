@@ -10,10 +10,12 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV3Config,
     Exaone4Config,
     Gemma3TextConfig,
     GenerationConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
@@ -125,6 +127,22 @@ MAMBA = {
     "time_step_min": 1e-9,
 }
 SHARED_EXPERT = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+# Latent attention: sizes of parts of heads, and of what keys and values are made of.
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+# Mixtures after a layer without experts, whose routers have sigmoids.
+SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Of DeepSeek-V3: the best two of four groups, and keys that vLLM's model reads alone.
+GROUPED = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0}
+GROUPED |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+}
 FULL_AND_WINDOW = ["sliding_attention", "full_attention"]
 # Families of later times, and their other heads; windows are shorter than the sequences of tests.
 MORE = {
@@ -201,12 +219,22 @@ MORE = {
     "nemotron_h": NemotronHConfig(
         **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"}, **MAMBA
     ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **SIZES | LATENT,
+        **SIGMOID,
+        first_k_dense_replace=1,  # vLLM's key
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | LATENT, **SIGMOID, **GROUPED, rope_parameters=DEEPSEEK_YARN
+    ),
 }
 ALL = CONFIGS | MORE
 # The heads of MORE that need not be looked at each time, and families that are layers of others.
 OTHER_HEADS = {name for name in MORE if "tied" in name}
 SIMILAR = {"exaone4", "glm4", "stablelm", "seed_oss"}
 RECURRENT = {"qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_next", "lfm2", "nemotron_h"}
+# Mixtures whose first layer has no experts.
+AFTER_DENSE = ("glm4_moe_lite", "deepseek_v3")
 
 
 def tiny_model(name: str, attention: str | None = None) -> PreTrainedModel:
@@ -240,11 +268,15 @@ def packed_recurrences(model: PreTrainedModel) -> Iterator[bool]:
 def spread(model: PreTrainedModel, name: str) -> None:
     """Spread a new family's probabilities: with a tied head, each token would predict itself.
 
-    The last norm scales by 0.1 instead of 1, whether or not it adds 1 to its weight.
+    The last norm scales by 0.1 instead of 1, whether or not it adds 1 to its weight. Offsets of
+    routers are as large as differences of scores.
     """
     if name in MORE:
         *_, last = (m for m in model.base_model.children() if "Norm" in type(m).__name__)
         last.weight.sub_(0.9)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2)
 
 
 def tiny_folder(name: str, folder: Path) -> Path:

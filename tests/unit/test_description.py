@@ -70,12 +70,10 @@ def test_absent_windows_are_transformers_defaults(kind, layers, windowed):
 REFUSED = {
     "llama4_text": "no decoder layers",
     "falcon_mamba": "A_log of FalconMambaMixer",
-    "deepseek_v3": "choose and weigh",
-    "youtu": "192 keys and 128 values",
+    "deepseek_v2": "choose and weigh",
     "phi4_multimodal": "embed_tokens_extend",
     "emu3": "of type emu3_text_model",
     "gemma2": "capped",
-    "glm4_moe": "choose and weigh experts otherwise",
     "bloom": "no decoder layers",
     "gpt2": "no decoder layers",
     "cohere2": "one token longer",

@@ -10,16 +10,22 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.experts import Experts, checkpoint_tensors, parameter_shapes
-from hybridrl.distributed.forward.routing import Router
+from hybridrl.distributed.experts import (
+    Experts,
+    _choice,
+    checkpoint_tensors,
+    parameter_shapes,
+    replace_experts,
+)
+from hybridrl.distributed.forward.routing import Choice, Router
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout.vllm_experts import check_experts
-from tests.support.tiny_hf import ALL, tiny_folder
+from tests.support.tiny_hf import AFTER_DENSE, ALL, tiny_folder, tiny_model
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES + AFTER_DENSE)
 def test_names_are_those_that_transformers_saves(name, tmp_path):
     folder = tiny_folder(name, tmp_path / name)
     sources = checkpoint_sources(folder)
@@ -29,8 +35,9 @@ def test_names_are_those_that_transformers_saves(name, tmp_path):
     shapes = parameter_shapes(sources)
     hidden = ALL[name].hidden_size
     experts = [s for n, s in shapes.items() if n.endswith("experts.gate_up_proj")]
-    number = 6 if name == "gpt_oss" else 12  # of 6 experts, gate and up in one or in two matrices
-    assert experts == [(number, experts[0][1], hidden)] * 2
+    # Gate and up of each expert, in one or in two matrices.
+    number, layers = (16, 1) if name in AFTER_DENSE else (6 if name == "gpt_oss" else 12, 2)
+    assert experts == [(number, experts[0][1], hidden)] * layers
 
 
 def test_a_checkpoint_tensor_is_one_index_of_its_parameter():
@@ -47,13 +54,15 @@ def test_a_checkpoint_tensor_is_one_index_of_its_parameter():
     assert parts[0].name.startswith("model.layers.3.block_sparse_moe.experts.")
 
 
-def test_the_router_computes_in_float32():
-    """Logits 256 + 0.5 and 256: bfloat16 has steps of 2 there, and would take the first of two."""
+@pytest.mark.parametrize("rounds", [False, True])
+def test_logits_are_rounded_as_those_of_vllm(rounds):
+    """Logits 256 + 0.5 and 256: bfloat16 has steps of 2 there."""
     weight = nn.Parameter(torch.tensor([[16.0, 0.0], [16.0, 0.5]], dtype=torch.bfloat16))
     states = torch.tensor([[16.0, 1.0]], dtype=torch.bfloat16)
-    logits, weights, ids = Router(weight, 1, normalises=False)(states)
-    assert logits.tolist() == [[256.0, 256.5]] and ids.tolist() == [[1]]
-    expected = torch.tensor(256.5 - 256.0).sigmoid().to(torch.bfloat16)
+    logits, weights, ids = Router(weight, Choice(1, False), rounds=rounds)(states)
+    second = 256.0 if rounds else 256.5
+    assert logits.tolist() == [[256.0, second]] and (rounds or ids.tolist() == [[1]])
+    expected = torch.tensor(second - 256.0).sigmoid().to(torch.bfloat16)
     assert weights.item() == expected.item()
 
 
@@ -77,6 +86,37 @@ def test_transposed_experts_with_biases_compute_what_transformers_do():
     for name, param in fused.named_parameters():
         grad = own.get_parameter(name).grad
         torch.testing.assert_close(grad.mT if param.dim() == 3 else grad, param.grad)
+
+
+@pytest.mark.parametrize("name", MIXTURES + AFTER_DENSE)
+def test_a_router_chooses_and_weighs_as_that_of_transformers(name):
+    theirs, ours = tiny_model(name), tiny_model(name)
+    replace_experts(ours)
+    named = [dict(model.named_modules()) for model in (theirs, ours)]
+    name = "router" if name == "gpt_oss" else "gate"
+    gates = [modules[f"model.layers.1.mlp.{name}"] for modules in named]
+    states = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
+    _, expected, chosen = gates[0](states)
+    _, weights, ids = gates[1](states[None])
+    places = [one.argsort(-1) for one in (chosen, ids)]
+    assert torch.equal(chosen.gather(1, places[0]), ids.gather(1, places[1]))
+    torch.testing.assert_close(expected.gather(1, places[0]), weights.gather(1, places[1]))
+    probs, _, _ = gates[1].seen
+    torch.testing.assert_close(probs.sum(-1), torch.ones(50))
+
+
+def test_a_router_of_another_kind_is_refused():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(6, 8))
+
+        def forward(self, states):
+            scores = torch.nn.functional.softplus(states @ self.weight.T)
+            return (scores, *scores.topk(2))
+
+    with pytest.raises(ConfigError, match=r"its routers \(Gate\) choose and weigh"):
+        _choice(Gate(), {})
 
 
 @pytest.mark.parametrize(

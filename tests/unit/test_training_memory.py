@@ -26,7 +26,7 @@ from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
 from hybridrl.distributed.fsdp import _set_forward
 from tests.support.allocations import Allocations
 from tests.support.role_configs import fsdp_config
-from tests.support.tiny_hf import MORE, RECURRENT, packed_recurrences
+from tests.support.tiny_hf import AFTER_DENSE, MORE, RECURRENT, packed_recurrences
 
 TOKENS, CHUNK, LAYERS = 4096, 1024, 3
 # Key heads as many as query heads: torch 2.11's kernel wants them repeated, later ones do not.
@@ -144,6 +144,11 @@ def wide(name):
     config.update({"num_hidden_layers": LAYERS, "head_dim": 128, "no_rope_layers": [1] * LAYERS})
     if name in MIXTURES:
         config.update({"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4})
+    if name in AFTER_DENSE:
+        config.update({"moe_intermediate_size": 256, "n_routed_experts": 16, "v_head_dim": 96})
+        config.update({"qk_rope_head_dim": 32, "head_dim": 32})
+        config.update({"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 96})
+        config.mlp_layer_types = ["dense", *["sparse"] * (LAYERS - 1)]
     if name == "phi3":
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
         config.rope_parameters["partial_rotary_factor"] = 1.0
@@ -192,14 +197,16 @@ HYBRIDS = ("qwen3_5", "lfm2", "nemotron_h")
 LATER = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", *HYBRIDS)
 FAMILIES = ("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3", *LATER)
 
+LONG = (*FAMILIES, "qwen2_moe", *AFTER_DENSE)
+
 
 @pytest.mark.parametrize(
     "config",
     [
         *(QWEN, WIDE, HEAD_NORMS, wide("gemma3"), wide("qwen3_moe")),
-        *(pytest.param(wide(name), marks=pytest.mark.slow) for name in (*FAMILIES, "qwen2_moe")),
+        *(pytest.param(wide(name), marks=pytest.mark.slow) for name in LONG),
     ],
-    ids=["qwen", "wide", "head norms", "gemma3", "qwen3_moe", *FAMILIES, "qwen2_moe"],
+    ids=["qwen", "wide", "head norms", "gemma3", "qwen3_moe", *LONG],
 )
 def test_what_layers_keep_is_predicted_to_15_percent(config):
     """Over all layers and what surrounds them, the head's states apart."""

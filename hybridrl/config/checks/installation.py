@@ -32,6 +32,8 @@ RAY_ADVICE = "pip install 'ray>={}.{}'".format(*OLDEST_RAY)
 
 # Function in vLLM's source that lists the head sizes of its attention on CPUs.
 CPU_HEAD_SIZES = "get_supported_head_sizes"
+# Elements of a token in the cache of vLLM's latent attention on CPUs.
+CPU_LATENT = 576
 
 # Packages whose CUDA builds break `import transformers` beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -89,10 +91,15 @@ def check_installation(
 def head_size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Check that vLLM's attention on CPUs has the model's head size."""
     sizes = cpu_head_sizes() if config.hardware.accelerator is Accelerator.cpu else []
-    others = {one.head_dim for one in shape.attentions}.difference(sizes)
-    if sizes and others:
+    held = [(kind.attention, kind.latent) for kind in shape.kinds]
+    others = {one.head_dim for one, latent in held if one and not latent}.difference(sizes)
+    latents = {latent for _, latent in held if latent}.difference((CPU_LATENT,))
+    if sizes and (others or latents):
         expected = f"attention heads of size {', '.join(map(str, sizes))} with vLLM on CPUs"
-        why = f"they have {sorted(others)[0]} (head_dim, or hidden_size / num_attention_heads)"
+        why = f"they have {min(others, default=0)} (head_dim, or hidden_size / num_attention_heads)"
+        if latents:
+            expected = f"latent attention of size {CPU_LATENT} with vLLM on CPUs"
+            why = f"it has {min(latents)} (kv_lora_rank + qk_rope_head_dim)"
         remedy = "Set model.path to a model with one of these, or use a GPU"
         yield Problem("head_size", "model.path", config.model.path, expected, why, remedy)
 

@@ -139,6 +139,7 @@ def _layer_from_data(data: Mapping[str, Any]) -> LayerShape:
         parameters=data["parameters"],
         kept=(data["kept"][0], data["kept"][1]),
         matrices={n: tuple(sides) for n, sides in data["matrices"].items()},
+        latent=data["latent"],
     )
 
 

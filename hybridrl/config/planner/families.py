@@ -19,10 +19,13 @@ ON_GPUS = (
 ON_CPUS = (
     *("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", "gpt_oss"),
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h"),
+    *("glm4_moe_lite", "deepseek_v3"),
 )
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
 EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
+# Families whose routers vLLM computes in float32; others' logits it rounds to the model's dtype.
+FLOAT32_ROUTERS = ("glm4_moe_lite", "glm4_moe", "nemotron_h")
 _TEXT_MODEL = (
     "transformers' AutoModelForCausalLM.from_pretrained('MODEL').save_pretrained('FOLDER') writes "
     "one, to which the tokenizer's files are copied"
@@ -54,7 +57,8 @@ _TO_BFLOAT16 = (
 )
 # Settings of gpt-oss that vLLM's model does not read.
 _OF_GPT_OSS = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-_WITHOUT_BIAS = ("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_LATENT = ("glm4_moe_lite", "deepseek_v3")
+_WITHOUT_BIAS = ("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *_LATENT)
 _NO_WINDOW = "vLLM's model attends to all tokens"
 REFUSED_SETTINGS = (
     Setting("attn_logit_softcapping", "packed attention does not cap its scores"),
@@ -62,7 +66,6 @@ REFUSED_SETTINGS = (
     Setting("use_bidirectional_attention", "attention here is causal"),
     Setting("attention_bias", "vLLM's model leaves the bias of o_proj out", ("qwen3",)),
     Setting("attention_bias", "vLLM's model leaves biases out", _WITHOUT_BIAS),
-    Setting("mlp_only_layers", "every layer needs experts"),
     Setting("use_sliding_window", _NO_WINDOW, ("qwen3_moe", "qwen2_moe")),
     Setting("sliding_window", _NO_WINDOW, ("mixtral", "olmoe")),
     Setting("router_jitter_noise", "equal tokens must have equal log-probs"),
@@ -70,6 +73,25 @@ REFUSED_SETTINGS = (
     Setting("clip_qkv", "vLLM's model does not clip queries, keys and values"),
     Setting("qk_layernorm", "vLLM's model has no norms of heads", ("stablelm",)),
     Setting("use_parallel_residual", "vLLM's model computes MLPs after attention", ("stablelm",)),
+)
+
+
+class Needed(NamedTuple):
+    """Setting of config.json that must have one of some values: key, values, why, families."""
+
+    key: str
+    values: tuple[object, ...]
+    why: str
+    kinds: tuple[str, ...]
+
+
+# None: the key may be absent.
+NEEDED = (
+    Needed("qkv_bias", (True, None), "vLLM's model has these biases", ("qwen2_moe",)),
+    Needed("scoring_func", ("sigmoid",), "vLLM's routers compute a softmax", ("deepseek_v3",)),
+    Needed("topk_method", ("noaux_tc",), "vLLM's routers have no offsets", ("deepseek_v3",)),
+    Needed("moe_layer_freq", (1, None), "transformers' model ignores it", _LATENT),
+    Needed("rope_interleave", (True, None), "vLLM's model rotates pairs of neighbours", _LATENT),
 )
 
 
@@ -128,8 +150,6 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
     for key, reason, kinds in REFUSED_SETTINGS:
         if config.get(key) and (kind in kinds or not kinds):
             yield key, config[key], "none", reason
-    if config.get("decoder_sparse_step", 1) != 1:
-        yield "decoder_sparse_step", config["decoder_sparse_step"], "1", "all layers need experts"
     if "dynamic" in rope_types(config):
         why = "frequencies would depend on the longest sequence of a micro-batch"
         yield "rope_type", "dynamic", "another", why
@@ -144,13 +164,26 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
     if kind == "gpt_oss" and windows != [index % 2 == 0 for index in range(len(windows))]:
         expected = "windows in every other layer, from the first on"
         yield "layer_types", config["layer_types"], expected, "vLLM's model has these"
-    if kind == "qwen2_moe" and config.get("qkv_bias") is False:
-        yield "qkv_bias", False, "true", "vLLM's model has these biases"
     if kind == "lfm2" and config.get("tie_word_embeddings") is False:
         yield "tie_word_embeddings", False, "true", "vLLM's model shares embedding and head"
     if kind == "nemotron_h" and (least := config.get("time_step_min", 1e-3)) > 1e-9:
         why = "transformers' model alone, neither vLLM's nor the first one, limits steps from below"
         yield "time_step_min", least, "at most 1e-9", why
+    for key, values, reason, kinds in NEEDED:
+        if kind in kinds and config.get(key) not in values:
+            yield key, config.get(key), str(values[0]).lower(), reason
+    if kind == "glm4_moe_lite":
+        mlps, first = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
+        dense = 1 if mlps is None else mlps.count("dense")
+        if first != dense or "dense" in (mlps or ())[dense:]:
+            why = "vLLM's model has so many layers without experts, which come first"
+            yield "first_k_dense_replace", first, str(dense), why
+
+
+def rounds_logits(config: Mapping[str, Any]) -> bool:
+    """Return whether vLLM rounds the logits of routers to the model's dtype."""
+    is_whole = config.get("moe_router_dtype") == "float32"
+    return not is_whole and config.get("model_type") not in FLOAT32_ROUTERS
 
 
 def partial_rotation(config: Mapping[str, Any]) -> object:

@@ -236,12 +236,9 @@ def rollout_parts(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -
 
 
 def token_cache_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the KV cache of a token on one rank; tensor parallelism splits heads."""
-    tp, elements = config.rollout.tensor_parallel_size, 0
-    for kind, n in shape.counted:
-        if kind.attention is not None:
-            elements += n * -(-kind.attention.kv_heads // tp) * kind.attention.head_dim
-    return 2 * BYTES[config.rollout.dtype] * elements
+    """Return the KV cache of a token on one rank."""
+    tp = config.rollout.tensor_parallel_size
+    return BYTES[config.rollout.dtype] * sum(n * kind.cached(tp) for kind, n in shape.counted)
 
 
 def useful_cache_mb(config: RunConfig, shape: ModelShape) -> int:

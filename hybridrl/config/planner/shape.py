@@ -51,6 +51,7 @@ class LayerShape:
         parameters: elements.
         kept: values of float32, and of param_dtype, that it keeps of a token for backward.
         matrices: shapes of matrices by their names in a checkpoint's layer.
+        latent: elements of a token that vLLM caches for all heads; 0: their keys and values.
     """
 
     attention: AttentionShape | None
@@ -61,6 +62,13 @@ class LayerShape:
     parameters: int
     kept: tuple[int, int]
     matrices: Mapping[str, tuple[int, ...]]
+    latent: int = 0
+
+    def cached(self, ranks: int) -> int:
+        """Return the elements of a token in the KV cache of each rank, which splits heads."""
+        if self.latent or self.attention is None:
+            return self.latent
+        return 2 * -(-self.attention.kv_heads // ranks) * self.attention.head_dim
 
 
 @dataclass(frozen=True)
@@ -188,9 +196,11 @@ class ModelShape:
     @property
     def tp_widths(self) -> dict[str, int]:
         """Sizes that tensor parallelism splits in the MLP, by name."""
-        if not self.experts:
-            return {"intermediate size": self.intermediate}
-        widths = {"intermediate size of an expert": self.experts.inner}
-        if self.experts.shared:
-            widths["intermediate size of the shared expert"] = self.experts.shared
+        widths = {}
+        if not all(kind.experts for kind in self.kinds):
+            widths["intermediate size"] = self.intermediate
+        if self.experts:
+            widths["intermediate size of an expert"] = self.experts.inner
+            if self.experts.shared:
+                widths["intermediate size of the shared expert"] = self.experts.shared
         return widths

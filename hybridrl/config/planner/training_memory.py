@@ -35,11 +35,12 @@ class Workload(NamedTuple):
 
 
 def mlp_widths(shape: ModelShape) -> tuple[int, int]:
-    """Return intermediate values, and copies of hidden states, per token in a layer's MLP."""
+    """Return intermediate values, and copies of hidden states, per token in the largest MLP."""
     experts = shape.experts
+    dense = 0 if all(kind.experts for kind in shape.kinds) else shape.intermediate
     if experts is None:
-        return shape.intermediate, 0
-    return experts.active * experts.inner + experts.shared, experts.active
+        return dense, 0
+    return max(dense, experts.active * experts.inner + experts.shared), experts.active
 
 
 def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:

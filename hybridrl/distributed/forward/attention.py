@@ -161,8 +161,9 @@ def _varlen(
 ) -> Tensor:
     """Compute attention of [N, heads, D] by the kernel; `bounds`: cu_seq_lens, longest length."""
     cu_seq_lens, max_length = bounds
-    return varlen_attn(
-        *(x.contiguous() for x in qkv),
+    query, key, value = qkv
+    output = varlen_attn(
+        *(x.contiguous() for x in (query, key, of_one_size(query, value))),
         cu_seq_lens,
         cu_seq_lens,
         max_length,
@@ -171,6 +172,13 @@ def _varlen(
         window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_QUERY,
     )
+    return output[..., : value.shape[-1]]
+
+
+def of_one_size(query: Tensor, value: Tensor) -> Tensor:
+    """Return smaller values with zeros behind them: the kernel has one size of heads."""
+    missing = query.shape[-1] - value.shape[-1]
+    return F.pad(value, (0, missing)) if missing else value
 
 
 def _exact(

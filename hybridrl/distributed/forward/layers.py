@@ -60,9 +60,6 @@ def check_layers(model: PreTrainedModel) -> None:
         has_weights = next(module.parameters(), None) is not None
         if has_weights and module not in usual and "Norm" not in type(module).__name__:
             others.append(f"{path} ({type(module).__name__})")
-    experts = [name for name, _ in base.layers.named_modules() if name.endswith(".mlp.experts")]
-    if len(experts) not in (0, len(base.layers)):
-        others.append(f"experts in {len(experts)} of {len(base.layers)} layers")
     if others:
         raise ConfigError(
             f"it has {', '.join(others[:3])}; known are linear layers, norms, experts and "

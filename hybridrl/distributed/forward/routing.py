@@ -1,4 +1,4 @@
-"""Router of a mixture of experts in float32, and the statistics of its choices.
+"""Router of a mixture of experts, and the statistics of its choices, in float32.
 
 Shapes:  N = packed tokens   B = sequences   L = layers   E = experts   K = experts of a token
 
@@ -8,8 +8,8 @@ sequence and returns them beside its hidden states, through compilation and chec
 Load-balancing loss of a sequence with T tokens, mean over layers; 1 if all experts are chosen
 equally often:
 
-    E * sum_e (n_e / (T K)) * (sum_t P_te / T)   P_te: the router's probabilities
-                                                 n_e: choices of expert e
+    E * sum_e (n_e / (T K)) * (sum_t P_te / T)   P_te: the router's probabilities, scores that
+                                                 add up to 1; n_e: choices of expert e
 
 It is of a sequence, not of a micro-batch, so gradients do not depend on packing.
 
@@ -27,14 +27,34 @@ from torch.nn import functional as F
 from hybridrl.distributed.forward.packing import Packed
 
 
+class Choice(NamedTuple):
+    """Rule by which a router chooses and weighs experts.
+
+    Attributes:
+        top_k: K.
+        normalises: the weights of a token's experts add up to 1.
+        sigmoid: scores are sigmoids of the logits, not their softmax.
+        groups, top_groups: experts come from so many groups of them, those with the best two.
+        scale: factor on the weights.
+    """
+
+    top_k: int
+    normalises: bool
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
 class Router(nn.Module):
-    """Linear layer, softmax and choice of the best experts, in float32.
+    """Linear layer, scores and choice of the best experts.
 
     Args:
         weight: [E, H]; under mixed precision it arrives rounded to param_dtype, as in vLLM.
-        top_k: K.
-        normalises: the weights of a token's experts add up to 1: the softmax of their logits.
+        choice: how experts are chosen and weighed.
+        rounds: logits are rounded to param_dtype, as in vLLM; false: they are float32.
         bias: [E], of the linear layer.
+        offset: [E] float32, added to the scores for the choice alone; a buffer, which is frozen.
 
     Attributes:
         recorded: [N, K], 1 + the experts that vLLM chose, 0 where it chose none; None: not known.
@@ -44,26 +64,30 @@ class Router(nn.Module):
     def __init__(
         self,
         weight: nn.Parameter,
-        top_k: int,
+        choice: Choice,
         *,
-        normalises: bool,
+        rounds: bool = False,
         bias: nn.Parameter | None = None,
+        offset: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.top_k = top_k
-        self.normalises = normalises
+        self.register_buffer("e_score_correction_bias", offset)
+        self.choice = choice
+        self.rounds = rounds
         self.recorded: Tensor | None = None
         self.replays = False
         self.seen: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [N, E] float32, weights [N, K] and ids of the chosen experts [N, K]."""
-        bias = None if self.bias is None else self.bias.float()
-        logits = F.linear(states.float(), self.weight.float(), bias)
-        probs = logits.softmax(-1)
-        ids = probs.topk(self.top_k, dim=-1).indices
+        states = states.flatten(0, -2)
+        dtype = states.dtype if self.rounds else torch.float32
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(states.to(dtype), self.weight.to(dtype), bias).float()
+        scores = logits.sigmoid() if self.choice.sigmoid else logits.softmax(-1)
+        ids = self._best(scores)
         differs = torch.zeros(0, dtype=torch.bool, device=ids.device)
         if self.recorded is not None:
             known, recorded = self.recorded[:, :1] > 0, self.recorded.long() - 1
@@ -71,11 +95,24 @@ class Router(nn.Module):
             differs = (own != other).any(-1) & known[:, 0]
             if self.replays:
                 ids = torch.where(known, recorded, ids)
-        weights = probs.gather(-1, ids)
-        if self.normalises:
+        weights = scores.gather(-1, ids)
+        if self.choice.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
+        probs = scores / scores.sum(-1, keepdim=True) if self.choice.sigmoid else scores
         self.seen = probs, ids, differs
-        return logits, weights.to(states.dtype), ids
+        return logits, (weights * self.choice.scale).to(states.dtype), ids
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """Return the experts with the best scores, [N, K], from the best groups."""
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias
+        if self.choice.groups > 1:
+            groups = scores.unflatten(-1, (self.choice.groups, -1))
+            best = groups.topk(2, dim=-1).values.sum(-1).topk(self.choice.top_groups, dim=-1)
+            others = torch.ones_like(groups[..., 0], dtype=torch.bool)
+            others = others.scatter(-1, best.indices, False)
+            scores = groups.masked_fill(others[..., None], -torch.inf).flatten(-2)
+        return scores.topk(self.choice.top_k, dim=-1).indices
 
 
 class LayerRouting(NamedTuple):
@@ -123,10 +160,15 @@ def has_experts(layer: nn.Module) -> bool:
     return router_of(layer) is not None
 
 
-def pick_recorded(index: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Pick a layer's part of the recorded experts: a forward pre-hook of layer number `index`."""
-    recorded = kwargs.get("routed_experts")
-    if recorded is None:
+def pick_recorded(
+    index: int | None, layer: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Pick a layer's part of the recorded experts: a forward pre-hook.
+
+    `index` is its number among the layers that have experts; None: it has none.
+    """
+    recorded = kwargs.pop("routed_experts", None)
+    if recorded is None or index is None:
         return args, kwargs
     return args, kwargs | {"routed_experts": recorded[:, :, index].contiguous()}
 
@@ -172,14 +214,15 @@ def keep_routing(layer: Any, inputs: Any, outputs: tuple[Tensor, LayerRouting]) 
 
 
 def take_routing(layers: nn.ModuleList, packed: Packed) -> Routing | None:
-    """Remove the statistics of a forward from all layers; None without experts.
+    """Remove the statistics of a forward from all layers with experts; None without such.
 
     The loss is that of whole sequences: it means nothing if ranks share them.
     """
-    if not all(has_experts(layer) for layer in layers):
+    routed = [layer for layer in layers if has_experts(layer)]
+    if not routed:
         return None
-    seen: list[LayerRouting] = [layer.routing for layer in layers]  # type: ignore[misc]
-    for layer in layers:
+    seen: list[LayerRouting] = [layer.routing for layer in routed]  # type: ignore[misc]
+    for layer in routed:
         layer.routing = None  # type: ignore[assignment]
     probs, load = (torch.stack(x) for x in list(zip(*seen, strict=True))[:2])
     lengths = packed.cu_seq_lens.diff()[:, None]

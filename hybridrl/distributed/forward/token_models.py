@@ -21,7 +21,7 @@ from hybridrl.distributed.forward.layers import layer_function
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed, sequence_index
 from hybridrl.distributed.forward.recurrent import pack_recurrences
-from hybridrl.distributed.forward.routing import take_routing
+from hybridrl.distributed.forward.routing import has_experts, take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
 from hybridrl.distributed.torch_compat import mark_dynamic, real_tensors, tree_leaves, tree_map
 
@@ -141,7 +141,7 @@ def response_states(backbone: PreTrainedModel, packed: Packed, *, recurrent: boo
             raise ValueError("recurrent layers are not shared between ranks (fsdp.ulysses_size)")
         sharing = {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}
     if packed.routed_experts is not None:
-        layers = len(backbone.layers)
+        layers = sum(map(has_experts, backbone.layers))
         sharing["routed_experts"] = packed.routed_experts.unflatten(2, (layers, -1))
     output = backbone(
         input_ids=packed.input_ids,

@@ -1,6 +1,7 @@
 """Mixtures of experts: what is refused by name, and what the plan says of them."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from hybridrl.config.planner.flops import training_flops
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.plan.tables import plan
 from tests.support.composing import GPU_NODE, TINY, examined, made, mistakes, only
+from tests.support.tiny_hf import ALL
 
 EXPERTS = {
     "moe_intermediate_size": 24,
@@ -41,8 +43,6 @@ def test_the_plan_names_active_parameters():
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [
-        ("qwen3_moe", {"mlp_only_layers": [0]}),
-        ("qwen3_moe", {"decoder_sparse_step": 2}),
         ("qwen3_moe", {"attention_bias": True}),
         ("qwen2_moe", {"use_sliding_window": True}),
         ("olmoe", {"norm_topk_prob": True}),
@@ -50,12 +50,32 @@ def test_the_plan_names_active_parameters():
         ("mixtral", {"sliding_window": 4096}),
         ("mixtral", {"hidden_act": "gelu"}),
         ("qwen2_moe", {"qkv_bias": False}),
+        ("deepseek_v3", {"scoring_func": None}),
+        ("deepseek_v3", {"topk_method": "greedy", "scoring_func": "sigmoid"}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 0}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 1, "mlp_layer_types": ["sparse", "dense"]}),
+        ("glm4_moe_lite", {"rope_interleave": False}),
     ],
 )
 def test_settings_that_vllm_or_the_trainer_ignores_are_refused(kind, setting):
-    (key,) = setting
+    key, *_ = setting
     with pytest.raises(ConfigError, match=f"{key} = "):
         model_shape(MOE | {"model_type": kind} | setting)
+
+
+def test_layers_without_experts_are_layers_of_their_own():
+    shape = model_shape(MOE | {"mlp_only_layers": [0]})
+    dense, mixture = shape.kinds
+    assert shape.order == (0, 1, 1) and dense.experts is None and mixture.experts == shape.experts
+    assert dense.linear_layers == mixture.linear_layers  # of attention
+    assert set(shape.tp_widths) == {"intermediate size", "intermediate size of an expert"}
+
+
+def test_the_cache_of_latent_attention_is_one_vector_for_all_heads():
+    shape = model_shape(json.loads(ALL["glm4_moe_lite"].to_json_string()))
+    assert [kind.latent for kind in shape.kinds] == [16 + 8] * 2
+    assert [kind.cached(ranks) for kind in shape.kinds for ranks in (1, 2)] == [24] * 4
+    assert [model_shape(MOE).kinds[0].cached(ranks) for ranks in (1, 2)] == [128, 64]
 
 
 def test_absent_and_impossible_sizes_are_named():

@@ -90,7 +90,9 @@ def test_sizes_of_every_family_are_those_of_the_real_model(name):
     found = {
         name.rpartition(".")[2]: (layer.out_features, layer.in_features)
         for name, layer in layers.named_modules()
-        if isinstance(layer, torch.nn.Linear) and not (shape.experts and ".mlp." in name)
+        if isinstance(layer, torch.nn.Linear)
+        and not (shape.experts and ".mlp." in name)
+        and not name.endswith("kv_b_proj")  # vLLM folds it into others
     }
     assert shape.linear_layers == found
 
