@@ -20,7 +20,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.planner.description import as_data
-from hybridrl.config.planner.families import partial_rotation, setting_problem, unsupported
+from hybridrl.config.planner.families import (
+    partial_rotation,
+    rope_types,
+    setting_problem,
+    unsupported,
+)
 from hybridrl.config.planner.shape import ExpertShape, LayerShape, ModelShape
 from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
 from hybridrl.distributed.forward.layers import (
@@ -31,7 +36,7 @@ from hybridrl.distributed.forward.layers import (
 )
 from hybridrl.distributed.forward.recurrent import CONVOLUTION, RECURRENCES
 from hybridrl.distributed.forward.routing import has_experts, router_of
-from hybridrl.distributed.forward.token_models import logits_divisor
+from hybridrl.distributed.forward.token_models import divisor_and_cap
 from hybridrl.distributed.probe import PROBE, Probe
 
 # Keys of config.json, hidden_<word>, that name a family's activation.
@@ -55,7 +60,7 @@ def describe(config: Mapping[str, Any]) -> ModelShape:
         check_layers(model)
         replace_experts(model)
         hand_on_bounds(model)
-        logits_divisor(model)
+        divisor_and_cap(model)
         probe = Probe(model)
         kept = probe.kept()
         _check_calls(model, probe)
@@ -64,7 +69,8 @@ def describe(config: Mapping[str, Any]) -> ModelShape:
         why = error.texts[0] if isinstance(error, ConfigError) else f"its run failed: {error}"
         raise ConfigError(unsupported(config, why.rstrip("."))) from error
     part = partial_rotation(config)
-    if part is not None and probe.rotated == shape.largest_attention.head_dim:
+    is_whole = probe.rotated == shape.largest_attention.head_dim
+    if part is not None and is_whole and "proportional" not in rope_types(config):
         why = "transformers' model rotates whole heads"
         raise ConfigError(setting_problem("partial_rotary_factor", part, "1", why))
     return shape
@@ -167,13 +173,13 @@ def _elements(module: nn.Module) -> int:
 
 
 def _experts(layer: Any) -> ExpertShape | None:
-    if not has_experts(layer):
+    router = router_of(layer)
+    if router is None:
         return None
-    number, hidden, inner = layer.mlp.experts.down_proj.shape
+    owner = layer if "experts" in layer._modules else layer.mlp
+    number, hidden, inner = owner.experts.down_proj.shape
     linear = [m for m in layer.mlp.modules() if isinstance(m, nn.Linear)]
     shared = sum(m.in_features for m in linear if m.out_features == hidden)
-    router = router_of(layer)
-    assert router is not None
     return ExpertShape(number, router.choice.top_k, inner, shared)
 
 

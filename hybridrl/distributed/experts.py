@@ -3,8 +3,8 @@
 Shapes:  N = tokens   E = experts of a layer   K = experts of a token   I = size of an expert
          H = hidden size
 
-    gate_up_proj  [2 E, I, H]   gate and up projection of each expert, in turn; or, where
-                  [E, 2 I, H]   their rows alternate
+    gate_up_proj  [2 E, I, H]   gate and up projection of each expert, in turn; or
+                  [E, 2 I, H]   if the checkpoint has them in one tensor
     down_proj     [E, H, I]
 
 In memory gate_up_proj is transformers' [E, 2 I, H]. Cut along I, both parameters give each rank the
@@ -26,7 +26,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.families import rounds_logits
-from hybridrl.distributed.forward.routing import Choice, Router
+from hybridrl.distributed.forward.routers import Choice, Router, ScaledRouter
 from hybridrl.distributed.torch_compat import TorchDispatchMode, real_tensors, storage_id
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
@@ -107,14 +107,14 @@ class _Places(TorchDispatchMode):
 
 
 def _layout(model: nn.Module) -> tuple[bool, bool]:
-    """Return whether transformers' experts are transposed, and gate and up below each other."""
+    """Return whether transformers' experts are transposed, and whether gate and up are split."""
     own = next((module for module in model.modules() if isinstance(module, Experts)), None)
-    return (False, True) if own is None else (own.is_transposed, own.is_concatenated)
+    return (False, True) if own is None else (own.is_transposed, own.splits)
 
 
-def _as_fused(name: str, tensor: Tensor, transposed: bool, concatenated: bool) -> Tensor:
+def _as_fused(name: str, tensor: Tensor, transposed: bool, splits: bool) -> Tensor:
     """Return a parameter as transformers has it: gate and up of an expert are one matrix."""
-    if name.endswith(GATE_UP) and concatenated:
+    if name.endswith(GATE_UP) and splits:
         number, inner, hidden = tensor.shape
         tensor = tensor.view(number // 2, 2 * inner, hidden)
     return tensor.mT if transposed and name.endswith((GATE_UP, DOWN)) else tensor
@@ -157,16 +157,17 @@ class Experts(nn.Module):
     """Experts of a layer: transformers' computation with grouped matrix products.
 
     `fused` are transformers' experts, whose weights they share. Transposed ones have no data yet.
+    `splits`: gate and up projection of an expert are matrices of their own, as in the checkpoint.
     """
 
-    def __init__(self, fused: Any) -> None:
+    def __init__(self, fused: Any, *, splits: bool) -> None:
         super().__init__()
-        self.is_transposed, self.is_concatenated = fused.is_transposed, fused.is_concatenated
+        self.is_transposed, self.splits = fused.is_transposed, splits
         self.has_bias = fused.has_bias
         up, down = fused.gate_up_proj.detach(), fused.down_proj.detach()
         if self.is_transposed:
             up, down = (weight.new_empty(weight.mT.shape) for weight in (up, down))
-        if self.is_concatenated:
+        if splits:
             up = up.view(-1, down.shape[2], down.shape[1])
         self.gate_up_proj, self.down_proj = nn.Parameter(up), nn.Parameter(down)
         if self.has_bias:
@@ -203,20 +204,26 @@ def replace_experts(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: they compute something else.
     """
-    owners = [module for module in model.modules() if "experts" in module._modules]
+    named = model.named_modules()
+    owners = {name: module for name, module in named if "experts" in module._modules}
     config: dict[str, Any] = model.config.to_dict()
-    choice: Choice | None = None
-    for owner in owners:
+    choice, splits = None, False
+    for path, owner in owners.items():
         name = next(name for name in ROUTERS if name in owner._modules)
         gate = owner.get_submodule(name)
-        choice = choice or _choice(gate, config)
+        if choice is None:
+            choice = _choice(gate, config)
+            up = owner.get_parameter("experts.gate_up_proj").to("meta")
+            splits = len(revert_weight_conversion(model, {f"{path}{GATE_UP}": up})) > 1
         setattr(owner, name, _router(gate, choice, rounds=rounds_logits(config)))
-        owner.experts = Experts(owner.experts)
+        owner.experts = Experts(owner.experts, splits=splits)
 
 
 def _router(gate: nn.Module, choice: Choice, *, rounds: bool) -> Router:
     """Return a router with the weights of transformers' one."""
     named, offset = dict(gate.named_parameters()), gate._buffers.get(OFFSET)
+    if "per_expert_scale" in named:
+        return ScaledRouter(gate, choice, rounds=rounds)
     return Router(named["weight"], choice, rounds=rounds, bias=named.get("bias"), offset=offset)
 
 
@@ -227,12 +234,9 @@ def _choice(gate: nn.Module, config: Mapping[str, Any]) -> Choice:
     """
     with real_tensors():
         generator = torch.Generator().manual_seed(0)
-        sizes = [(name, tuple(t.shape)) for name, t in (gate._parameters | gate._buffers).items()]
-        drawn = {name: torch.randn(size, generator=generator) for name, size in sizes}
-        other = copy.copy(gate)
-        other._parameters = {name: nn.Parameter(drawn[name]) for name in gate._parameters}
-        other._buffers = {name: drawn[name] for name in gate._buffers}
-        states = torch.randn(64, drawn["weight"].shape[1], generator=generator)
+        other = _random(gate, generator)
+        hidden = next(param.shape[1] for param in other.parameters() if param.dim() > 1)
+        states = torch.randn(64, hidden, generator=generator)
         with suppress(Exception):  # it returns other things, or wants more
             _, weights, ids = other(states)
             for choice in _choices(ids.shape[1], config):
@@ -261,3 +265,19 @@ def _equal(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return torch.equal(ids.gather(1, order), other_ids.gather(1, other_order)) and torch.allclose(
         weights.gather(1, order), others.gather(1, other_order)
     )
+
+
+def _random(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Return a copy of a module, without data perhaps, with random parameters."""
+    other = copy.copy(module)
+    for held in ("_parameters", "_buffers", "_modules"):
+        setattr(other, held, dict(vars(module)[held]))
+    for name, param in module._parameters.items():
+        if param is not None:
+            drawn = torch.randn(param.shape, generator=generator)
+            other._parameters[name] = nn.Parameter(drawn)
+    for name, buffer in module.named_buffers(recurse=False):
+        other._buffers[name] = torch.randn(buffer.shape, generator=generator)
+    for name, part in module.named_children():
+        other._modules[name] = _random(part, generator)
+    return other

@@ -32,6 +32,7 @@ from hybridrl.distributed.experts import (
 )
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
+from hybridrl.distributed.forward.routers import Router
 from hybridrl.distributed.lora import LoRALinear, checkpoint_buffers, checkpoint_parameters
 from hybridrl.distributed.torch_compat import real_tensors
 from hybridrl.models.resolve import model_folder
@@ -199,6 +200,8 @@ def first_vectors(lm: PreTrainedModel, shapes: Shapes, seed: int) -> dict[str, T
 
 def _first_values(lm: PreTrainedModel, module: nn.Module, attribute: str) -> Tensor:
     """Return the first values of a vector of a module, which stays as it is."""
+    if isinstance(module, Router):  # which transformers does not know
+        return torch.full(module.get_parameter(attribute).shape, float(attribute != "bias"))
     fresh = copy.copy(module)
     with real_tensors():
         sizes = {n: p.shape for n, p in module._parameters.items() if p is not None}

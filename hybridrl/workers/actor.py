@@ -20,7 +20,8 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.exact import uneven_product
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import States, to_device
-from hybridrl.distributed.forward.routing import Router, Routing, RoutingTotals
+from hybridrl.distributed.forward.routers import Router
+from hybridrl.distributed.forward.routing import Routing, RoutingTotals
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.distributed.storage.policy_weights import GatheredWeights, adapter_state_dict

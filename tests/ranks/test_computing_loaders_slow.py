@@ -1,6 +1,6 @@
 """Loaders of vLLM that do more than copy rectangles: the reshard leaves what they would load.
 
-Of tiny random models of families that are not trained yet; tests/support/loader_cases.py has what
+Of tiny random models of five families; tests/support/loader_cases.py has what
 each rank does. Every parameter and buffer of vLLM's model is compared, bit for bit.
 """
 

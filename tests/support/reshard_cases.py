@@ -96,6 +96,18 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": MOE_SIZES,
     "olmoe": {"intermediate_size": 96, "pad_token_id": 0},
     "mixtral": {"intermediate_size": 96},
+    "gemma4": HEAD
+    | WINDOW
+    | {"num_hidden_layers": 4, "vocab_size_per_layer_input": 501}
+    | {"per_layer_config": {1: {"head_dim": 128}, 3: {"head_dim": 128}}},
+    "gemma4_untied": HEAD
+    | WINDOW
+    | {"per_layer_config": {1: {"head_dim": 128, "num_key_value_heads": 1}}}
+    | {"vocab_size_per_layer_input": 501},
+    "gemma4_moe": HEAD
+    | WINDOW
+    | EXPERT
+    | {"per_layer_config": {1: {"head_dim": 128}}, "vocab_size_per_layer_input": 501},
     "gpt_oss": HEAD
     | WINDOW
     | {
@@ -140,10 +152,12 @@ CONFIGS = {name: wider(name) for name in OWN} | {
 # Names of weights that are cut by columns: without experts, and with.
 ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 WITH_EXPERTS = ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+OF_LAYER = ("experts.gate_up_proj", "experts.down_proj")
 SHARED_EXPERT = (*WITH_EXPERTS, "mlp.shared_expert.down_proj.weight")
 SHARED_EXPERTS = (*WITH_EXPERTS, "mlp.shared_experts.down_proj.weight")
 BY_COLUMNS = dict.fromkeys(("qwen3_moe", "qwen3_moe_tied", "olmoe", "mixtral"), WITH_EXPERTS)
 BY_COLUMNS["qwen2_moe"] = SHARED_EXPERT
+BY_COLUMNS["gemma4_moe"] = ("self_attn.o_proj.weight", "mlp.down_proj.weight", *OF_LAYER)
 BY_COLUMNS["gpt_oss"] = (*WITH_EXPERTS, "mlp.experts.gate_up_proj_bias")
 # Those of models whose two layers differ.
 _DELTA_RULE = ("linear_attn.out_proj.weight", "self_attn.o_proj.weight")
@@ -390,7 +404,11 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
         return Resharder(shards, *side, bucket_mb)
 
     long = prompts(rows=[[1] * (MAX_PROMPT + 1), [1], [1]])
-    cut = [replace(shard, local=lambda s=shard: s.local()[:-1]) for shard in shards]
+    trained = {shard.name for shard in shards if not shard.frozen}  # on all ranks
+    cut = [
+        replace(shard, local=lambda s=shard: s.local()[:-1]) if shard.name in trained else shard
+        for shard in shards
+    ]
     wrong_shards = resharder(cut, 1)
 
     def sync_cut_shards() -> None:
@@ -505,7 +523,7 @@ def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
     chosen = []
     for layer in layers:
         named = dict(layer.named_modules())
-        (router,) = (named[name] for name in ("mlp.gate", "mlp.router") if name in named)
+        (router,) = (named[n] for n in ("mlp.gate", "mlp.router", "router") if n in named)
         router.register_forward_hook(lambda router, args, output: chosen.append(output[2]))
     differing = total = 0
     rows = (rollout.prompts.rows(), rollout.responses.rows(), rollout.routed_experts.rows())

@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Exaone4Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GenerationConfig,
     Glm4Config,
     Glm4MoeLiteConfig,
@@ -102,6 +103,15 @@ YARN_OF_ALL = {
     "original_max_position_embeddings": 32,
 }
 GEMMA3 = {"query_pre_attn_scalar": 12, "pad_token_id": 0}
+# Of Gemma 4; heads of layers without a window are larger.
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 4,
+    "vocab_size_per_layer_input": 67,
+    "final_logit_softcapping": 2.0,
+    "pad_token_id": 0,
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 # Recurrent layers: more heads of values than of keys, and of another size.
 DELTA = {
@@ -188,6 +198,34 @@ MORE = {
     ),
     "olmoe": OlmoeConfig(**SIZES, **EXPERTS),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
+    "gemma4_untied": Gemma4TextConfig(
+        **SIZES,
+        **GEMMA4,
+        layer_types=FULL_AND_WINDOW,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        tie_word_embeddings=False,
+    ),
+    "gemma4_moe": Gemma4TextConfig(
+        **SIZES,
+        **GEMMA4,
+        num_experts=6,
+        layer_types=FULL_AND_WINDOW,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
+    # Layers 2 and 3 take keys and values of 0 and 1, and have wider MLPs.
+    "gemma4": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **GEMMA4,
+        layer_types=FULL_AND_WINDOW * 2,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    ),
     "gpt_oss": GptOssConfig(
         **SIZES,
         num_local_experts=6,

@@ -17,7 +17,7 @@ from hybridrl.config.planner.description import described
 from hybridrl.config.planner.families import ON_CPUS, ON_GPUS
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.distributed.description import describe
-from hybridrl.distributed.forward.token_models import logits_divisor
+from hybridrl.distributed.forward.token_models import divisor_and_cap
 from tests.support.composing import TINY, examined
 from tests.support.tiny_hf import ALL, GRANITE
 from tools.models_table import CHECKS, cases, table
@@ -42,6 +42,8 @@ FACTS = {
     "olmo3": (2, 8, False, 4, 1),
     "gemma3": (2, 16, True, 4, 1),
     "mixtral": (2, 8, False, None, 0),
+    "gpt_oss": (2, 16, False, 4, 1),
+    "gemma4": (2, 24, True, 4, 2),
 }
 
 
@@ -52,11 +54,12 @@ def test_facts_of_a_family_are_derived(name):
     assert (kv_heads, head_dim, shape.tied, window, shape.windowed) == FACTS[name] and heads == 4
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "granite"])
-def test_the_divisor_of_logits_is_config_jsons_to_the_last_digit(name):
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "qwen3_moe", "granite"])
+def test_divisor_and_cap_of_logits_are_config_jsons_to_the_last_digit(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(ALL[name])
-    assert logits_divisor(model) == (GRANITE["logits_scaling"] if name == "granite" else 1.0)
+    divisors = {"granite": (GRANITE["logits_scaling"], None), "gemma4": (1.0, 2.0)}
+    assert divisor_and_cap(model) == divisors.get(name, (1.0, None))
 
 
 @pytest.mark.parametrize(("kind", "layers", "windowed"), [("olmo3", 8, 6), ("gemma3_text", 12, 10)])
@@ -73,7 +76,7 @@ REFUSED = {
     "deepseek_v2": "choose and weigh",
     "phi4_multimodal": "embed_tokens_extend",
     "emu3": "of type emu3_text_model",
-    "gemma2": "capped",
+    "gemma2": "softcap",
     "bloom": "no decoder layers",
     "gpt2": "no decoder layers",
     "cohere2": "one token longer",

@@ -17,7 +17,7 @@ from hybridrl.distributed.experts import (
     parameter_shapes,
     replace_experts,
 )
-from hybridrl.distributed.forward.routing import Choice, Router
+from hybridrl.distributed.forward.routers import Choice, Router
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.rollout.vllm_experts import check_experts
 from tests.support.tiny_hf import AFTER_DENSE, ALL, tiny_folder, tiny_model
@@ -75,7 +75,7 @@ def test_transposed_experts_with_biases_compute_what_transformers_do():
     fused = lm.model.layers[0].mlp.experts
     for param in fused.parameters():
         param.data.normal_()
-    own = Experts(copy.deepcopy(fused))
+    own = Experts(copy.deepcopy(fused), splits=False)
     for name in ("gate_up_proj", "down_proj"):
         own.get_parameter(name).data.copy_(fused.get_parameter(name).mT)
     states, ids, weights = torch.randn(9, 32), torch.randint(6, (9, 2)), torch.rand(9, 2)

@@ -19,7 +19,7 @@ def new_head():
     return nn.Linear(HIDDEN, VOCAB, bias=False)
 
 
-def chunked(head, states, chunk_tokens, entropy, keep_logits=False):
+def chunked(head, states, chunk_tokens, entropy, keep_logits=False, cap=None):
     return token_log_probs(
         states,
         TARGETS,
@@ -28,23 +28,28 @@ def chunked(head, states, chunk_tokens, entropy, keep_logits=False):
         chunk_tokens=chunk_tokens,
         entropy=entropy,
         keep_logits=keep_logits,
+        cap=cap,
     )
 
 
-def full(head, states):
-    log_p = (head(states) / TEMPERATURE).log_softmax(-1)
+def full(head, states, cap=None):
+    logits = head(states)
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    log_p = (logits / TEMPERATURE).log_softmax(-1)
     return log_p.gather(-1, TARGETS[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.parametrize("cap", [None, 0.5])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 23, 100])
-def test_values_and_gradients_of_the_full_softmax(chunk_tokens):
+def test_values_and_gradients_of_the_full_softmax(chunk_tokens, cap):
     found, wanted = [], []
     for results, compute in ((found, "chunked"), (wanted, "full")):
         head, states = new_head(), STATES.clone().requires_grad_()
         if compute == "chunked":
-            log_probs, entropy, _ = chunked(head, states, chunk_tokens, Entropy.differentiate)
+            how = {"entropy": Entropy.differentiate, "cap": cap}
+            log_probs, entropy, _ = chunked(head, states, chunk_tokens, **how)
         else:
-            log_probs, entropy = full(head, states)
+            log_probs, entropy = full(head, states, cap)
         (WEIGHTS[0] * log_probs + WEIGHTS[1] * entropy).sum().backward()
         results += [log_probs, entropy, states.grad, head.weight.grad]
     for one, other in zip(found, wanted, strict=True):

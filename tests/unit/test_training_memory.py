@@ -149,6 +149,8 @@ def wide(name):
         config.update({"qk_rope_head_dim": 32, "head_dim": 32})
         config.update({"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 96})
         config.mlp_layer_types = ["dense", *["sparse"] * (LAYERS - 1)]
+    if name == "gemma4":
+        config.update({"per_layer_config": {}, "num_kv_shared_layers": 1})
     if name == "phi3":
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
         config.rope_parameters["partial_rotary_factor"] = 1.0
@@ -159,6 +161,8 @@ def wide(name):
     if kinds := config.to_dict().get("layer_types"):
         first = kinds[:1] if name in RECURRENT else ["full_attention"]
         config.layer_types = [*first * (LAYERS - 1), "full_attention"]
+    if name == "gpt_oss":
+        config.layer_types[::2] = ["sliding_attention"] * 2
     return config
 
 
@@ -193,7 +197,7 @@ def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
     assert predicted == pytest.approx(counted.peak, rel=0.1)
 
 
-HYBRIDS = ("qwen3_5", "lfm2", "nemotron_h")
+HYBRIDS = ("qwen3_5", "lfm2", "nemotron_h", "gpt_oss", "gemma4")
 LATER = ("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", *HYBRIDS)
 FAMILIES = ("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3", *LATER)
 

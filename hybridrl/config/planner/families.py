@@ -19,13 +19,13 @@ ON_GPUS = (
 ON_CPUS = (
     *("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", "gpt_oss"),
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h"),
-    *("glm4_moe_lite", "deepseek_v3"),
+    *("glm4_moe_lite", "deepseek_v3", "gemma4_text"),
 )
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
 EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
 # Families whose routers vLLM computes in float32; others' logits it rounds to the model's dtype.
-FLOAT32_ROUTERS = ("glm4_moe_lite", "glm4_moe", "nemotron_h")
+FLOAT32_ROUTERS = ("glm4_moe_lite", "glm4_moe", "nemotron_h", "gemma4_text")
 _TEXT_MODEL = (
     "transformers' AutoModelForCausalLM.from_pretrained('MODEL').save_pretrained('FOLDER') writes "
     "one, to which the tokenizer's files are copied"
@@ -36,6 +36,7 @@ REFUSED = {
     "gemma3": "only its text models (gemma3_text) are trained, not images",
     "qwen3_5": f"only its text models (qwen3_5_text) are trained, not images: {_TEXT_MODEL}",
     "qwen3_5_moe": f"only its text models (qwen3_5_moe_text) are trained: {_TEXT_MODEL}",
+    "gemma4": "only its text models (gemma4_text) are trained, not images and sounds",
 }
 
 
@@ -62,7 +63,6 @@ _WITHOUT_BIAS = ("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_mo
 _NO_WINDOW = "vLLM's model attends to all tokens"
 REFUSED_SETTINGS = (
     Setting("attn_logit_softcapping", "packed attention does not cap its scores"),
-    Setting("final_logit_softcapping", "log-probs are computed without a cap on logits"),
     Setting("use_bidirectional_attention", "attention here is causal"),
     Setting("attention_bias", "vLLM's model leaves the bias of o_proj out", ("qwen3",)),
     Setting("attention_bias", "vLLM's model leaves biases out", _WITHOUT_BIAS),
@@ -164,6 +164,10 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
     if kind == "gpt_oss" and windows != [index % 2 == 0 for index in range(len(windows))]:
         expected = "windows in every other layer, from the first on"
         yield "layer_types", config["layer_types"], expected, "vLLM's model has these"
+    mixture = config.get("num_experts") is not None
+    if kind == "gemma4_text" and mixture != bool(config.get("enable_moe_block")):
+        why = "vLLM's model has experts if num_experts is set"
+        yield "enable_moe_block", config.get("enable_moe_block"), str(mixture).lower(), why
     if kind == "lfm2" and config.get("tie_word_embeddings") is False:
         yield "tie_word_embeddings", False, "true", "vLLM's model shares embedding and head"
     if kind == "nemotron_h" and (least := config.get("time_step_min", 1e-3)) > 1e-9:

@@ -99,12 +99,11 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     group = kwargs.get("sequence_group")
     sinks = kwargs.get("s_aux")
-    if sinks is not None:
-        if group is not None:
-            raise ValueError("attention with sinks is not shared between ranks (fsdp.ulysses_size)")
-        attend = partial(with_sinks if attend is _varlen else _padded, sinks=sinks)
     if group is not None:
         q, k, v = heads_of_all_tokens(q, k, v, kwargs["num_shared_tokens"], group)
+        sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
+    if sinks is not None:
+        attend = partial(with_sinks if attend is _varlen else _padded, sinks=sinks)
     bounds = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     output = attend((q, k, v), bounds, scaling, kwargs.get("sliding_window"))
     if group is not None:

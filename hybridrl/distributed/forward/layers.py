@@ -29,6 +29,8 @@ LAYER_TYPES: dict[str, list[set[str]]] = {
 }
 # Parameters of recurrent mixers, vectors with a number for each head.
 STATE = {"A_log", "D", "dt_bias"}
+# Parts beside embedding, layers, norms and head: inputs of each layer by token (Gemma 4).
+FURTHER = {"embed_tokens_per_layer", "per_layer_model_projection"}
 EXPERTS = ("gate_up_proj", "down_proj")
 # Parameters that are computed here, of parts of layers that are no linear layer and no norm.
 KNOWN = (
@@ -37,6 +39,8 @@ KNOWN = (
     ("mlp.experts", {*EXPERTS, *(f"{name}_bias" for name in EXPERTS)}),
     ("mlp.gate", {"weight"}),
     ("mlp.router", {"weight", "bias"}),
+    ("experts", {*EXPERTS}),
+    ("router", {"scale", "per_expert_scale"}),
 )
 
 
@@ -58,7 +62,8 @@ def check_layers(model: PreTrainedModel) -> None:
     usual = {base, base.layers, model.get_input_embeddings(), model.get_output_embeddings()}
     for path, module in {*base.named_children(), *model.named_children()}:
         has_weights = next(module.parameters(), None) is not None
-        if has_weights and module not in usual and "Norm" not in type(module).__name__:
+        known = path in FURTHER or module in usual or "Norm" in type(module).__name__
+        if has_weights and not known:
             others.append(f"{path} ({type(module).__name__})")
     if others:
         raise ConfigError(

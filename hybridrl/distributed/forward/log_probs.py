@@ -62,6 +62,7 @@ def token_log_probs(
     keep_logits: bool,
     exact: bool = False,
     kept: Kept | None = None,
+    cap: float | None = None,
 ) -> ResponseLogProbs:
     """Compute log-probs of `targets` under softmax(hidden @ weight.T / temperature), in chunks.
 
@@ -71,11 +72,12 @@ def token_log_probs(
         keep_logits: keep all logits for backward; float32 logits are never kept.
         exact: compute the log-probs by vLLM's kernel.
         kept: sets of tokens, to which the distributions are cut.
+        cap: the products x become cap tanh(x / cap).
     """
     # A Function cannot detect it: its inputs require gradients anyway.
     keeps = keep_logits and torch.is_grad_enabled() and hidden.dtype != torch.float32
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps, exact, kept
+        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps, exact, kept, cap
     )
     return ResponseLogProbs(log_probs, None if entropy is Entropy.omit else entropies)
 
@@ -95,11 +97,12 @@ class _TokenLogProbs(torch.autograd.Function):
         keeps: bool,
         exact: bool,
         kept: Kept | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         parts, all_logits = [], []
         chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
         for index, (states, ids) in enumerate(chunks):
-            logits = cut_(states @ weight.T, kept, index * chunk_tokens)
+            logits = cut_(cap_(states @ weight.T, cap), kept, index * chunk_tokens)
             rows = softmax_rows(logits, ids, temperature)
             if exact:
                 shared = exact_log_probs(logits, ids, temperature, is_cut=kept is not None)
@@ -111,6 +114,7 @@ class _TokenLogProbs(torch.autograd.Function):
         rows = Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, targets, *rows)
         ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
+        ctx.cap = cap
         ctx.logits = all_logits
         ctx.differentiates_entropy = entropy is Entropy.differentiate
         if not ctx.differentiates_entropy:
@@ -132,7 +136,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if all_logits:
                 logits = all_logits.pop(0)
             else:
-                logits = cut_(hidden[part] @ weight.T, ctx.kept, start)
+                logits = cut_(cap_(hidden[part] @ weight.T, ctx.cap), ctx.kept, start)
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).clamp_(-1, 1).square_()
             gradient = logits_gradient_(
                 logits,
                 targets[part],
@@ -141,15 +146,17 @@ class _TokenLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part],
                 ctx.temperature,
             )
+            if slope is not None:
+                gradient.mul_(slope)
             torch.mm(gradient, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, gradient, hidden[part], len(hidden))
-            del gradient, logits
+            del gradient, logits, slope
         if ctx.needs_input_grad[1]:
             # Ranks reduce the same tensors, so there is a gradient even without response tokens.
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 7
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:
@@ -170,6 +177,11 @@ class Rows(NamedTuple):
     log_probs: Tensor
     log_z: Tensor
     entropy: Tensor
+
+
+def cap_(logits: Tensor, cap: float | None) -> Tensor:
+    """Replace logits x by cap tanh(x / cap), in their dtype, as vLLM does."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def cut_(logits: Tensor, kept: Kept | None, first: int) -> Tensor:

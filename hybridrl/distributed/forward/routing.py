@@ -1,4 +1,4 @@
-"""Router of a mixture of experts, and the statistics of its choices, in float32.
+"""Statistics of what the routers of a mixture of experts choose, in float32.
 
 Shapes:  N = packed tokens   B = sequences   L = layers   E = experts   K = experts of a token
 
@@ -22,97 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hybridrl.distributed.forward.packing import Packed
-
-
-class Choice(NamedTuple):
-    """Rule by which a router chooses and weighs experts.
-
-    Attributes:
-        top_k: K.
-        normalises: the weights of a token's experts add up to 1.
-        sigmoid: scores are sigmoids of the logits, not their softmax.
-        groups, top_groups: experts come from so many groups of them, those with the best two.
-        scale: factor on the weights.
-    """
-
-    top_k: int
-    normalises: bool
-    sigmoid: bool = False
-    groups: int = 1
-    top_groups: int = 1
-    scale: float = 1.0
-
-
-class Router(nn.Module):
-    """Linear layer, scores and choice of the best experts.
-
-    Args:
-        weight: [E, H]; under mixed precision it arrives rounded to param_dtype, as in vLLM.
-        choice: how experts are chosen and weighed.
-        rounds: logits are rounded to param_dtype, as in vLLM; false: they are float32.
-        bias: [E], of the linear layer.
-        offset: [E] float32, added to the scores for the choice alone; a buffer, which is frozen.
-
-    Attributes:
-        recorded: [N, K], 1 + the experts that vLLM chose, 0 where it chose none; None: not known.
-        replays: the tokens pass these, with the weights that this router gives them.
-    """
-
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        choice: Choice,
-        *,
-        rounds: bool = False,
-        bias: nn.Parameter | None = None,
-        offset: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.register_buffer("e_score_correction_bias", offset)
-        self.choice = choice
-        self.rounds = rounds
-        self.recorded: Tensor | None = None
-        self.replays = False
-        self.seen: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits [N, E] float32, weights [N, K] and ids of the chosen experts [N, K]."""
-        states = states.flatten(0, -2)
-        dtype = states.dtype if self.rounds else torch.float32
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(states.to(dtype), self.weight.to(dtype), bias).float()
-        scores = logits.sigmoid() if self.choice.sigmoid else logits.softmax(-1)
-        ids = self._best(scores)
-        differs = torch.zeros(0, dtype=torch.bool, device=ids.device)
-        if self.recorded is not None:
-            known, recorded = self.recorded[:, :1] > 0, self.recorded.long() - 1
-            own, other = ids.sort(-1).values, recorded.sort(-1).values
-            differs = (own != other).any(-1) & known[:, 0]
-            if self.replays:
-                ids = torch.where(known, recorded, ids)
-        weights = scores.gather(-1, ids)
-        if self.choice.normalises:
-            weights = weights / weights.sum(-1, keepdim=True)
-        probs = scores / scores.sum(-1, keepdim=True) if self.choice.sigmoid else scores
-        self.seen = probs, ids, differs
-        return logits, (weights * self.choice.scale).to(states.dtype), ids
-
-    def _best(self, scores: Tensor) -> Tensor:
-        """Return the experts with the best scores, [N, K], from the best groups."""
-        if self.e_score_correction_bias is not None:
-            scores = scores + self.e_score_correction_bias
-        if self.choice.groups > 1:
-            groups = scores.unflatten(-1, (self.choice.groups, -1))
-            best = groups.topk(2, dim=-1).values.sum(-1).topk(self.choice.top_groups, dim=-1)
-            others = torch.ones_like(groups[..., 0], dtype=torch.bool)
-            others = others.scatter(-1, best.indices, False)
-            scores = groups.masked_fill(others[..., None], -torch.inf).flatten(-2)
-        return scores.topk(self.choice.top_k, dim=-1).indices
+from hybridrl.distributed.forward.routers import Router
 
 
 class LayerRouting(NamedTuple):
@@ -174,7 +86,7 @@ def pick_recorded(
 
 
 def layer_forward(
-    layer: Any, states: Tensor, routed_experts: Tensor | None = None, **kwargs: Any
+    layer: Any, *states: Tensor, routed_experts: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, LayerRouting]:
     """Run a decoder layer with experts.
 
@@ -184,7 +96,7 @@ def layer_forward(
     router = router_of(layer)
     assert router is not None
     router.recorded = None if routed_experts is None else routed_experts[0]
-    output = type(layer).forward(layer, states, **kwargs)
+    output = type(layer).forward(layer, *states, **kwargs)
     assert router.seen is not None
     probs, ids, differs = router.seen
     router.seen = router.recorded = None

@@ -8,13 +8,15 @@ the forwards here.
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.layers import layer_function
@@ -38,7 +40,7 @@ class TokenLogProbs(nn.Module):
     ) -> None:
         super().__init__()
         self.lm = lm
-        self.logits_divisor = logits_divisor(lm)
+        self.logits_divisor, self.cap = divisor_and_cap(lm)
         self.chunk_tokens = chunk_tokens
         self.keep_logits = keep_logits
         self.exact = exact
@@ -56,6 +58,7 @@ class TokenLogProbs(nn.Module):
             packed.response_ids,
             self.lm.get_output_embeddings().weight,
             temperature=temperature * self.logits_divisor,
+            cap=self.cap,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
             keep_logits=self.keep_logits,
@@ -73,31 +76,43 @@ class _Fixed(nn.Module):
         super().__init__()
         self.states = states
 
-    def forward(self, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.states)  # type: ignore[arg-type]
+    def forward(self, **kwargs: Any) -> "_States":
+        return _States(last_hidden_state=self.states)  # type: ignore[arg-type]
 
 
-def logits_divisor(lm: PreTrainedModel) -> float:
-    """Return the number by which a causal language model divides the products of its head.
+@dataclass
+class _States(BaseModelOutput):
+    """States of all tokens; families name other outputs, which there are not."""
 
-    Its own forward is run above states of 1 and 30, with a head of ones.
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def divisor_and_cap(lm: PreTrainedModel) -> tuple[float, float | None]:
+    """Return what a causal language model makes of the products x of its head.
+
+    Its logits are x / divisor, or cap tanh(x / cap) if config.json names a cap. Its own forward is
+    run above states of 1 and 30, with a head of ones.
 
     Raises:
-        ConfigError: logits are no multiple of the products.
+        ConfigError: logits are something else.
     """
-    head = lm.get_output_embeddings()
+    cap: float | None = lm.config.to_dict().get("final_logit_softcapping")
+    head, sizes = lm.get_output_embeddings(), (1.0, 30.0)
     other, logits = copy.copy(lm), []
     with real_tensors():
         ones = nn.Linear(1, 1, bias=False, dtype=torch.float64)
         nn.init.ones_(ones.weight)
         own = {name: ones if module is head else module for name, module in lm._modules.items()}
-        for size in (1.0, 30.0):
+        for size in sizes:
             states = torch.full((1, 1, 1), size, dtype=torch.float64)
             other._modules = own | {lm.base_model_prefix: _Fixed(states)}
             logits.append(float(other(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits))
-    if head.bias is not None or not math.isclose(logits[1], 30 * logits[0], rel_tol=1e-6):
-        raise ConfigError("its logits are capped or biased, no multiple of the head's products")
-    return float(f"{1 / logits[0]:.12g}")
+    divisor = 1.0 if cap else float(f"{1 / logits[0]:.12g}")
+    expected = [cap * math.tanh(x / cap) if cap else x / divisor for x in sizes]
+    if head.bias is not None or not np.allclose(logits, expected, rtol=1e-6):
+        raise ConfigError("its logits are biased, or no multiple of the head's products")
+    return divisor, cap
 
 
 class ScalarModel(nn.Module):
@@ -181,7 +196,11 @@ def compile_layer(layer: nn.Module) -> None:
 
 
 def _forward(
-    layer: nn.Module, run: Callable[..., Any], hidden_states: Tensor, **kwargs: Any
+    layer: nn.Module,
+    run: Callable[..., Any],
+    hidden_states: Tensor,
+    *more: Tensor | None,
+    **kwargs: Any,
 ) -> Any:
     # A plain int would first be compiled as a constant; a tensor's size is a symbol at once.
     sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
@@ -189,13 +208,13 @@ def _forward(
     needs_grad = torch.is_grad_enabled()
     differentiable = hidden_states.requires_grad
     states = hidden_states if differentiable else hidden_states.detach().requires_grad_()
-    for leaf in tree_leaves((states, rest)):
+    for leaf in tree_leaves((states, more, rest)):
         if isinstance(leaf, Tensor):
             mark_dynamic(leaf, min(leaf.dim() - 1, 1))
     for size in sizes.values():
         mark_dynamic(size, 0)
     with torch.enable_grad():
-        output = _compiled(layer, run, states, sizes, rest)
+        output = _compiled(layer, run, (states, *more), sizes, rest)
     return output if needs_grad else tree_map(Tensor.detach, output)
 
 
@@ -203,9 +222,9 @@ def _forward(
 def _compiled(
     layer: nn.Module,
     run: Callable[..., Any],
-    states: Tensor,
+    states: tuple[Tensor | None, ...],
     sizes: dict[str, Tensor],
     rest: dict[str, Any],
 ) -> Any:
     ints = {name: size.shape[0] for name, size in sizes.items()}
-    return run(layer, states, **rest, **ints)
+    return run(layer, *states, **rest, **ints)
