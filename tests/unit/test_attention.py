@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from hybridrl.distributed.forward import attention
 from hybridrl.distributed.forward.attention import (
     PACKED_ATTENTION,
     packed_attention,
@@ -73,9 +74,9 @@ def test_sliding_window_is_honoured():
     config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=0)
     assert set(config.layer_types) == {"sliding_attention"}
     models = []
-    for attention in (PACKED_ATTENTION, "eager"):
+    for implementation in (PACKED_ATTENTION, "eager"):
         torch.manual_seed(0)
-        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=attention))
+        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=implementation))
     expected = logits_one_by_one(models[1])
     torch.testing.assert_close(packed_logits(models[0]), expected, rtol=1e-5, atol=1e-5)
 
@@ -91,6 +92,23 @@ def test_a_sequence_does_not_see_its_neighbours():
     after, _ = packed_attention(None, q, k, v, None, **arguments)
     assert torch.equal(before[:, 4:], after[:, 4:])
     assert not torch.equal(before[:, :4], after[:, :4])
+
+
+def test_smaller_values_are_exact_with_a_kernel_of_one_size(monkeypatch):
+    def kernel(q, k, v, bounds, _, longest, *rest, scale, **named):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return attention._padded((q, k, v), (bounds, longest), scale, None)
+
+    sizes = ((4, 8), (2, 8), (2, 6))
+    generator = torch.Generator().manual_seed(3)
+    qkv = [torch.randn(1, heads, 9, size, generator=generator) for heads, size in sizes]
+    arguments = {"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32), "max_length_q": 5}
+    expected, _ = packed_attention(None, *qkv, None, **arguments)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "has_kernel", lambda *of: True)
+    output, _ = packed_attention(None, *qkv, None, **arguments)
+    assert output.shape == (1, 9, 4, 6)
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("argument", ["softcap", "position_bias"])

@@ -82,7 +82,7 @@ def packed_attention(
         module: holds the bounds if its layer did not pass them on (layers.py).
         attention_mask: None; a mask is a ValueError, as arguments that are not known.
         query: [1, H, N, D].
-        key, value: [1, K, N, D]; H is a multiple of K.
+        key, value: [1, K, N, D]; H is a multiple of K. Values may be smaller.
         scaling: factor on the scores; None: D ** -0.5.
         attend: the kernel; None: FlashAttention where it supports such tensors, else padded.
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are required; sliding_window is the
@@ -90,7 +90,7 @@ def packed_attention(
             tokens are this rank's shard of num_shared_tokens; cu_seq_lens_q covers all of them.
 
     Returns:
-        [1, N, H, D], and None in place of the attention weights.
+        [1, N, H, size of values], and None in place of the attention weights.
     """
     check_arguments(attention_mask, kwargs)
     kwargs = _with_bounds(module, kwargs)
@@ -100,6 +100,7 @@ def packed_attention(
     group = kwargs.get("sequence_group")
     sinks = kwargs.get("s_aux")
     if group is not None:
+        v = of_one_size(q, v)
         q, k, v = heads_of_all_tokens(q, k, v, kwargs["num_shared_tokens"], group)
         sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
     if sinks is not None:
@@ -108,6 +109,8 @@ def packed_attention(
     output = attend((q, k, v), bounds, scaling, kwargs.get("sliding_window"))
     if group is not None:
         output = tokens_of_all_heads(output, query.shape[2], group)
+    if output.shape[-1] > value.shape[-1]:
+        output = output[..., : value.shape[-1]]
     return output[None], None
 
 
@@ -161,7 +164,7 @@ def _varlen(
     """Compute attention of [N, heads, D] by the kernel; `bounds`: cu_seq_lens, longest length."""
     cu_seq_lens, max_length = bounds
     query, key, value = qkv
-    output = varlen_attn(
+    return varlen_attn(
         *(x.contiguous() for x in (query, key, of_one_size(query, value))),
         cu_seq_lens,
         cu_seq_lens,
@@ -171,7 +174,6 @@ def _varlen(
         window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_QUERY,
     )
-    return output[..., : value.shape[-1]]
 
 
 def of_one_size(query: Tensor, value: Tensor) -> Tensor:
