@@ -56,6 +56,15 @@ def test_padded(window):
     check(attention._padded, "cpu", torch.float32, window, 1e-5)
 
 
+def test_padded_computes_the_same_bits_without_gradients():
+    """Old log-probs have none, those of the update have: the first ratio is exactly 1."""
+    inputs = tensors("cpu", torch.float32)
+    arguments = inputs[:3], (torch.tensor(BOUNDS, dtype=torch.int32), 70), None, 16
+    with torch.no_grad():
+        expected = attention._padded(*arguments, sinks=inputs[3])
+    assert torch.equal(attention._padded(*arguments, sinks=inputs[3]), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("window", [None, 16])

@@ -10,6 +10,7 @@ sequences.
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import distributions
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -214,13 +216,9 @@ def _padded(
         last = sinks.to(q.dtype)[None, :, None, None].expand(-1, -1, max_length, 1)
         mask = torch.cat([scores, last], -1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    output = scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=True,
-    )
+    # Of scores with a gradient, others compute something else: ratios would not be exactly 1.
+    with nullcontext() if sinks is None else sdpa_kernel(SDPBackend.MATH):
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
     return padding.unpad(output.transpose(1, 2))
