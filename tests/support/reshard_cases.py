@@ -175,6 +175,7 @@ OF_LAYERS = {
 BY_COLUMNS |= dict.fromkeys(AFTER_DENSE, SHARED_EXPERTS)
 _FIRST = [*(f"0.{name}" for name in ROW_PARALLEL), *(f"1.{name}" for name in SHARED_EXPERTS)]
 OF_LAYERS |= dict.fromkeys(AFTER_DENSE, _FIRST)
+OF_LAYERS["gemma4"] = [f"{layer}.{name}" for layer in range(4) for name in ROW_PARALLEL]
 
 
 @dataclass(frozen=True)
