@@ -35,6 +35,7 @@ MAMBA = {
     "mamba_head_dim": 16,
     "ssm_state_size": 16,
     "n_groups": 2,
+    "time_step_min": 1e-9,  # transformers limits steps, vLLM and the packed recurrence do not
 }
 KINDS = {
     "qwen3_5_text": DELTA,

@@ -170,9 +170,6 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
         yield "enable_moe_block", config.get("enable_moe_block"), str(mixture).lower(), why
     if kind == "lfm2" and config.get("tie_word_embeddings") is False:
         yield "tie_word_embeddings", False, "true", "vLLM's model shares embedding and head"
-    if kind == "nemotron_h" and (least := config.get("time_step_min", 1e-3)) > 1e-9:
-        why = "transformers' model alone, neither vLLM's nor the first one, limits steps from below"
-        yield "time_step_min", least, "at most 1e-9", why
     for key, values, reason, kinds in NEEDED:
         if kind in kinds and config.get(key) not in values:
             yield key, config.get(key), str(values[0]).lower(), reason

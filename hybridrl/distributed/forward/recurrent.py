@@ -20,6 +20,9 @@ from hybridrl.distributed.forward.packing import Padding
 
 RECURRENCES = ("torch_chunk_gated_delta_rule", "mamba2_chunk_scan")
 CONVOLUTION = "causal_conv1d_fn"
+# Arguments of other kernels. Of Nemotron-H transformers alone limits steps (dt_limit) from below by
+# config.json's time_step_min; vLLM's model and NVIDIA's own do not.
+IGNORED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k", "seq_idx", "dt_limit")
 
 
 def pack_recurrences(lm: nn.Module) -> set[str]:
@@ -85,7 +88,7 @@ class Recurrence:
             raise ValueError("a recurrence over packed sequences needs cu_seq_lens_q")
         num_tokens = tensors[0].shape[1]
         padding = Padding.of(bounds, int(others.pop("max_length_q")), num_tokens)
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k", "seq_idx"):
+        for name in IGNORED:
             others.pop(name, None)
 
         def pad(x: Any) -> Any:
