@@ -85,6 +85,7 @@ TRAINING_MODEL_CHECKS = (
     algorithm.lora_problems,
     algorithm.expert_problems,
     algorithm.recurrent_problems,
+    algorithm.sharing_problems,
     exact_problems,
 )
 

@@ -22,7 +22,7 @@ from tests.support.training_batches import (
 
 # Experts can be compiled in bfloat16 only.
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "gemma4_moe", *AFTER_DENSE)
-DENSE = sorted(MORE.keys() - OTHER_HEADS - (RECURRENT - {"lfm2"}) - set(MIXTURES))
+DENSE = sorted(MORE.keys() - OTHER_HEADS - {"gemma4"} - (RECURRENT - {"lfm2"}) - set(MIXTURES))
 # Every response alone, some together, all together: packed lengths from 6 to 77.
 BUDGETS = (15, 30, 200)
 

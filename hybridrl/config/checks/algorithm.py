@@ -251,6 +251,14 @@ def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem
         yield must_be("recurrent_replay", "rollout.router_replay", replay, "none", own)
 
 
+def sharing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Find compilation of layers that hand keys and values to later ones, which have none."""
+    keys = ["k_proj" in kind.linear_layers for kind in shape.kinds if kind.attention]
+    if config.fsdp.compile and any(keys) and not all(keys):
+        why = "each of its layers that share keys and values would be compiled several times"
+        yield must_be("compiled_sharing", "fsdp.compile", True, "false", why)
+
+
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Find unknown layers and ranks above the size of a weight."""
     lora, layers, key = config.lora, shape.linear_layers, "lora.target_modules"

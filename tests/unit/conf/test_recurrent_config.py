@@ -19,6 +19,21 @@ compiled_recurrence fsdp.compile fsdp.compile=true
 REPLAY = """
 recurrent_replay rollout.router_replay fsdp.compile=false rollout.router_replay=record
 """
+SHARING = """
+compiled_sharing fsdp.compile fsdp.compile=true
+"""
+SHARED_KEYS = TINY | {
+    "model_type": "gemma4_text",
+    "head_dim": 32,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 1,
+    "max_position_embeddings": 4096,
+    "hidden_size_per_layer_input": 0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "pad_token_id": 0,
+}
 EXPERTS = {
     "model_type": "qwen3_next",
     "moe_intermediate_size": 24,
@@ -36,6 +51,11 @@ def test_what_recurrent_layers_do_not_allow_is_refused(mistake):
 @pytest.mark.parametrize("mistake", mistakes(REPLAY))
 def test_what_recurrent_mixtures_do_not_allow_is_refused(mistake):
     assert made(mistake, "hardware=gpu", model=HYBRID | EXPERTS, machine=GPU_NODE) == [mistake]
+
+
+@pytest.mark.parametrize("mistake", mistakes(SHARING))
+def test_what_layers_that_share_keys_do_not_allow_is_refused(mistake):
+    assert made(mistake, "hardware=gpu", model=SHARED_KEYS, machine=GPU_NODE) == [mistake]
 
 
 def test_the_embedded_hybrid_is_recurrent():
