@@ -520,7 +520,9 @@ def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
 def differing_experts(rollout: Any, folder: Path) -> tuple[int, int]:
     """How many choices of experts are not those of transformers in float32, and of how many."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    layers = [layer for layer in model.model.layers if "experts" in layer.mlp._modules]
+    of_layer = [layer._modules | layer.mlp._modules for layer in model.model.layers]
+    pairs = zip(model.model.layers, of_layer, strict=True)
+    layers = [layer for layer, modules in pairs if "experts" in modules]
     chosen = []
     for layer in layers:
         named = dict(layer.named_modules())
