@@ -180,6 +180,7 @@ def test_vllm_holds_the_base_and_factors_of_what_it_loads_from_the_merged_folder
                 "v_proj": "qkv",
                 "qkv_proj": "qkv",
                 "gate_up_proj": "up_proj",
+                "kv_a_proj_with_mqa": "q_a_proj",
             }
             assert len(seen.errors) == 2 * len({layers.get(t, t) for t in targets_of(case)})
             assert max(seen.errors.values()) < 3, (case, seen.errors)

@@ -314,7 +314,7 @@ def spread(model: PreTrainedModel, name: str) -> None:
         last.weight.sub_(0.9)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
-            buffer.normal_(0.0, 0.2)
+            buffer.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(0))
 
 
 def tiny_folder(name: str, folder: Path) -> Path:
