@@ -20,6 +20,7 @@ from hybridrl.config.choices import DType
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.forward.packing import pack
+from hybridrl.rollout.trace import live_tensors
 from hybridrl.workers.actor import ActorWorker
 from tests.support.launch import run_on_ranks
 from tests.support.lora_cases import move_away
@@ -116,8 +117,10 @@ def look(case, worker, folder):
     actor.save(str(folder / "final"))
     dist.barrier()  # rank 0 writes
     live = worker.engine.tensors()
-    weights = {name: live[name].clone() for name in live if ".lora_" not in name}
-    base = differences(weights, loaded_by_vllm(worker.config, folder / "A"))
+    computed = worker.engine.trace.computed  # by vLLM's loader, from weights that are gathered
+    held = live | {name: live_tensors(worker.engine._model)[name] for name in computed}
+    loaded = loaded_by_vllm(worker.config, folder / "A")
+    base = differences({n: t.clone() for n, t in held.items() if n in loaded}, loaded)
     errors = merged_errors(live, loaded_by_vllm(worker.config, folder / "final"))
     batch = worker.generate(prompts())
     with torch.no_grad():

@@ -252,10 +252,9 @@ def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem
 
 
 def sharing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Find compilation of layers that hand keys and values to later ones, which have none."""
-    keys = ["k_proj" in kind.linear_layers for kind in shape.kinds if kind.attention]
-    if config.fsdp.compile and any(keys) and not all(keys):
-        why = "each of its layers that share keys and values would be compiled several times"
+    """Find compilation of layers that keep keys and values for later ones beside their outputs."""
+    if config.fsdp.compile and shape.kind == "gemma4_text":
+        why = "what its layers keep for later ones changes when they are recomputed"
         yield must_be("compiled_sharing", "fsdp.compile", True, "false", why)
 
 
