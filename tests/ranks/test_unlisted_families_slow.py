@@ -32,7 +32,9 @@ SMALL |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1
 LARGEST = 20_000_000
 # Of these no test has a tiny model of its own.
 UNLISTED = {"arcee", "cohere", "cwm", "ernie4_5", "flex_olmo", "gemma", "glm", "helium"}
-UNLISTED |= {"hyperclovax", "jais2", "mellum", "olmo", "persimmon", "starcoder2"}
+UNLISTED |= {"hyperclovax", "jais2", "mellum", "olmo", "persimmon", "starcoder2", "bitnet"}
+UNLISTED |= {"deepseek_v2", "exaone_moe", "glm4_moe", "granite_swa", "hunyuan_v1_dense"}
+UNLISTED |= {"minicpm3", "minimax_m3_vl_text", "ministral", "nanochat", "solar_open"}
 
 
 def largest_difference(config, folder):
