@@ -33,7 +33,7 @@ def test_a_window_that_is_one_longer_is_seen_at_the_start(tmp_path):
     with started(run_dir, *SMALL, *paths, *longest) as run:
         output = " ".join(run.ended(1).split())
     assert "at the start, rollout_log_probs and old_log_probs differ" in output
-    assert "0 layers of full attention and 3 of sliding attention (window 150)" in output
+    assert "The model has 3 layers of sliding attention (window 150)" in output
     # A token of prompts with 164 tokens, and perhaps of those with 142, but of none with 8.
     assert re.search(r"\(164 tokens, differs from token 1[67]\d of a sequence on\)", output)
     assert "(8 tokens" not in output
