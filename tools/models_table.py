@@ -40,7 +40,7 @@ CHECKS = {
 def cases(files: Iterable[Path]) -> Iterator[tuple[str, str, bool]]:
     """Yield the cases of CHECKS that ran: model_type, column, passed."""
     for file in files:
-        for case in ElementTree.parse(file).getroot().iter("testcase"):
+        for case in ElementTree.parse(file).getroot().iterfind(".//testcase[@name]"):
             name, _, chosen = case.attrib["name"].partition("[")
             path = f"{case.attrib['classname']}.{name}"
             column = next((c for c, tests in CHECKS.items() if path.endswith(tests)), None)
