@@ -178,8 +178,9 @@ def main() -> None:
     train(model, tokenizer, args.seed, args.steps)
     args.out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(pad_token_id=pad_id, eos_token_id=end_id)
-    # Experts are larger; in bfloat16 the package stays small.
-    model.to(torch.bfloat16 if args.experts else torch.float32).save_pretrained(args.out)
+    # In bfloat16 the package stays small.
+    smaller = args.experts or args.hybrid
+    model.to(torch.bfloat16 if smaller else torch.float32).save_pretrained(args.out)
     save_tokenizer(tokenizer, args.out, MAX_TOKENS)
 
 
