@@ -29,6 +29,7 @@ from hybridrl.rollout.loaded import loader_trace
 from hybridrl.rollout.trace import live_tensors
 from hybridrl.rollout.vllm_engine import in_process
 from tests.support.reshard_cases import differences, set_rank_environment
+from tests.support.tiny_hf import PARTIAL_ROPE, YARN_OF_ALL
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500,
@@ -43,20 +44,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": None,
 }
-PARTIAL_ROPE = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 128,
-}
+YARN = YARN_OF_ALL | {"original_max_position_embeddings": 128}
 # What each family adds; vLLM needs more than transformers' defaults.
 OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {

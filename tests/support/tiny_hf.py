@@ -113,6 +113,11 @@ GEMMA4 = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+PARTIAL_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+}
 # Recurrent layers: more heads of values than of keys, and of another size.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -121,11 +126,7 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
     "head_dim": 16,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-    },
+    "rope_parameters": PARTIAL_ROPE,
 }
 MAMBA = {
     "layers_block_type": ["mamba", "attention", "mlp"],

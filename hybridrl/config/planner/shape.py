@@ -142,9 +142,10 @@ class ModelShape:
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Linear layers of all kinds, by name; sizes of the first layer that has the name."""
-        layers = [item for kind in reversed(self.kinds) for item in kind.linear_layers.items()]
-        named = dict(layers)
-        return {name: named[name] for kind in self.kinds for name in kind.linear_layers}
+        named: dict[str, tuple[int, int]] = {}
+        for kind in self.kinds:
+            named |= {n: sides for n, sides in kind.linear_layers.items() if n not in named}
+        return named
 
     @property
     def layer_parameters(self) -> int:

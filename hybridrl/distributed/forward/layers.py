@@ -111,11 +111,12 @@ def hand_on_bounds(model: PreTrainedModel) -> None:
     for layer in model.base_model.layers:
         if "self_attn" not in dict(layer.named_children()):
             continue  # its mixer gets the bounds, or refuses to run
-        if has_experts(layer) and not _hands_on(layer, model.config.hidden_size):
+        if _hands_on(layer, model.config.hidden_size):
+            continue
+        if has_experts(layer):
             raise ConfigError("its layers with experts keep bounds of sequences from attention")
-        if not _hands_on(layer, model.config.hidden_size):
-            layer.self_attn.packed_bounds = None
-            layer.forward = partial(_bounded_forward, layer)
+        layer.self_attn.packed_bounds = None
+        layer.forward = partial(_bounded_forward, layer)
 
 
 def _bounded_forward(layer: Any, states: torch.Tensor, **kwargs: Any) -> Any:
