@@ -20,8 +20,8 @@ from hybridrl.controller.rendezvous import FILE_PREFIX
 from tests.support.sockets import Listener, listening, still_open
 
 ROOT = Path(__file__).resolve().parents[2]
-# What another run may need to end, or to start anew.
-RESTART_S = 60.0
+# Until the helpers of killed processes have ended.
+CLEANUP_S = 60.0
 
 # A run of seconds: two steps on a few problems.
 SMALL = [
@@ -47,7 +47,7 @@ class Run:
         token: in the environment of all processes that it starts.
         temporary: its folder.
         run_dir: where it writes.
-        shared_memory: names in /dev/shm that one of its processes was seen to map.
+        shared_memory: names in /dev/shm that one of its processes was seen to map or to hold.
         listeners: sockets that `listening` has seen.
     """
 
@@ -114,33 +114,34 @@ class Run:
         assert not any(left.values()), left
 
     def watch_shared_memory(self, ended: threading.Event) -> None:
-        """Note twice a second what its processes map, as names alone do not say whose they are."""
+        """Note twice a second what its processes use, as names alone do not say whose they are."""
         while not ended.wait(0.5):
-            self.shared_memory |= mapped(self.processes())
+            processes = self.processes()
+            self.shared_memory |= mapped(processes) | rendezvous_of(processes)
 
 
 def abandoned(names: set[str]) -> set[str]:
-    """Those of a run's names, and rendezvous files of anybody, that are left in /dev/shm.
+    """Those of a run's names that are left in /dev/shm.
 
-    A rendezvous may be another run's that is just restarting, and the helper that removes the
-    memory of a killed process ends after it: both get time.
+    The helper that removes the memory of a killed process ends after it: it gets time.
     """
-    deadline = time.monotonic() + RESTART_S
+    deadline = time.monotonic() + CLEANUP_S
     while True:
-        files = [file.name for file in Path("/dev/shm").iterdir()]
-        left = {name for name in files if name in names or is_free_rendezvous(name)}
+        left = {file.name for file in Path("/dev/shm").iterdir()} & names
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.5)
 
 
-def is_free_rendezvous(name: str) -> bool:
-    """The file's process, of rank 0, is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        if name.startswith(FILE_PREFIX):
-            found = re.search(rb" pid (\d+)", Path("/dev/shm", name).read_bytes())
-            return found is None or not Path("/proc", found[1].decode()).exists()
-    return False
+def rendezvous_of(processes: Iterable[int]) -> set[str]:
+    """Names of the rendezvous files whose rank 0 is one of the processes."""
+    names = set()
+    for path in Path("/dev/shm").glob(f"{FILE_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+            found = re.search(rb" pid (\d+)", path.read_bytes())
+            if found and int(found[1]) in processes:
+                names.add(path.name)
+    return names
 
 
 def mapped(processes: Iterable[int]) -> set[str]:
