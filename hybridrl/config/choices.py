@@ -11,6 +11,10 @@ KLPlacement = StrEnum("KLPlacement", ["reward", "loss"])
 KLEstimator = StrEnum(
     "KLEstimator", ["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
 )
+# Divergences of student and teacher over the vocabulary (distributed/forward/divergence.py), and
+# the model whose likeliest tokens are compared one by one.
+Divergence = StrEnum("Divergence", ["reverse_kl", "forward_kl", "jensen_shannon"])
+TopOf = StrEnum("TopOf", ["student", "teacher"])
 # Aggregation of token losses to the loss of a mini-batch (algorithms/token_loss.py).
 Aggregation = StrEnum("Aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
 # Correction of the mismatch between vLLM's and the trainer's probabilities.

@@ -69,7 +69,7 @@ def gpu_code(monkeypatch):
     new = lambda logits: torch.empty(len(logits), dtype=torch.float32)  # noqa: E731
     monkeypatch.setattr(log_probs, "softmax_rows", lambda x, *rest: Rows(new(x), new(x), new(x)))
     monkeypatch.setattr(log_probs, "logits_gradient_", lambda logits, *rest: logits)
-    monkeypatch.setattr(log_probs, "_add_product", sum_in_float32)
+    monkeypatch.setattr(log_probs, "add_product", sum_in_float32)
 
 
 def sum_in_float32(total, gradient, states, num_tokens):

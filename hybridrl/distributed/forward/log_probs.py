@@ -150,7 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 gradient.mul_(slope)
             torch.mm(gradient, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
-                grad_weight = _add_product(grad_weight, gradient, hidden[part], len(hidden))
+                grad_weight = add_product(grad_weight, gradient, hidden[part], len(hidden))
             del gradient, logits, slope
         if ctx.needs_input_grad[1]:
             # Ranks reduce the same tensors, so there is a gradient even without response tokens.
@@ -159,7 +159,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, *[None] * 8
 
 
-def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:
+def add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:
     """Return total + gradient.T @ states, [V, H], in float32 if there are several chunks."""
     if total is None and (gradient.dtype == torch.float32 or len(states) == num_tokens):
         return gradient.T @ states
