@@ -18,6 +18,7 @@ from hybridrl.algorithms.advantages import (
     whitened,
 )
 from hybridrl.algorithms.covariance_losses import clip_cov, kl_cov
+from hybridrl.algorithms.distillation import distillation_advantages
 from hybridrl.algorithms.group_advantages import (
     dr_grpo,
     grpo,
@@ -56,6 +57,7 @@ __all__ = [
     "cispo",
     "clip_cov",
     "correction_weights",
+    "distillation_advantages",
     "dppo_kl",
     "dppo_tv",
     "dr_grpo",
