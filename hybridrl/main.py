@@ -54,6 +54,7 @@ from hybridrl.app.sweep import (
 )
 from hybridrl.checkpoint.files import checkpoints_folder, step_name, steps_in
 from hybridrl.config.checks.checkpoint import AUTO
+from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, parse_argv
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of
 from hybridrl.config.command.overrides import Precomposed, run_composed
@@ -70,7 +71,7 @@ from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.controller.signals import Interrupted, preemption_behind
-from hybridrl.models.resolve import model_folder, resolve_model
+from hybridrl.models.resolve import model_folder, plain_folder, resolve_model
 from hybridrl.plan.dry_run import dry_run
 from hybridrl.report.page import write_at_end
 from hybridrl.trainer.errors import RunStopped
@@ -275,8 +276,8 @@ def prepare(checked: Checked, setup: SetupTimes, folder: Path) -> Prepared | Non
         dry_run(checked, folder)
         return None
     model_folder(config.model)  # downloads once, not in every worker
-    if config.reward_model is not None:
-        resolve_model(config.reward_model.model.path)
+    for model in named_models(config):
+        (resolve_model if model.weights else plain_folder)(model.path)
     make_paths_absolute(config)
     if problems := [*stored_weight_problems(result, on_hub=True)]:
         raise ConfigError(*problems)

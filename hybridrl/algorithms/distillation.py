@@ -2,7 +2,14 @@
 
 from torch import Tensor
 
-from hybridrl.algorithms.masked import at_least_float32, check_coef, check_same_shape
+from hybridrl.algorithms.masked import (
+    at_least_float32,
+    check_coef,
+    check_masked,
+    check_same_shape,
+    masked_sum,
+)
+from hybridrl.algorithms.token_loss import TokenLoss
 
 
 def distillation_advantages(
@@ -41,3 +48,17 @@ def distillation_advantages(
     check_coef("distillation_advantages", coef)
     difference = at_least_float32(teacher_log_probs) - at_least_float32(old_log_probs)
     return reward_coef * at_least_float32(advantages) + coef * difference
+
+
+def divergence_loss(divergence: Tensor, response_mask: Tensor, *, coef: float) -> TokenLoss:
+    """Compute the divergence from the teacher as a loss term: l_t = coef * D_t.
+
+    `divergence` is D_t, [N] with graph, nats (distributed/forward/divergence.py).
+    The metric `teacher_divergence` is without the weight `coef`, which is >= 0.
+    """
+    check_masked("divergence_loss", response_mask, divergence=divergence)
+    check_coef("divergence_loss", coef)
+    values = divergence.masked_fill(~response_mask, 0.0)
+    return TokenLoss(
+        coef * values, {"teacher_divergence": masked_sum(values.detach(), response_mask)}
+    )

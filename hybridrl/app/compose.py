@@ -6,8 +6,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from hybridrl.config.checks.checkpoint import AUTO, NONE
+from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH
 from hybridrl.config.checks.installation import check_ray
-from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH
 from hybridrl.config.choices import Init
 from hybridrl.config.command.command_line import CommandLine
 from hybridrl.config.command.input_errors import expanded
@@ -28,6 +28,7 @@ from hybridrl.models.resolve import absolute_path, is_on_hub, read_model_config,
 from hybridrl.models.vocabulary import vocabulary_problems
 from hybridrl.models.weight_files import weight_problems
 
+OTHER_FOLDER = "Set it to a folder with all weights."
 WEIGHTS_ADVICE = {
     "model.path": "Set model.path to a folder with all weights, or set model.init=random.",
     REWARD_MODEL_PATH: "Set it to a folder with all weights of a reward model.",
@@ -77,10 +78,12 @@ def composed(
 def examine_config(cfg: DictConfig, machine: Machine, provenance: Provenance) -> Examined:
     """Run all checks of a composed config, except those of the data."""
     result = examine(cfg, machine=machine, read_model=read_model_config, provenance=provenance)
-    config, reward = result.config, result.reward_path
-    if reward is not None and result.report.usable(["model.path"]):
-        for problem in vocabulary_problems(config.model.path, reward):
-            result.report.add(problem, broken="reward_model.model.path")
+    if result.report.usable(["model.path"]):
+        policy = result.config.model.path
+        for model in result.frozen:
+            if not model.own_tokens:
+                for problem in vocabulary_problems(policy, model.path, model.key):
+                    result.report.add(problem, broken=model.key)
     for text in stored_weight_problems(result, on_hub=False):
         result.report.add(text)
     return result
@@ -95,12 +98,11 @@ def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
     models = []
     if report.usable(["model.path", "model.init"]) and config.model.init is Init.pretrained:
         models.append(("model.path", config.model.path, result.shape))
-    if result.reward_path is not None:
-        models.append((REWARD_MODEL_PATH, result.reward_path, result.reward_shape))
+    models += [(model.key, model.path, model.shape) for model in result.frozen if model.weights]
     for key, path, shape in models:
         if shape is not None and is_on_hub(path) == on_hub:
             for problem in weight_problems(resolve_model(path), shape):
-                yield f"{key} = {path}: {problem}.\n{WEIGHTS_ADVICE[key]}"
+                yield f"{key} = {path}: {problem}.\n{WEIGHTS_ADVICE.get(key, OTHER_FOLDER)}"
 
 
 def make_paths_absolute(config: RunConfig) -> None:
@@ -109,6 +111,9 @@ def make_paths_absolute(config: RunConfig) -> None:
     config.model.path = absolute_path(config.model.path)
     if config.reward_model is not None:
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
+    if (teacher := config.teacher) is not None:
+        paths = {name: absolute_path(path) for name, path in teacher.paths.items()}
+        teacher.models = paths.get("", paths)
     if config.resume not in (AUTO, NONE):  # and outputs/latest will be this run
         config.resume = str(expanded(config.resume).resolve())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hybridrl.app.trials import trial_problems
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.estimators import is_supervised
+from hybridrl.config.estimators import trains_on_answers
 from hybridrl.config.load import Examined
 from hybridrl.config.validate import set_steps
 from hybridrl.distributed.background import without_collections
@@ -39,10 +39,17 @@ def examine_data(result: Examined) -> "PromptSets | None":
 
     config, report, longest = result.config, result.report, None
     with suppress(Unusable):  # reported already
-        longest = config.rollout.max_response_tokens if is_supervised(config) else None
+        longest = config.rollout.max_response_tokens if trains_on_answers(config) else None
     prompts, problems = examine_prompts(
         config.data, config.model, config.rollout.max_prompt_tokens, longest
     )
+    if prompts is not None and config.teacher is not None and report.usable(["teacher"]):
+        from hybridrl.data.sources.teachers import with_teachers
+
+        try:
+            prompts = with_teachers(config, prompts)
+        except ConfigError as error:
+            problems += error.texts
     for text in problems:
         report.add(text, broken="data")
     if config.environment is not None and report.usable(["environment"]):

@@ -227,11 +227,10 @@ class Session:
             link_latest(run_dir)
         except OSError as error:  # the run does not need them
             log.warning("the manifest or outputs/latest could not be written: %s", error)
-        shape, reward, lora = self.checked.shape, self.checked.reward_shape, config.lora
+        shape, frozen, lora = self.checked.shape, self.checked.frozen, config.lora
         assert shape is not None
-        of_reward = 0 if reward is None else reward.backbone_parameters + reward.hidden
         adapters = 0 if lora is None else shape.adapter_parameters(lora.rank, lora.target_modules)
-        counts = shape.parameters, of_reward, adapters
+        counts = shape.parameters, frozen, adapters
         about = checked.machine.describe()
         lines = header_lines(config, run_dir, about, inputs.prompts, *counts)
         self.console.header(config.run.name, [*lines, *described(resume, config, run_dir)])

@@ -136,7 +136,7 @@ def make_plan(overrides: list[str], machine: Machine) -> Plan:
             f"no GPUs to plan for: {machine.describe()}.\nType gpus=: {EXAMPLES}. A run without "
             f"GPU is planned by hybridrl train ... hardware=cpu run.dry=true."
         )
-    return Plan(MemoryCase(config, shape, examined.reward_shape, examined.machine), examined)
+    return Plan(MemoryCase(config, shape, examined.frozen, examined.machine), examined)
 
 
 def _machine(gpus: str | None) -> tuple[list[str], Machine]:

@@ -13,13 +13,14 @@ from hybridrl.commands.running import OVERRIDES, UsageError, argument, parsed
 from hybridrl.commands.runs import FOLDERS
 from hybridrl.config.changes import STEPS
 from hybridrl.config.checks.checkpoint import AUTO
+from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH, TEACHERS
 from hybridrl.config.command.command_line import RUN_DIR
 from hybridrl.config.command.input_errors import expanded
 from hybridrl.config.command.overrides import quoted
 from hybridrl.config.command.secrets import HIDDEN
 from hybridrl.config.keys import leaves
 from hybridrl.config.schema_keys import is_read, shared_by
-from hybridrl.models.fingerprints import MODEL, REWARD_MODEL
+from hybridrl.models.fingerprints import MODEL
 
 LATEST = "latest"
 EPOCHS = "trainer.epochs"
@@ -125,7 +126,8 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
 def _as_started(override: str, run: RunOnDisk) -> str:
     """Return an override; of a model's path, where a link such as outputs/latest pointed then."""
     key, config = _key(override), leaves(run.manifest["config"])
-    if key not in (MODEL, REWARD_MODEL) or key not in config:
+    is_path = key in (MODEL, REWARD_MODEL_PATH) or key.startswith(TEACHERS)
+    if not is_path or key not in config:
         return override
     return f"{override.partition('=')[0]}={quoted(config[key])}"
 

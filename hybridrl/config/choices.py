@@ -55,3 +55,9 @@ TooLongPrompts = StrEnum("TooLongPrompts", ["error", "drop"])
 Repeated = StrEnum("Repeated", ["keep", "drop"])
 # Parameters of a reward function (config/user_code/signatures.py); auto: by their names.
 RewardSignature = StrEnum("RewardSignature", ["auto", "hybridrl", "verl", "trl"])
+# What is learned from a teacher; sampled: log-probs of sampled tokens (algorithms/distillation.py).
+TeacherObjective = StrEnum(
+    "TeacherObjective", ["sampled", "reverse_kl", "forward_kl", "jensen_shannon"]
+)
+# Tokens of a teacher: those of the student, or its own (workers/teacher.py).
+TeacherTokenizer = StrEnum("TeacherTokenizer", ["student", "own"])

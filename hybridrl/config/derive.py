@@ -33,7 +33,7 @@ from hybridrl.config.planner.memory import (
     rollout_parts,
     useful_cache_mb,
 )
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.world import num_engines, training_ranks, training_text
 from hybridrl.config.schema import RunConfig
 
@@ -167,7 +167,7 @@ def _log_prob_limit(config: RunConfig, machine: Machine) -> float:
 
 
 def choose_for_memory(
-    config: RunConfig, shape: ModelShape | None, reward_shape: ModelShape | None, machine: Machine
+    config: RunConfig, shape: ModelShape | None, frozen: Frozen, machine: Machine
 ) -> list[Change]:
     """Replace nulls that cost memory by the fastest values with which the run fits into its GPUs.
 
@@ -190,7 +190,7 @@ def choose_for_memory(
     with suppress(Unusable, ConfigError):  # the checks report a ConfigError with all others
         if config.hardware.accelerator is Accelerator.gpu and machine.gpus and shape is not None:
             _limit_cache(config, shape, machine)
-            case = MemoryCase(config, shape, reward_shape, machine)
+            case = MemoryCase(config, shape, frozen, machine)
             if not case.has_ram():  # a problem of its own, to which all of these are equal or worse
                 case = case._replace(machine=with_any_ram(machine))
             keys = {change.key for change in nulls}

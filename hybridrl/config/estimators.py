@@ -118,6 +118,12 @@ def is_supervised(config: RunConfig) -> bool:
     return config.algorithm.advantage == SUPERVISED.path
 
 
+def trains_on_answers(config: RunConfig) -> bool:
+    """Return whether the run trains on reference answers, at least in some steps."""
+    given = 0.0 if config.teacher is None else config.teacher.given_fraction
+    return is_supervised(config) or given > 0
+
+
 def estimator_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that the estimator exists, that its parameters are known, and what it returns."""
     advantage, each = config.algorithm.advantage, 1

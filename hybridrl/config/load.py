@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import BooleanNode, DictConfig, OmegaConf, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.annotations import Unusable
-from hybridrl.config.checks.memory import memory_problems
-from hybridrl.config.checks.reward_model import (
-    REWARD_MODEL_PATH,
+from hybridrl.config.checks.frozen_models import (
+    Named,
+    frozen_model,
+    named_models,
     policy_shape,
-    reward_model_shape,
 )
+from hybridrl.config.checks.memory import memory_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.derive import choose_for_memory, derive, machine_of, name_adapted_layers
 from hybridrl.config.errors import ConfigError, Problem, Report
@@ -25,7 +26,7 @@ from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.planner.description import is_described
 from hybridrl.config.planner.fitting import Change
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, FrozenModel, ModelShape
 from hybridrl.config.reward_parts import set_parts
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys, without_shared
@@ -33,6 +34,9 @@ from hybridrl.config.typed import Builder
 from hybridrl.config.user_code.classes import role_classes
 from hybridrl.config.user_code.files import make_files_absolute
 from hybridrl.config.validate import run, run_checks
+
+# Sizes of the policy, or a frozen model with its own.
+Shape = TypeVar("Shape", ModelShape, FrozenModel)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Examined:
     Attributes:
         config: typed and resolved; complete only without problems.
         shape: the model's sizes; None if it could not be read.
-        reward_shape: the reward model's sizes; None if there is none or it could not be read.
+        frozen: the reward model and teachers, as far as they could be read.
         report: every problem, and the keys without usable values.
         machine: the nodes; of a dry run those of cluster.gpu_memory_gb.
         chosen: settings that were null and are not the fastest, for the GPUs' memory.
@@ -51,17 +55,11 @@ class Examined:
 
     config: RunConfig
     shape: ModelShape | None
-    reward_shape: ModelShape | None
+    frozen: Frozen
     report: Report
     machine: Machine
     chosen: list[Change]
     trains: bool
-
-    @property
-    def reward_path(self) -> str | None:
-        """Path of the reward model; None if there is none or it could not be read."""
-        model = self.config.reward_model if self.reward_shape is not None else None
-        return None if model is None else model.model.path
 
 
 def examine(
@@ -89,22 +87,26 @@ def examine(
     machine = machine_of(config, machine)
     derive(config, machine, report)
 
+    named = list[Named]()
+    with suppress(Unusable):  # a path is missing
+        named = named_models(config)
+
     def read(path: str) -> dict[str, Any]:
         known = read_model(path)
         if report.problems and not is_described(known):  # these do not wait for a derivation
-            report.broken |= {"model.path", REWARD_MODEL_PATH}
+            report.broken |= {"model.path", *(one.key for one in named)}
             raise Unusable
         return known
 
     shape = _read(lambda: policy_shape(config.model.path, read), report, broken="model.path")
     name_adapted_layers(config, shape)
-    of_reward = partial(reward_model_shape, read_model=read)
-    reward_shape = _read(lambda: of_reward(config.reward_model), report, broken=REWARD_MODEL_PATH)
-    chosen = choose_for_memory(config, shape if trains else None, reward_shape, machine)
-    run_checks(config, machine, shape, reward_shape, provenance, report, trains=trains)
+    models = [_read(partial(frozen_model, one, read), report, broken=one.key) for one in named]
+    frozen = [model for model in models if model is not None]
+    chosen = choose_for_memory(config, shape if trains else None, frozen, machine)
+    run_checks(config, machine, shape, frozen, provenance, report, trains=trains)
     if trains and checks_memory and shape is not None:
-        run([memory_problems(config, shape, machine, reward_shape)], report)
-    return Examined(config, shape, reward_shape, report, machine, chosen, trains)
+        run([memory_problems(config, shape, machine, frozen)], report)
+    return Examined(config, shape, frozen, report, machine, chosen, trains)
 
 
 def load_resolved(config: Mapping[str, Any]) -> RunConfig:
@@ -168,9 +170,7 @@ def _top_level_problems(cfg: DictConfig) -> list[Problem]:
     return problems
 
 
-def _read(
-    read: Callable[[], ModelShape | None], report: Report, *, broken: str
-) -> ModelShape | None:
+def _read(read: Callable[[], Shape], report: Report, *, broken: str) -> Shape | None:
     """Return a model's sizes; None if it cannot be read, with the reason in the report."""
     with suppress(Unusable):
         try:

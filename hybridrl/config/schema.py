@@ -5,8 +5,9 @@ Shared if they are no key (annotations.py). A role's worker class names its data
 `config_class`; a subclass of both may add keys.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from hybridrl.config.annotations import (
     BETWEEN_0_AND_1,
@@ -37,6 +38,9 @@ from hybridrl.config.choices import (
     RouterReplay,
     Schedule,
     SleepMode,
+    TeacherObjective,
+    TeacherTokenizer,
+    TopOf,
 )
 from hybridrl.config.sections import (
     AgentConfig,
@@ -261,6 +265,35 @@ class RewardModelConfig(ShardedConfig):
 
 
 @dataclass(kw_only=True)
+class TeacherConfig(ShardedConfig):
+    """conf/teacher. models is a path, or a mapping of names to paths."""
+
+    models: Annotated[Any, FREE]
+    init: Init
+    seed: Annotated[int, Shared("model.seed", "random weights are those of the policy's seed")]
+    tokenizer: TeacherTokenizer
+    objective: TeacherObjective
+    coef: Annotated[float, Range("a negative weight drives the policy away", 0)]
+    reward_coef: Annotated[float, Range("a negative weight makes good responses bad", 0)]
+    beta: Annotated[float, BETWEEN_0_AND_1]
+    top_k: Annotated[int | None, at_least_one("null takes all tokens")]
+    top_of: TopOf
+    given_fraction: Annotated[float, share("0 means only sampled responses")]
+    temperature: SharedTemperature
+    log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of the teachers by name; the only one may have none."""
+        return dict(self.models) if isinstance(self.models, Mapping) else {"": str(self.models)}
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if only the sampled tokens' log-probs count, not the whole distributions."""
+        return self.objective is TeacherObjective.sampled
+
+
+@dataclass(kw_only=True)
 class RolloutConfig(RoleConfig):
     """conf/rollout. max_num_seqs and max_in_flight may be null before `derive`."""
 
@@ -333,6 +366,7 @@ class RunConfig(Section):
     rollout: RolloutConfig
     reward: RewardConfig
     reward_model: RewardModelConfig | None
+    teacher: TeacherConfig | None
     trainer: TrainerConfig
     eval: Annotated[EvalConfig, FREE]
     environment: EnvironmentConfig | None

@@ -264,6 +264,9 @@ class HealthConfig(Section):
     no_learning_rate: Limit
     skipped_updates: Limit
     blind_critic: Annotated[float | None, ANY]
+    teacher_template: Limit
+    contrary_teacher: Annotated[float | None, ANY]
+    growing_teacher_kl: Limit
     mismatch: Limit
     stale_policy: Limit
     missing_adapters: Limit

@@ -13,13 +13,15 @@ from hybridrl.config.annotations import NoValue, Unusable, set_value, value_at
 from hybridrl.config.changes import FOLLOWING, STEPS
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
 from hybridrl.config.checks.exact import exact_problems
+from hybridrl.config.checks.frozen_models import frozen_shape_problems
 from hybridrl.config.checks.installation import head_size_problems
-from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
+from hybridrl.config.checks.reward_model import reward_model_problems
+from hybridrl.config.checks.teacher import teacher_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.estimators import estimator_problems, group_problems
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import (
@@ -63,6 +65,7 @@ TRAINING_CHECKS = (
     sizes.betas_problems,
     resources.package_problems,
     reward_model_problems,
+    teacher_problems,
     callback_problems,
 )
 # Share of a step that rounding of trainer.epochs may add.
@@ -94,7 +97,7 @@ def run_checks(
     config: RunConfig,
     machine: Machine,
     shape: ModelShape | None,
-    reward_shape: ModelShape | None,
+    frozen: Frozen,
     provenance: Provenance,
     report: Report,
     *,
@@ -120,8 +123,7 @@ def run_checks(
         checks += [_unless_of_epochs(config, check(config)) for check in STEP_CHECKS]
     if trains and shape is not None:
         checks += [check(config, shape) for check in TRAINING_MODEL_CHECKS]
-        if reward_shape is not None:
-            checks.append(reward_shape_problems(config, shape, reward_shape))
+        checks += [frozen_shape_problems(config, shape, model) for model in frozen]
     run(checks, report)
     for key, problems in data.source_problems(config):
         run([problems], report, broken=key)

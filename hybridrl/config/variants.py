@@ -53,6 +53,10 @@ def _lacks(setting: str) -> Callable[[RunConfig], bool]:
     return lambda config: setting not in estimator_of(config.algorithm.advantage).takes
 
 
+def _of_teacher(key: str, values: tuple[Any, ...]) -> Callable[[RunConfig], bool]:
+    return lambda config: config.teacher is not None and vars(config.teacher)[key] in values
+
+
 def _is_plain(config: RunConfig) -> bool:
     """Return whether shards could be aligned to slices, and are not."""
     return config.fsdp.layout is Layout.plain and config.rollout.tensor_parallel_size > 1
@@ -69,7 +73,7 @@ _OF_SAMPLES = (
     f"algorithm.whiten_advantages {_CORRECTION} algorithm.overlong algorithm.max_sampling_rounds "
     "trainer.max_log_prob_diff tracking.token_samples rollout.schedule rollout.router_replay "
     "rollout.exact "
-    "reward_model"
+    "reward_model teacher"
 )
 # A key is reported for the first variant that does not have it.
 VARIANTS = (
@@ -81,6 +85,14 @@ VARIANTS = (
         "set algorithm=grpo",
     ),
     Variant("algorithm.kl.coef", 0, "ref algorithm.kl", ", which disables the reference"),
+    *(
+        Variant(f"teacher.{key}", _of_teacher(key, values), keys)
+        for key, values, keys in (
+            ("objective", ("sampled",), "teacher.top_k teacher.top_of teacher.given_fraction"),
+            ("objective", ("sampled", "reverse_kl", "forward_kl"), "teacher.beta"),
+            ("top_k", (None,), "teacher.top_of"),
+        )
+    ),
     Variant("algorithm.kl.target", None, "algorithm.kl.horizon"),
     Variant("trainer.epochs", _is_set("trainer.epochs"), "trainer.total_steps", ", which sets it"),
     *(

@@ -26,7 +26,7 @@ from hybridrl.distributed.background import import_in_background
 from hybridrl.workers.base import Dispatch, dispatch_of
 
 # vLLM first: it measures free memory on an empty GPU.
-BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")
+BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model", "teacher")
 # Saves the state of the roles built before it.
 SAVER = "hybridrl.workers.saver.SaverWorker"
 # Sends the actor's weights to ranks that only sample.
@@ -211,6 +211,7 @@ class Workers:
     critic: WorkerGroup | None = None
     ref: WorkerGroup | None = None
     reward_model: WorkerGroup | None = None
+    teacher: WorkerGroup | None = None
     sender: WorkerGroup | None = None
 
 
@@ -220,6 +221,7 @@ def role_configs(config: RunConfig) -> dict[str, RoleConfig]:
         "critic": uses_critic(config),
         "ref": config.algorithm.kl.coef != 0,
         "reward_model": config.reward_model is not None,
+        "teacher": config.teacher is not None,
     }
     configs: dict[str, RoleConfig] = {
         role: vars(config)[role] for role in BUILD_ORDER if uses.get(role, True)

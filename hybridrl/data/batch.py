@@ -20,6 +20,8 @@ from torch import Tensor
 
 from hybridrl.data.ragged import Ragged, concat
 
+# Fields with tokens of prompts; those of other ragged fields are the responses'.
+PROMPTS = ("prompts", "teacher_prompts")
 # Version of tokens that no weights have sampled.
 NO_VERSION = -1
 
@@ -148,6 +150,9 @@ class RolloutBatch:
     old_log_probs = Added(Ragged)  # the actor's, before this step's updates
     current = Added(Ragged)  # bool, true on tokens of the present weights; with rollout.exact
     ref_log_probs = Added(Ragged)  # the frozen reference's
+    teacher_log_probs = Added(Ragged)  # the teacher's of each response
+    teacher = Added(Tensor)  # int64, index of the response's teacher; with several of them
+    teacher_prompts = Added(Ragged)  # int32 [B, P_b], what teachers read in place of the prompt
     values = Added(Ragged)  # the critic's, before this step's updates
     advantages = Added(Ragged)
     returns = Added(Ragged)  # the critic's targets
@@ -163,6 +168,23 @@ class RolloutBatch:
     def num_tokens(self) -> Tensor:
         """[B] int64: tokens of prompt and response together."""
         return self.prompts.lengths + self.responses.lengths
+
+    @property
+    def longest_read(self) -> Tensor:
+        """[B] int64: tokens of prompt and response, of the longer prompt if teachers read others.
+
+        Micro-batches are cut by these.
+        """
+        if "teacher_prompts" not in self.added:
+            return self.num_tokens
+        longer = torch.maximum(self.prompts.lengths, self.teacher_prompts.lengths)
+        return longer + self.responses.lengths
+
+    def as_teachers_read(self) -> "RolloutBatch":
+        """Return the responses after the prompts that teachers read."""
+        if "teacher_prompts" not in self.added:
+            return self
+        return replace(self, prompts=self.teacher_prompts)
 
     @property
     def counted(self) -> Ragged:
@@ -218,7 +240,7 @@ class RolloutBatch:
         """Return the same tokens as rows of other lengths; `rows` are those of the other values."""
         tensors = {
             name: Ragged(value.values, lengths)
-            if isinstance(value, Ragged) and name != "prompts"
+            if isinstance(value, Ragged) and name not in PROMPTS
             else _at(rows, value)
             for name, value in self.tensors().items()
         }
@@ -255,7 +277,8 @@ class RolloutBatch:
             ValueError: the lengths of a field's rows are not those of the responses.
         """
         for name, value in new.items():
-            if isinstance(value, Ragged) and not value.lengths.equal(self.responses.lengths):
+            fits = name in PROMPTS or not isinstance(value, Ragged)
+            if not fits and not value.lengths.equal(self.responses.lengths):
                 raise ValueError(f"{name} does not have one value per response token")
         return self._with({**self.tensors(), **new})
 

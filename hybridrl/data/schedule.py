@@ -214,7 +214,7 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
             f"{len(members)} responses cannot be cut into mini-batches of {per_step} "
             f"for {sizes.num_shards} ranks"
         )
-    tokens = batch.num_tokens.tolist()
+    tokens = batch.longest_read.tolist()
     cost = [sizes.cost(count) for count in tokens]
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):

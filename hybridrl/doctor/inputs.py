@@ -9,6 +9,7 @@ from statistics import fmean
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
+from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
@@ -85,7 +86,7 @@ def _model_paths(context: CheckContext) -> dict[str, bool]:
     """Return the run's models, with True for those that need weights."""
     config = context.config
     paths = {config.model.path: config.model.init is Init.pretrained}
-    return paths | ({config.reward_model.model.path: True} if config.reward_model else {})
+    return paths | {model.path: model.weights for model in named_models(config)}
 
 
 def _hub_names(context: CheckContext) -> dict[str, tuple[str, bool]]:

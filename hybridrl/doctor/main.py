@@ -169,7 +169,7 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
         result.config,
         Machine(tuple(nodes)),
         result.shape,
-        result.reward_shape,
+        result.frozen,
         run.overrides,
         agents,
         quick=False,
@@ -199,7 +199,7 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
         quick = checks is DoctorChecks.quick
         assert result.shape is not None
         context = CheckContext(
-            result.config, machine, result.shape, result.reward_shape, overrides, agents, quick
+            result.config, machine, result.shape, result.frozen, overrides, agents, quick
         )
         reports = list(run_stages(context, STAGES))
     for text in complaints(reports, Verdict.warn):

@@ -123,7 +123,7 @@ def judge_host_memory(node: str, memory: Limit, context: CheckContext, slots: in
     left = f"{gib(memory.left)} are left of the {gib(memory.limit)} that {memory.group} allows"
     evidence = f"the run needs {gib(needed)} of RAM here ({parts}); {left}"
     remedy = "Choose a smaller model"
-    if pinned_bytes(config, context.shape, context.reward_shape):
+    if pinned_bytes(config, context.shape, context.frozen):
         evidence += f"; fsdp.offload = {config.fsdp.offload}"
         remedy = "fsdp.offload=none (or idle_optimizer)"
     killed = f"{evidence}: the kernel would kill workers"
@@ -136,14 +136,14 @@ def judge_host_memory(node: str, memory: Limit, context: CheckContext, slots: in
 
 def _needed(context: CheckContext, slots: int) -> tuple[int, str]:
     """Predict RAM in bytes for this number of ranks, and describe its parts."""
-    config, shape, reward_shape = context.config, context.shape, context.reward_shape
+    config, shape, frozen = context.config, context.shape, context.frozen
     if context.on_gpu:
-        parts = host_parts(config, shape, reward_shape).values()
+        parts = host_parts(config, shape, frozen).values()
         rank = sum(parts)
         each = "{}, {} for loading, {} for offload and {} for checkpoints pinned"
         each = each.format(*map(gib, parts))
     else:
-        rank = largest(rank_phases(config, shape, None, reward_shape)).total
+        rank = largest(rank_phases(config, shape, None, frozen)).total
         each = f"at least {gib(rank)}"
     return on_node(slots, rank), f"{slots} x {each}, {gib(CPU_DRIVER_BYTES)} for driver and Ray"
 
@@ -160,7 +160,7 @@ def judge_gpu_memory(
     findings = []
     for index, gpu in enumerate(gpus[:slots]):
         total, free = gpu.total_mib * MIB, gpu.free_mib * MIB
-        peak = largest(rank_phases(context.config, context.shape, total, context.reward_shape))
+        peak = largest(rank_phases(context.config, context.shape, total, context.frozen))
         others = [process for process in facts.processes if process.uuid == gpu.uuid]
         listed = ", ".join(f"{p.name} (pid {p.pid}, {p.used_mib} MiB)" for p in others)
         there = f"{gib(free)} of {gib(total)} are free{f'; in use by {listed}' if listed else ''}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import Machine, local_machine
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.ray.node_probes import NodeProbes, ProbeResult, Resources, call_all
@@ -33,7 +33,7 @@ class CheckContext:
 
     Attributes:
         machine: nodes that the run may use.
-        shape, reward_shape: sizes of the model, and of the reward model, if there is one.
+        shape, frozen: sizes of the model, and of the reward model, if there is one.
         overrides: of the command line, for the last stage.
         quick: skip every check that takes seconds.
         config_dir: folder of the user's own config groups.
@@ -43,7 +43,7 @@ class CheckContext:
     config: RunConfig
     machine: Machine
     shape: ModelShape
-    reward_shape: ModelShape | None
+    frozen: Frozen
     overrides: Sequence[str]
     agents: NodeProbes
     quick: bool

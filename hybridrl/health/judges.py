@@ -17,6 +17,8 @@ BLIND_STEPS = 20
 SOME_VARIANCE = 0.05
 # Mismatch below which kernels' rounding explains it, nats per token.
 ROUNDING = 1e-3
+# KL from teachers that is small, nats per token.
+SOME_KL = 0.05
 ROLES = ("actor", "critic")
 SPEED = "rollout/engine_tokens_per_second_"
 
@@ -219,6 +221,14 @@ def frozen_actor(seen: Seen) -> str | None:
     return "the actor was trained in the step before, and still equals the reference"
 
 
+def growing_teacher_kl(seen: Seen) -> str | None:
+    """Judge that the policy does not go away from its teachers."""
+    first, now = seen.first("teacher/kl"), seen.get("teacher/kl")
+    if first is None or now is None or now <= seen.limit * max(first, SOME_KL):
+        return None
+    return f"the policy is {now:.3g} nats per token from its teachers, {first:.3g} at first"
+
+
 def mismatch(seen: Seen) -> str | None:
     """Judge that no engine's log-probs are far from the actor's."""
     value = seen.get("rollout/log_prob_diff_engine_max")
@@ -290,6 +300,7 @@ _FUNCTIONS = (
     clipped_gradient,
     blind_critic,
     frozen_actor,
+    growing_teacher_kl,
     mismatch,
     stale_policy,
     slow_engine,

@@ -1,7 +1,7 @@
 """Fingerprints of the models that a run reads, and changes of these.
 
-Checkpoints hold only the trained weights. The reference, the base of adapters and the reward model
-are read from their paths at each start. Not all bytes of the weights are read.
+Checkpoints hold only the trained weights. The reference, the base of adapters, the reward model
+and teachers are read from their paths at each start. Not all bytes of the weights are read.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig, RunConfig
@@ -19,7 +20,7 @@ from hybridrl.models.resolve import model_folder, plain_folder, resolve_model
 # Config key of the path -> file -> fingerprint.
 Fingerprints = Mapping[str, Mapping[str, str]]
 
-MODEL, REWARD_MODEL = "model.path", "reward_model.model.path"
+MODEL = "model.path"
 
 # Files that transformers and vLLM read beside the weights; others only document the model.
 _WHOLE = (
@@ -43,11 +44,10 @@ def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
     Raises:
         ConfigError: a model does not exist, or a file cannot be read.
     """
-    reward = config.reward_model
     known = trained_model(config.model, weights=config.model.init is Init.pretrained)
-    if reward is not None:
-        path = reward.model.path
-        known[REWARD_MODEL] = _of(REWARD_MODEL, path, resolve_model(path), weights=True)
+    for model in named_models(config):
+        folder = (resolve_model if model.weights else plain_folder)(model.path)
+        known[model.key] = _of(model.key, model.path, folder, weights=model.weights)
     return known
 
 

@@ -1,14 +1,10 @@
-"""Tokens of models by id: those that end responses; equal ones of policy and reward model."""
+"""Tokens of models by id: those that end responses; equal ones of policy and frozen models."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.checks.reward_model import (
-    REWARD_MODEL_PATH,
-    as_reward_model,
-    path_problem,
-)
+from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH, of_key, path_problem
 from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.models.resolve import plain_folder, read_object
@@ -52,28 +48,30 @@ def _read(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[Problem]:
-    """Yield a problem if the reward model lacks tokens of the policy or has other ids for them.
+def vocabulary_problems(
+    policy_path: str, path: str, key: str = REWARD_MODEL_PATH
+) -> Iterator[Problem]:
+    """Yield a problem if a frozen model lacks tokens of the policy or has other ids for them.
 
-    Further tokens of the reward model, such as one for padding, are no problem.
+    Further tokens of the model, such as one for padding, are no problem.
     """
     try:
         policy = read_vocabulary(policy_path)
-        reward = read_vocabulary(reward_path, REWARD_MODEL_PATH)
+        other = read_vocabulary(path, key)
     except ConfigError as error:
         yield from error.problems
         return
-    differing = [index for index in sorted(policy) if reward.get(index) != policy[index]]
+    differing = [index for index in sorted(policy) if other.get(index) != policy[index]]
     if differing:
         first = differing[0]
-        there = f"is {reward[first]!r}" if first in reward else "means nothing"
+        there = f"is {other[first]!r}" if first in other else "means nothing"
         why = (
             f"token {first}, {policy[first]!r}, {there} there ({len(differing):,} of "
             f"{len(policy):,} tokens differ)"
         )
         expected = f"the vocabulary of model.path = {policy_path}, whose token ids it reads"
-        other = "a model with the policy's tokenizer"
-        yield path_problem("other_vocabulary", reward_path, expected, why, other)
+        names = "a model with the policy's tokenizer"
+        yield path_problem("other_vocabulary", key, path, expected, why, names)
 
 
 def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
@@ -81,11 +79,11 @@ def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
     try:
         file = plain_folder(path) / FILE
     except ConfigError as error:
-        raise ConfigError(*map(as_reward_model, error.problems)) from error
+        raise ConfigError(*(of_key(problem, key) for problem in error.problems)) from error
     if not file.is_file():
         raise ConfigError(
-            f"{key} = {path} has no {FILE}, by which the vocabularies of policy and reward model "
-            f"are compared.\nSave its tokenizer in that form (transformers does), or copy the file "
+            f"{key} = {path} has no {FILE}, by which vocabularies are compared.\n"
+            f"Save its tokenizer in that form (transformers does), or copy the file "
             f"from a model that has the same one."
         )
     try:

@@ -45,7 +45,7 @@ def show_plan(
     console = Console()
     assert result.shape is not None
     inputs = [*input_lines(result.config, prompts), *checkpoint]
-    table = plan(result.config, result.shape, result.machine, result.reward_shape, inputs)
+    table = plan(result.config, result.shape, result.machine, result.frozen, inputs)
     (console if console.is_terminal else Console(width=160)).print(table)
 
 

@@ -17,7 +17,7 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     tightest_node,
 )
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.world import (
     data_shards,
     engine_ranks,
@@ -44,20 +44,20 @@ def plan(
     config: RunConfig,
     shape: ModelShape,
     machine: Machine,
-    reward_shape: ModelShape | None = None,
+    frozen: Frozen = (),
     inputs: Sequence[tuple[str, str]] = (),
 ) -> RenderableType:
-    """Return the output of `run.dry=true`; `reward_shape` is None without a reward model.
+    """Return the output of `run.dry=true`; `frozen` are reward model and teachers.
 
     `inputs` are names and values of what is learned from.
     """
     roles = ("role", "worker", "holds")
     return Group(
-        table("Run", (), [*_heading(config, shape, machine, reward_shape), *inputs]),
+        table("Run", (), [*_heading(config, shape, machine, frozen), *inputs]),
         *_placement(config, machine),
         table(HOLDERS[engine_ranks(config) > 0], roles, _roles(config)),
         table("Batches", (), _batches(config)),
-        *memory_tables(config, shape, machine, reward_shape),
+        *memory_tables(config, shape, machine, frozen),
         *_remarks(config),
     )
 
@@ -74,7 +74,7 @@ def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str
 
 
 def _heading(
-    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
+    config: RunConfig, shape: ModelShape, machine: Machine, frozen: Frozen
 ) -> Iterator[tuple[str, str]]:
     yield "name", config.run.name
     yield "hardware", f"{config.hardware.accelerator}: {config.hardware.reason}"
@@ -95,14 +95,12 @@ def _heading(
         yield "untested", shape.untested
     if config.model.init is Init.random:
         yield "weights", f"random, from model.seed = {config.model.seed}"
-    reward = config.reward_model
-    if reward_shape is not None and reward is not None:
-        yield (
-            "reward model",
-            f"{reward.model.path}: {reward_shape.kind}, "
-            f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
-            f"weight {reward.weight:g}",
-        )
+    for model in frozen:
+        weight = ""
+        if config.reward_model is not None and not model.has_head:
+            weight = f", weight {config.reward_model.weight:g}"
+        about = f"{model.path}: {model.shape.kind}, {model.parameters:,} parameters{weight}"
+        yield model.name.replace("_", " "), about
 
 
 def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
@@ -150,6 +148,9 @@ def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "ref", ref, weights
     if config.reward_model is not None:
         yield "reward_model", config.reward_model.worker, f"{share}, of its own model"
+    if config.teacher is not None:
+        models = " and ".join(config.teacher.paths) or "its model"
+        yield "teacher", config.teacher.worker, f"{share} of {models}"
 
 
 def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -188,14 +189,14 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def memory_tables(
-    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
+    config: RunConfig, shape: ModelShape, machine: Machine, frozen: Frozen
 ) -> Iterator[RenderableType]:
     """Yield the predicted memory of a GPU or CPU slot by phase, and the RAM of a node."""
     on_gpu, limit, gpu_bytes = config.hardware.accelerator is Accelerator.gpu, "at least", None
     if on_gpu:
         gpu_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0)
         limit = f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown, so not checked"
-    phases = rank_phases(config, shape, gpu_bytes, reward_shape)
+    phases = rank_phases(config, shape, gpu_bytes, frozen)
     columns = ["phase", "needs", "of which (from 2 %)"]
     rows = [[phase.name, gib(phase.total), listed_parts(phase.parts)] for phase in phases]
     if gpu_bytes:
@@ -205,7 +206,7 @@ def memory_tables(
     yield table(f"Predicted memory of one rank by phase ({limit})", columns, rows)
     if on_gpu and not gpu_bytes:
         return
-    parts = host_parts(config, shape, reward_shape) if on_gpu else largest(phases).parts
+    parts = host_parts(config, shape, frozen) if on_gpu else largest(phases).parts
     each = sum(parts.values())
     _, needed, available = tightest_node(config, machine, each)
     has = f"; it has {gib(available)}" if available < UNKNOWN_RAM else ""

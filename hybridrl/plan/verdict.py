@@ -62,7 +62,7 @@ def verdict(
     else:
         yield f"It does not fit: {_reason(case)}.\n{advice(case, fitting)}"
     yield ""
-    yield from memory_tables(case.config, case.shape, case.machine, case.reward_shape)
+    yield from memory_tables(case.config, case.shape, case.machine, case.frozen)
     keys = {change.key for change in chosen}
     base = case.changed(change for change in FASTEST if change.key in keys)
     yield from _savings(base, [*chosen, *(fitting or [])])
@@ -133,7 +133,7 @@ def _time(case: MemoryCase) -> Iterator[str]:
     error, scaled = ERROR, ""
     if not like and not MEASURED.search(name):
         error, scaled = SCALED_ERROR, " scaled to this GPU's data sheet;"
-    parts = step_seconds(config, case.shape, case.reward_shape, case.gpu)
+    parts = step_seconds(config, case.shape, case.frozen, case.gpu)
     total, steps = sum(parts.values()), config.trainer.total_steps
     run = f"{steps} steps: {steps * total / 3600:.1f} h."
     if config.trainer.epochs is not None:

@@ -25,6 +25,7 @@ from hybridrl.algorithms.rollout_correction import (
 from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
 from hybridrl.config.estimators import TENSORS, estimator_of
 from hybridrl.config.policy_losses import KEY, policy_loss_of
+from hybridrl.config.schema import TeacherConfig
 from hybridrl.config.sections import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
@@ -34,6 +35,7 @@ from hybridrl.data.seeds import derive_seed
 from hybridrl.trainer.episodes.turn_rewards import by_turn, has_turn_rewards
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.record import Row
+from hybridrl.trainer.teaching import taught_advantages, teacher_metrics
 from hybridrl.trainer.timing.phases import Phases
 
 # A block size above that of any batch.
@@ -44,8 +46,14 @@ class Advantages:
     """Advantages, returns and further inputs of the losses of a step."""
 
     def __init__(
-        self, algorithm: AlgorithmConfig, seed: int, kl: "KLControl", phases: Phases
+        self,
+        algorithm: AlgorithmConfig,
+        teacher: TeacherConfig | None,
+        seed: int,
+        kl: "KLControl",
+        phases: Phases,
     ) -> None:
+        self._teacher = teacher
         self._kl = kl
         self._estimator = AdvantageEstimator(algorithm)
         self._loss_inputs = LossInputs(algorithm, seed)
@@ -53,13 +61,19 @@ class Advantages:
 
     def estimate(self, scheduled: ScheduledBatch, step: int) -> tuple[ScheduledBatch, Row]:
         """Compute rewards with KL penalty, then what losses take; return the batch and metrics."""
+        of_teacher: Row = {}
         with self._phases.section("advantage"):
             rewards = self._kl.rewards(scheduled.batch)
-            scheduled = scheduled.adding(**self._estimator.estimate(scheduled.batch, rewards))
+            estimated = self._estimator.estimate(scheduled.batch, rewards)
+            if self._teacher is not None:
+                of_teacher = teacher_metrics(scheduled.batch, step)
+                own = estimated["advantages"]
+                estimated["advantages"] = taught_advantages(self._teacher, scheduled.batch, own)
+            scheduled = scheduled.adding(**estimated)
             fields, metrics = self._loss_inputs.of_step(scheduled.batch, step)
             scheduled = scheduled.adding(**fields) if fields else scheduled
         values = value_metrics(scheduled.batch) if "values" in scheduled.batch.added else {}
-        return scheduled, {**metrics, **values}
+        return scheduled, {**metrics, **of_teacher, **values}
 
 
 class KLControl:

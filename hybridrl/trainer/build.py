@@ -29,7 +29,7 @@ from hybridrl.trainer.sampling.rollouts import Rollouts
 from hybridrl.trainer.sampling.source import Generation, SourceParts
 from hybridrl.trainer.sampling.start_check import StartCheck
 from hybridrl.trainer.scoring import Scoring
-from hybridrl.trainer.sft import SFT
+from hybridrl.trainer.sft import SFT, GivenAnswers
 from hybridrl.trainer.state import TrainState
 from hybridrl.trainer.step import PPO, TrainingLoop
 from hybridrl.trainer.timing.engines import engine_place
@@ -99,9 +99,10 @@ def build_loop(
     if not is_supervised(config):
         place = partial(engine_place, workers.rollout)
         scoring = Scoring(config, workers, parts.rewards, sizes, phases, place, observer)
-        advantages = Advantages(config.algorithm, config.seed, kl, phases)
+        advantages = Advantages(config.algorithm, config.teacher, config.seed, kl, phases)
         start = StartCheck(config, parts.shape, workers.rollout, updates, phases)
-        training = PPO(rollouts, start, scoring, advantages, updates)
+        given = GivenAnswers(config, parts.prompts, scoring, updates)
+        training = PPO(rollouts, start, scoring, advantages, updates, given)
     likelihood = training.held_out_nll if isinstance(training, SFT) else None
     accuracy = math.nan if parts.resume is None else parts.resume.last_accuracy
     evaluations = Evaluations(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from hybridrl.trainer.episodes.turn_rewards import with_turn_rewards
@@ -27,6 +28,7 @@ from hybridrl.trainer.rewarding import (
     overlong_shaping,
 )
 from hybridrl.trainer.sampling.source import Sampled
+from hybridrl.trainer.teaching import teacher_fields
 from hybridrl.trainer.timing.phases import Phases
 
 # Forward passes, on the roles that the run has: field of the batch -> role, method.
@@ -35,6 +37,7 @@ FORWARDS = {
     "ref_log_probs": ("ref", "compute_log_probs"),
     "values": ("critic", "compute_values"),
     "model_scores": ("reward_model", "compute_scores"),
+    "teacher_log_probs": ("teacher", "compute_log_probs"),
 }
 
 
@@ -87,6 +90,7 @@ class Scoring:
                 other weights.
         """
         batch, seed = sampled.batch, self._config.seed
+        batch = batch.adding(**teacher_fields(self._config.teacher, sampled.prompts))
         with self._phases.section("score"):
             scheduled = schedule(batch, self._sizes, seed=seed, step=step)
             forwards = begin_together(self._calls, scheduled)
@@ -109,6 +113,15 @@ class Scoring:
         self._phases.split("score", outcomes)
         metrics |= of_scores | self._mismatch(scheduled, current)
         return Scored(responses, scheduled, metrics)
+
+    def of_teachers(self, batch: RolloutBatch, step: int) -> ScheduledBatch:
+        """Draw the mini-batches of given answers, and add teacher_log_probs."""
+        name, seed = "teacher_log_probs", self._config.seed
+        with self._phases.section("score"):
+            scheduled = schedule(batch, self._sizes, seed=seed, step=step)
+            outcomes = begin_together({name: self._calls[name]}, scheduled)()
+        self._phases.split("score", outcomes)
+        return scheduled.adding(teacher_log_probs=outcomes[name].value)
 
     def _reward(self, sampled: Sampled) -> tuple[Rewarded, dict[str, Tensor], Row]:
         """Score the responses and, for baseline_rewards, the greedy ones."""

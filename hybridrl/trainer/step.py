@@ -29,7 +29,7 @@ from hybridrl.trainer.record import Observer, Row, RunHandle, RunResult, StepRec
 from hybridrl.trainer.sampling.rollouts import Rollouts
 from hybridrl.trainer.sampling.start_check import StartCheck
 from hybridrl.trainer.scoring import Scoring
-from hybridrl.trainer.sft import SFT
+from hybridrl.trainer.sft import SFT, GivenAnswers
 from hybridrl.trainer.timing.phases import Phases, StepProfiler
 from hybridrl.trainer.updates import Updates
 
@@ -43,9 +43,12 @@ class PPO:
     scoring: Scoring
     advantages: Advantages
     updates: Updates
+    given: GivenAnswers
 
     def train(self, step: int, pause: Callable[[], None]) -> Trained:
         """Sample and train; until the update, weights are those of the step before."""
+        if self.given.are_due(step):
+            return self.given.train(step)
         reshard = self.rollouts.reshard()
         self.start.sample()
         sampled, rollout = self.rollouts.take(step)

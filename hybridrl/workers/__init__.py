@@ -1,4 +1,4 @@
-"""Workers: one class per role (actor, critic, ref, reward_model, rollout, sender, saver).
+"""Workers: one class per role (actor, critic, ref, reward_model, teacher, rollout, sender, saver).
 
 Every process has one instance of each role; with rollout.schedule=split of those of its kind of
 rank. Workers do not know Ray; sharding, forward passes and storage live in distributed/, sampling

@@ -1,5 +1,6 @@
 """The policy being trained: log-probs and clipped updates on one FSDP shard."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hybridrl.algorithms.distillation import divergence_loss
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, ratio_maxima
-from hybridrl.algorithms.token_loss import aggregate, as_token_loss
+from hybridrl.algorithms.token_loss import TokenLoss, aggregate, as_token_loss
 from hybridrl.config.choices import RouterReplay
 from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.schema import ActorConfig
@@ -22,12 +24,14 @@ from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import States, to_device
 from hybridrl.distributed.forward.routers import Router
 from hybridrl.distributed.forward.routing import Routing, RoutingTotals
+from hybridrl.distributed.forward.token_models import Target
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.distributed.storage.policy_weights import GatheredWeights, adapter_state_dict
 from hybridrl.models.resolve import model_folder, name_or_folder
-from hybridrl.workers.base import Dispatch, on_all_ranks
+from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
+from hybridrl.workers.teacher import TeacherWorker
 from hybridrl.workers.training import LossStats
 
 # Reported names of sums, if they differ.
@@ -63,6 +67,15 @@ class ActorWorker(TrainedWorker):
         self.token_loss = partial(locate(f"{KEY}.function", loss.path), **settings)
         # Fields of the batch, or computed here.
         self.loss_tensors = loss.tensors
+        # Whose divergence is a part of the loss.
+        self.teacher: TeacherWorker | None = None
+
+    def connect(self, roles: dict[str, Worker]) -> None:
+        """Store the other roles, and the teacher if the loss has its divergence."""
+        super().connect(roles)
+        teacher = roles.get("teacher")
+        if isinstance(teacher, TeacherWorker) and not teacher.config.is_sampled:
+            self.teacher = teacher
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -82,9 +95,9 @@ class ActorWorker(TrainedWorker):
         """
 
         def compute(micro: RolloutBatch) -> Tensor:
-            log_probs, entropy, _ = self.forward(micro, Entropy.report)
-            assert entropy is not None
-            return torch.complex(log_probs, entropy)
+            output = self.forward(micro, Entropy.report)
+            assert output.entropy is not None
+            return torch.complex(output.log_probs, output.entropy)
 
         return self.over_first_epoch(batch, compute)
 
@@ -150,23 +163,24 @@ class ActorWorker(TrainedWorker):
         of responses over ranks and micro-batches.
         """
         use = Entropy.differentiate if self.config.entropy_coef else Entropy.report
-        log_probs, entropy, routing = self.forward(micro, use)
+        teacher = self.teacher
+        log_probs, entropy, routing, _, divergence = self.forward(
+            micro, use, None if teacher is None else teacher.target(micro)
+        )
         assert entropy is not None
         mask = self.on_device(micro.counted)
         sequence_id = to_device(micro.responses.row_ids(), self.device)
         computed = {"log_probs": log_probs, "response_mask": mask, "sequence_id": sequence_id}
-        inputs = {
-            name: computed[name] if name in computed else self.on_device(getattr(micro, name))
-            for name in self.loss_tensors
-        }
-        function = self.config.algorithm.loss.function
-        loss = as_token_loss(self.token_loss(**inputs), function, log_probs)
-        terms = [loss.values]
-        if "loss_weights" in micro.added:
-            terms = [loss.values * self.on_device(micro.loss_weights)]
         bonus = entropy_bonus(entropy, mask, coef=self.config.entropy_coef)
-        terms.append(bonus.values)
-        sums = loss.sums | bonus.sums
+        terms, sums = [bonus.values], bonus.sums
+        if divergence is None or "advantages" in micro.added:  # given answers have none
+            loss = self.reward_loss(micro, computed)
+            terms.append(loss.values)
+            sums = loss.sums | sums
+        if teacher is not None and divergence is not None:
+            distillation = divergence_loss(divergence, mask, coef=teacher.config.coef)
+            terms.append(distillation.values)
+            sums |= distillation.sums
         if self.kl_coef:
             ref_log_probs = self.on_device(micro.ref_log_probs)
             penalty = kl_penalty(
@@ -201,6 +215,24 @@ class ActorWorker(TrainedWorker):
                 self.compared.append((micro, log_probs.detach()))
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
+    def reward_loss(self, micro: RolloutBatch, computed: Mapping[str, Tensor]) -> TokenLoss:
+        """Compute the policy loss of algorithm.loss, token by token.
+
+        `computed` are its tensors that are no fields of the batch. Without a factor of the
+        advantages, beside a teacher, only its metrics are kept.
+        """
+        inputs = {
+            name: computed[name] if name in computed else self.on_device(getattr(micro, name))
+            for name in self.loss_tensors
+        }
+        log_probs, function = computed["log_probs"], self.config.algorithm.loss.function
+        loss = as_token_loss(self.token_loss(**inputs), function, log_probs)
+        if self.teacher is not None and not self.teacher.config.reward_coef:
+            return TokenLoss(torch.zeros_like(log_probs), loss.sums)
+        if "loss_weights" in micro.added:
+            return TokenLoss(loss.values * self.on_device(micro.loss_weights), loss.sums)
+        return loss
+
     def balance_loss(self, routing: Routing, micro: RolloutBatch, totals: Totals) -> Tensor:
         """Compute the weighted load-balancing loss: a mean over episodes.
 
@@ -211,10 +243,15 @@ class ActorWorker(TrainedWorker):
         losses = routing.balance * to_device(shares, self.device)
         return self.config.router_balance_coef * losses.sum() / totals.episodes
 
-    def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
-        """Compute log-probs, and optionally entropy, of the response tokens, on the device."""
+    def forward(
+        self, micro: RolloutBatch, entropy: Entropy, target: Target | None = None
+    ) -> ResponseLogProbs:
+        """Compute log-probs, and optionally entropy, of the response tokens, on the device.
+
+        `target` computes one more number of each token, from the states before the head.
+        """
         packed = self.pack(micro, States.predicting, micro.routed_experts)
-        return self.model(packed, self.config.temperature, entropy)
+        return self.model(packed, self.config.temperature, entropy, target)
 
     @on_all_ranks(Dispatch.RANK_ZERO)
     def save(self, folder: str) -> str | None:

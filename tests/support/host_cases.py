@@ -34,7 +34,7 @@ def case(
         config=config or run_config(*overrides),
         machine=MACHINE,
         shape=model_shape(TINY),
-        reward_shape=None,
+        frozen=(),
         overrides=overrides,
         agents=agents or LocalProbes("here"),
         quick=quick,

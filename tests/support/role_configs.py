@@ -18,6 +18,9 @@ from hybridrl.config.choices import (
     RouterReplay,
     Schedule,
     SleepMode,
+    TeacherObjective,
+    TeacherTokenizer,
+    TopOf,
 )
 from hybridrl.config.schema import (
     ActorConfig,
@@ -31,6 +34,7 @@ from hybridrl.config.schema import (
     RewardModelConfig,
     RolloutConfig,
     SaverConfig,
+    TeacherConfig,
 )
 from hybridrl.config.sections import (
     AlgorithmConfig,
@@ -207,3 +211,24 @@ def reward_model_config(folder: Path, fsdp: FSDPConfig) -> RewardModelConfig:
         fsdp=fsdp,
         weight=1.0,
     )
+
+
+def teacher_config(models: Any, fsdp: FSDPConfig, **changes: Any) -> TeacherConfig:
+    values: dict[str, Any] = {
+        "worker": "hybridrl.workers.teacher.TeacherWorker",
+        "models": models,
+        "fsdp": fsdp,
+        "init": Init.pretrained,
+        "seed": 1,
+        "tokenizer": TeacherTokenizer.student,
+        "objective": TeacherObjective.sampled,
+        "coef": 1.0,
+        "reward_coef": 0.0,
+        "beta": 0.5,
+        "top_k": None,
+        "top_of": TopOf.student,
+        "given_fraction": 0.0,
+        "temperature": 0.8,
+        "log_prob_chunk_tokens": 7,
+    }
+    return TeacherConfig(**(values | changes))

@@ -9,7 +9,7 @@ from hybridrl.config.planner.fitting import LEAST_CACHE, MemoryCase, advice, rem
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
     LEFT_FOR_CACHE,
-    REWARD_PHASE,
+    SCORE,
     describe,
     gib,
     host_parts,
@@ -18,22 +18,19 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     tightest_node,
 )
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.schema import RunConfig
 
 SLOTS = "cluster.gpus_per_node"
 # Keys that decide the memory of a phase; of others it is the model.
-DECISIVE = {
-    "rollout": "rollout.gpu_memory_utilization",
-    REWARD_PHASE: "reward_model.model.path",
-}
+DECISIVE = {"rollout": "rollout.gpu_memory_utilization"}
 
 
 def memory_problems(
-    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
+    config: RunConfig, shape: ModelShape, machine: Machine, frozen: Frozen = ()
 ) -> Iterator[Problem]:
     """Check that the run fits into GPU memory and RAM, if its engines are possible."""
-    case = MemoryCase(config, shape, reward_shape, machine)
+    case = MemoryCase(config, shape, frozen, machine)
     if config.hardware.accelerator is not Accelerator.gpu:
         yield from _slot_problems(case)
     elif machine.gpus and case.has_engines():  # no settings help an impossible engine
@@ -42,7 +39,7 @@ def memory_problems(
 
 
 def _slot_problems(case: MemoryCase) -> Iterator[Problem]:
-    worst = largest(rank_phases(case.config, case.shape, None, case.reward_shape))
+    worst = largest(rank_phases(case.config, case.shape, None, case.frozen))
     slots, needed, available = tightest_node(case.config, case.machine, worst.total)
     if needed > available:
         why = (
@@ -56,21 +53,25 @@ def _slot_problems(case: MemoryCase) -> Iterator[Problem]:
 
 
 def _gpu_problems(case: MemoryCase) -> Iterator[Problem]:
-    """Yield one problem for all phases that do not fit, and one for the reward model's."""
+    """Yield one problem for all phases that do not fit, and one for those of frozen models."""
     config, there = case.config, case.gpu.memory_bytes
     over = [phase for phase in case.phases() if phase.total > there]
     remedies = _help(case) if over else ""
-    for of_reward_model in (False, True):
-        phases = [phase for phase in over if (phase.name == REWARD_PHASE) is of_reward_model]
+    of_frozen = {f"{SCORE} {model.name}": model for model in case.frozen}
+    for is_frozen in (False, True):
+        phases = [phase for phase in over if (phase.name in of_frozen) is is_frozen]
         if phases:
             worst = largest(phases)
             others = ", ".join(f"{p.name} {gib(p.total)}" for p in phases if p is not worst)
             key = DECISIVE.get(worst.name, "model.path")
             if worst.parts.get("KV cache", 0) > worst.total / 2:
                 key = "rollout.kv_cache_mb"
+            value = attrgetter(key)(config)
+            if is_frozen:
+                key, value = of_frozen[worst.name].key, of_frozen[worst.name].path
             why = f"{worst.name} needs {describe(worst)}, the GPU has {gib(there)}"
             why += f"; also too large: {others}" if others else ""
-            yield Problem("gpu_memory", key, attrgetter(key)(config), "", why, remedies)
+            yield Problem("gpu_memory", key, value, "", why, remedies)
     share = config.rollout.gpu_memory_utilization
     parts = case.phases()[1].parts
     if parts.get(LEFT_FOR_CACHE, LEAST_CACHE) < LEAST_CACHE and not over:
@@ -93,7 +94,7 @@ def _help(case: MemoryCase) -> str:
 def _host_problems(case: MemoryCase) -> Iterator[Problem]:
     if case.has_ram():
         return
-    config, parts = case.config, host_parts(case.config, case.shape, case.reward_shape)
+    config, parts = case.config, host_parts(case.config, case.shape, case.frozen)
     slots, needed, available = case.tightest_node()
     causes = [
         (key, value)

@@ -27,7 +27,7 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     tightest_node,
 )
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.step_time import step_seconds
 from hybridrl.config.planner.world import training_ranks, world_size
 from hybridrl.config.schema import RunConfig
@@ -87,7 +87,7 @@ class MemoryCase(NamedTuple):
 
     config: RunConfig
     shape: ModelShape
-    reward_shape: ModelShape | None
+    frozen: Frozen
     machine: Machine
 
     @property
@@ -101,7 +101,7 @@ class MemoryCase(NamedTuple):
 
     def phases(self) -> list[Phase]:
         """Predict memory by phase."""
-        return rank_phases(self.config, self.shape, self.gpu.memory_bytes, self.reward_shape)
+        return rank_phases(self.config, self.shape, self.gpu.memory_bytes, self.frozen)
 
     def worst(self) -> Phase:
         """Return the largest phase."""
@@ -113,7 +113,7 @@ class MemoryCase(NamedTuple):
 
     def tightest_node(self) -> tuple[int, int, int]:
         """Return (ranks, needed RAM, available RAM) of the node with the least spare RAM."""
-        parts = host_parts(self.config, self.shape, self.reward_shape)
+        parts = host_parts(self.config, self.shape, self.frozen)
         return tightest_node(self.config, self.machine, sum(parts.values()))
 
     def fits(self, room: float = 1.0) -> bool:
@@ -139,7 +139,7 @@ class MemoryCase(NamedTuple):
 
     def seconds(self) -> float:
         """Estimate a step."""
-        return sum(step_seconds(self.config, self.shape, self.reward_shape, self.gpu).values())
+        return sum(step_seconds(self.config, self.shape, self.frozen, self.gpu).values())
 
 
 class Saving(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hybridrl.config.choices import Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB, Machine
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
 from hybridrl.config.planner.world import (
     engine_ranks,
@@ -34,8 +34,8 @@ CPU_DRIVER_BYTES = GIB + GIB // 2
 GPU_PROCESS_BYTES = 7 * GIB // 2
 # Host memory of a GPU's worker process: torch, vLLM and CUDA's libraries.
 GPU_PROCESS_RAM_BYTES = 4 * GIB
-# Separate phase of the reward model, whose activations differ from the policy's.
-REWARD_PHASE = "score reward_model"
+# Phase of forwards; with a model's name of a frozen one, whose activations are not the policy's.
+SCORE = "score"
 # Activations and logits of vLLM during generation; assumed, not measured.
 VLLM_BUFFER_BYTES = 2 * GIB
 # vLLM's share of a GPU without its weights.
@@ -43,6 +43,8 @@ LEFT_FOR_CACHE = "KV cache and vLLM's buffers"
 VLLM_BUFFERS = "vLLM's buffers"
 # Tokens that a sequence's cache may have beyond its own: blocks have 16.
 CACHE_BLOCK = 16
+# Logits of both models for a token and an id of a chunk in bfloat16, and four float32 numbers.
+DIVERGENCE_BYTES = 20
 # Adam's two moments are float32.
 ADAM_BYTES = 8
 
@@ -73,9 +75,7 @@ class Role(NamedTuple):
     trained: int = 0
 
 
-def roles_of(
-    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
-) -> list[Role]:
+def roles_of(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> list[Role]:
     """Return the roles with sharded weights."""
     lora, adapters = config.lora, 0
     if lora is not None:
@@ -87,27 +87,25 @@ def roles_of(
         roles.append(Role("critic", parameters, parameters))
     if config.algorithm.kl.coef > 0 and not adapters:  # with adapters it is the actor without them
         roles.append(Role("ref", shape.parameters))
-    if reward_shape is not None:
-        # The backbone and a scalar head without bias.
-        roles.append(Role("reward_model", reward_shape.backbone_parameters + reward_shape.hidden))
-    return roles
+    return roles + [Role(model.name, model.parameters) for model in frozen]
 
 
 def rank_phases(
     config: RunConfig,
     shape: ModelShape,
     gpu_bytes: int | None,
-    reward_shape: ModelShape | None = None,
+    frozen: Frozen = (),
 ) -> list[Phase]:
     """Predict one rank's memory in each phase; `gpu_bytes` is None for a CPU slot.
 
     With placement.rollout_gpus the second phase, the rollout, is on ranks that only sample, the
     others on those that only train.
     """
-    roles = roles_of(config, shape, reward_shape)
+    roles = roles_of(config, shape, frozen)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
         process["checkpoint staging"] = staged_bytes(config, shape)
+        process["teachers' states"] = _teacher_states(config, frozen)
     rollout = rollout_parts(config, shape, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
     buckets = {"buckets": 2 * min(config.rollout.reshard_bucket_mb * MIB, *weights.values())}
@@ -124,19 +122,49 @@ def rank_phases(
     phases = [
         Phase("reshard", resident | asleep | weights | buckets),
         Phase("rollout", with_engine | awake),
-        Phase("score", resident | asleep | policy.score()),
+        Phase(SCORE, resident | asleep | policy.score()),
     ]
-    if reward_shape is not None:
-        scoring = TrainingMemory(config.fsdp, reward_shape, work, has_head=False)
-        parts = _resident(config, roles, "reward_model") | asleep | scoring.score()
-        phases.append(Phase(REWARD_PHASE, parts))
+    for model in frozen:
+        scoring = TrainingMemory(config.fsdp, model.shape, work, has_head=model.has_head)
+        parts = _resident(config, roles, model.name) | asleep | scoring.score()
+        phases.append(Phase(f"{SCORE} {model.name}", parts))
     for role in sorted(roles, key=lambda role: role.name == "actor"):  # the critic comes first
         if role.trained:
             critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
             training = policy if role.name == "actor" else critic
             parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
+            if role.name == "actor":
+                parts |= _divergence_parts(config, shape, frozen)
             phases.append(Phase(f"update {role.name}", parts))
     return phases
+
+
+def _divergence_parts(config: RunConfig, shape: ModelShape, frozen: Frozen) -> dict[str, int]:
+    """Return what the divergence from teachers takes beside the actor's update."""
+    teachers = _whole_teachers(config, frozen)
+    if not teachers:
+        return {}
+    heads = sum(teacher.vocab * teacher.hidden for teacher in teachers)
+    chunk = min(config.actor.log_prob_chunk_tokens, workload(config).tokens)
+    return {
+        "teachers' heads": BYTES[config.fsdp.param_dtype] * heads,
+        "divergence": DIVERGENCE_BYTES * chunk * shape.vocab,
+    }
+
+
+def _whole_teachers(config: RunConfig, frozen: Frozen) -> list[ModelShape]:
+    """Return the teachers whose whole distributions are learned from."""
+    if config.teacher is None or config.teacher.is_sampled:
+        return []
+    return [model.shape for model in frozen if model.has_head]
+
+
+def _teacher_states(config: RunConfig, frozen: Frozen) -> int:
+    """Return a rank's host memory of its teachers' states of all response tokens of a step."""
+    responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
+    tokens = responses * config.rollout.max_response_tokens // max(1, training_ranks(config))
+    widest = max((teacher.hidden for teacher in _whole_teachers(config, frozen)), default=0)
+    return BYTES[config.fsdp.param_dtype] * tokens * widest
 
 
 def workload(config: RunConfig) -> Workload:
@@ -152,12 +180,10 @@ def workload(config: RunConfig) -> Workload:
     )
 
 
-def pinned_bytes(
-    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
-) -> int:
+def pinned_bytes(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> int:
     """Return the page-locked host memory of one rank for fsdp.offload."""
     total = 0
-    for role in roles_of(config, shape, reward_shape):
+    for role in roles_of(config, shape, frozen):
         weights = role.held if config.fsdp.offload is Offload.idle_all else 0
         moments = role.trained if config.fsdp.offload is not Offload.none else 0
         for size in (MASTER_BYTES * weights, ADAM_BYTES * moments):
@@ -173,9 +199,7 @@ def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
     return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.shards
 
 
-def host_parts(
-    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
-) -> dict[str, int]:
+def host_parts(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> dict[str, int]:
     """Predict the host memory of one rank with a GPU: part -> bytes.
 
     Model files are memory-mapped; only non-contiguous slices of one tensor at a time are copied.
@@ -186,8 +210,9 @@ def host_parts(
     return {
         "process": GPU_PROCESS_RAM_BYTES,
         "loading": MASTER_BYTES * weight // config.fsdp.shards,
-        "offload": pinned_bytes(config, shape, reward_shape),
+        "offload": pinned_bytes(config, shape, frozen),
         "checkpoint staging": staged_bytes(config, shape),
+        "teachers' states": _teacher_states(config, frozen),
     }
 
 

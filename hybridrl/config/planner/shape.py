@@ -205,3 +205,35 @@ class ModelShape:
             if self.experts.shared:
                 widths["intermediate size of the shared expert"] = self.experts.shared
         return widths
+
+
+class FrozenModel(NamedTuple):
+    """A frozen model beside the policy that scores responses: the reward model, or a teacher.
+
+    Attributes:
+        name: of its role, and of which it is, in tables.
+        key: config key of its path.
+        path: a folder, or a name on the hub.
+        shape: its sizes.
+        has_head: true with a language-modelling head; else it has one for a single score.
+        weights: true if its weights are read, not drawn.
+        own_tokens: true if it reads the text in tokens of its own, not the policy's.
+    """
+
+    name: str
+    key: str
+    path: str
+    has_head: bool
+    weights: bool
+    own_tokens: bool
+    shape: ModelShape
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its weights."""
+        if self.has_head:
+            return self.shape.parameters
+        return self.shape.backbone_parameters + self.shape.hidden
+
+
+Frozen = Sequence[FrozenModel]

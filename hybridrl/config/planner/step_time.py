@@ -31,7 +31,7 @@ from hybridrl.config.planner.memory import (
     token_cache_bytes,
     workload,
 )
-from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES
 from hybridrl.config.planner.world import engine_ranks, num_engines, training_ranks
 from hybridrl.config.schema import RunConfig
@@ -59,15 +59,15 @@ EXCHANGE = "exchange of weights and gradients"
 
 
 def step_seconds(
-    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, gpu: GPU
+    config: RunConfig, shape: ModelShape, frozen: Frozen, gpu: GPU
 ) -> dict[str, float]:
     """Estimate a step: part -> seconds. An unknown GPU counts as an H100."""
     sheet = data_sheet(gpu.name) or H100
     rollout = {"rollout": _rollout(config, shape, sheet, gpu)}
     training = {
-        **_training(config, shape, reward_shape, sheet),
+        **_training(config, shape, frozen, sheet),
         EXCHANGE: _exchange(config, shape),
-        "offload": _offload(config, shape, reward_shape),
+        "offload": _offload(config, shape, frozen),
     }
     parts = rollout | training | {"sleep of vLLM": _sleep(config, shape, gpu)}
     if is_supervised(config):  # samples only for evaluation
@@ -109,7 +109,7 @@ def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -
 
 
 def _training(
-    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None, sheet: DataSheet
+    config: RunConfig, shape: ModelShape, frozen: Frozen, sheet: DataSheet
 ) -> dict[str, float]:
     """Return the time of forwards and updates of all roles, without exchange."""
     rollout, actor, fsdp = config.rollout, config.actor, config.fsdp
@@ -128,8 +128,8 @@ def _training(
     if uses_critic(config):
         whole = training_flops(shape, tokens, sequences) / rate
         parts |= {"values": forward, "update critic": actor.epochs * (whole + again)}
-    if reward_shape is not None:
-        parts["reward model"] = forward_flops(reward_shape, tokens, sequences) / rate
+    for model in frozen:
+        parts[model.name] = forward_flops(model.shape, tokens, sequences) / rate
     return parts
 
 
@@ -153,13 +153,12 @@ def _exchange(config: RunConfig, shape: ModelShape) -> float:
     return updates * moved * (1 - 1 / fsdp.shards) / link
 
 
-def _offload(config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None) -> float:
+def _offload(config: RunConfig, shape: ModelShape, frozen: Frozen) -> float:
     """Return the time in which weights and moments move to the host and back, once a step."""
     if config.fsdp.offload is Offload.none:
         return 0.0
     weights = MASTER_BYTES * (config.fsdp.offload is Offload.idle_all)
     moved = sum(
-        weights * role.held + ADAM_BYTES * role.trained
-        for role in roles_of(config, shape, reward_shape)
+        weights * role.held + ADAM_BYTES * role.trained for role in roles_of(config, shape, frozen)
     )
     return 2 * moved / config.fsdp.shards / TO_HOST

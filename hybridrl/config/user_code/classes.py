@@ -34,9 +34,10 @@ BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
         "hybridrl.workers.reward_model.RewardModelWorker",
         schema.RewardModelConfig,
     ),
+    "teacher": ("hybridrl.workers.teacher.TeacherWorker", schema.TeacherConfig),
 }
 # Roles whose section a run may leave out.
-OPTIONAL = ("reward_model",)
+OPTIONAL = ("reward_model", "teacher")
 WORKER_BASE = "hybridrl.workers.base.Worker"
 CALLBACK_BASE = "hybridrl.trainer.callbacks.Callback"
 

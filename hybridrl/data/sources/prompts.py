@@ -38,6 +38,8 @@ class Prompt:
         where: `file:line` or similar, for messages.
         answer_ids: token ids of the reference answer with its end token; empty unless asked for.
         messages: the problem as chat messages, before the template.
+        teacher: index of the teacher that scores its responses.
+        teacher_ids: what that one reads in place of token_ids; empty if nothing else.
         has_answer: false if the data has no answers, whatever columns `example` has.
     """
 
@@ -53,6 +55,8 @@ class Prompt:
     answer_ids: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     has_answer: bool = True
+    teacher: int = 0
+    teacher_ids: list[int] = field(default_factory=list)
 
     @property
     def answer(self) -> str:

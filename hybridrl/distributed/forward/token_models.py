@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -26,6 +27,24 @@ from hybridrl.distributed.forward.recurrent import pack_recurrences
 from hybridrl.distributed.forward.routing import has_experts, take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
 from hybridrl.distributed.torch_compat import mark_dynamic, real_tensors, tree_leaves, tree_map
+
+
+class Head(NamedTuple):
+    """Language-modelling head: logits are cap_(states @ weight.T / divisor).
+
+    Attributes:
+        weight: [V, H].
+        divisor: of the products.
+        cap: see `divisor_and_cap`.
+    """
+
+    weight: Tensor
+    divisor: float
+    cap: float | None
+
+
+# A function of the states that predict response tokens, [R, H], and the head: [R] float32.
+Target = Callable[[Tensor, Head], Tensor]
 
 
 class TokenLogProbs(nn.Module):
@@ -46,17 +65,32 @@ class TokenLogProbs(nn.Module):
         self.exact = exact
         self.recurrent = bool(pack_recurrences(lm))
 
-    def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
+    @torch.no_grad()
+    def gathered_head(self, dtype: torch.dtype) -> "Head":
+        """Return the head in a dtype, gathered from all ranks; a collective."""
+        weight = self.lm.get_output_embeddings().weight.to(dtype)
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return Head(whole, self.logits_divisor, self.cap)
+
+    def forward(
+        self,
+        packed: Packed,
+        temperature: float,
+        entropy: Entropy,
+        target: "Target | None" = None,
+    ) -> ResponseLogProbs:
         """Compute log-probs (and entropies) of response tokens, [R] float32, nats.
 
-        If ranks share the input, R counts the response tokens of all of them.
+        If ranks share the input, R counts the response tokens of all of them. With a target also
+        its number of each token.
         """
         hidden = response_states(self.lm.base_model, packed, recurrent=self.recurrent)
         routing = take_routing(self.lm.base_model.layers, packed)
+        weight = self.lm.get_output_embeddings().weight
         own = token_log_probs(
             hidden,
             packed.response_ids,
-            self.lm.get_output_embeddings().weight,
+            weight,
             temperature=temperature * self.logits_divisor,
             cap=self.cap,
             chunk_tokens=self.chunk_tokens,
@@ -66,7 +100,11 @@ class TokenLogProbs(nn.Module):
             kept=packed.kept,
         )
         entropies = None if own.entropy is None else gather_sequence(own.entropy, packed)
-        return ResponseLogProbs(gather_sequence(own.log_probs, packed), entropies, routing)
+        further = None
+        if target is not None:
+            further = target(hidden, Head(weight, self.logits_divisor, self.cap))
+        log_probs = gather_sequence(own.log_probs, packed)
+        return ResponseLogProbs(log_probs, entropies, routing, hidden.detach(), further)
 
 
 class _Fixed(nn.Module):

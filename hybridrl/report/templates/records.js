@@ -90,8 +90,8 @@ const minus = (a, b) => (one) => one[a] && one[b] && one[a].map((value, i) => (v
 const column = (name) => (one) => one[name];
 const logRatio = minus("new_log_prob", "old_log_prob");
 const QUANTITIES = [
-  ["log-prob in the rollout", column("rollout_log_prob"), "size"], ["old log-prob", column("old_log_prob"), "size"], ["reference log-prob", column("ref_log_prob"), "size"], ["new log-prob, after the step", column("new_log_prob"), "size"],
-  ["old - rollout log-prob", minus("old_log_prob", "rollout_log_prob"), "sign"], ["old - reference log-prob", minus("old_log_prob", "ref_log_prob"), "sign"], ["new - old log-prob", logRatio, "sign"],
+  ["log-prob in the rollout", column("rollout_log_prob"), "size"], ["old log-prob", column("old_log_prob"), "size"], ["reference log-prob", column("ref_log_prob"), "size"], ["teacher's log-prob", column("teacher_log_prob"), "size"], ["new log-prob, after the step", column("new_log_prob"), "size"],
+  ["old - rollout log-prob", minus("old_log_prob", "rollout_log_prob"), "sign"], ["old - reference log-prob", minus("old_log_prob", "ref_log_prob"), "sign"], ["teacher's - old log-prob", minus("teacher_log_prob", "old_log_prob"), "sign"], ["new - old log-prob", logRatio, "sign"],
   ["ratio new / old", (one) => logRatio(one)?.map((value) => (value === null ? null : Math.exp(value))), "sign", 1],
   ["entropy", column("entropy"), "size"], ["advantage", column("advantage"), "sign"], ["value", column("value"), "sign"], ["return", column("return_"), "sign"],
   ["clipped", column("clipped"), "kind"], ["trained", column("trained"), "kind"], ["policy version", column("version"), "kind"],

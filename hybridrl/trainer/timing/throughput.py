@@ -12,7 +12,7 @@ TOKENS, RESPONSES = "batch/tokens", "batch/responses"
 
 # Phases of one forward pass, and phases of `epochs` training passes. Only those of the policy have
 # an MFU: the formula counts the head over the vocabulary.
-FORWARDS = ("old_log_probs", "ref_log_probs", "values", "model_scores")
+FORWARDS = ("old_log_probs", "ref_log_probs", "values", "model_scores", "teacher_log_probs")
 UPDATES = ("update_actor", "update_critic")
 WITH_MFU = ("old_log_probs", "ref_log_probs", "update_actor")
 

@@ -1,10 +1,12 @@
 """Header of a run: model, data, method, batch, steps, in a few lines."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.choices import IN_PARTS, Init, RewardSignature
 from hybridrl.config.errors import shown
 from hybridrl.config.estimators import is_supervised
+from hybridrl.config.planner.shape import Frozen
 from hybridrl.config.planner.world import (
     data_shards,
     engine_ranks,
@@ -27,12 +29,12 @@ def header_lines(
     machine: str,
     prompts: PromptSets,
     parameters: int,
-    reward_parameters: int = 0,
+    frozen: Frozen = (),
     adapter_parameters: int = 0,
 ) -> list[tuple[str, str]]:
     """Build the header as (label, text) pairs.
 
-    `parameters` are counts, of the model, the reward model and the adapters.
+    `parameters` are counts, of the model and the adapters.
     """
     reason = config.hardware.reason
     lines = [
@@ -42,7 +44,7 @@ def header_lines(
         ("hardware", f"{config.hardware.accelerator.value}: {reason}"),
         ("model", _model(config, parameters)),
         ("adapters", _adapters(config, adapter_parameters)),
-        ("reward model", _reward_model(config, reward_parameters)),
+        *_frozen(config, frozen),
         *input_lines(config, prompts),
         ("method", _method(config)),
         ("workers", _workers(config)),
@@ -114,11 +116,12 @@ def _model(config: RunConfig, parameters: int) -> str:
     return f"{config.model.path}{_size(parameters)}{weights}, {dtypes}"
 
 
-def _reward_model(config: RunConfig, parameters: int) -> str:
-    reward = config.reward_model
-    if reward is None:
-        return ""
-    return f"{reward.model.path}{_size(parameters)}, weight {reward.weight:g}"
+def _frozen(config: RunConfig, models: Frozen) -> Iterator[tuple[str, str]]:
+    for model in models:
+        weight = ""
+        if config.reward_model is not None and not model.has_head:
+            weight = f", weight {config.reward_model.weight:g}"
+        yield model.name.replace("_", " "), f"{model.path}{_size(model.parameters)}{weight}"
 
 
 def _adapters(config: RunConfig, parameters: int) -> str:

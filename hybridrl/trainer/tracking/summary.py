@@ -21,6 +21,7 @@ _SHORT = {
     "old_log_probs": "old logp",
     "ref_log_probs": "ref logp",
     "model_scores": "rew model",
+    "teacher_log_probs": "teacher",
     "update_actor": "actor",
     "update_critic": "critic",
     "evaluate": "eval",
@@ -60,6 +61,7 @@ COLUMNS = (
     Column("held-out", "eval/accuracy", "{:.3f}".format, 9, "mean reward, sampled, not trained on"),
     Column("greedy", "eval/accuracy_greedy", "{:.3f}".format, 7, "the same, decoded greedily", 100),
     Column("KL", "actor/kl", _kl, 8, "from the reference model, nats per token"),
+    Column("to teacher", "teacher/kl", _kl, 10, "KL from the teachers, nats per token"),
     Column(
         "max ratio",
         "actor/log_ratio_max",

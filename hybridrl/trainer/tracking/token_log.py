@@ -89,6 +89,7 @@ def token_table(
     numbers = {
         "old_log_prob": tensors["old_log_probs"],
         "ref_log_prob": tensors.get("ref_log_probs"),
+        "teacher_log_prob": tensors.get("teacher_log_probs"),
         "new_log_prob": updated.values.real,
         "entropy": updated.values.imag,
         "advantage": tensors["advantages"],

@@ -68,7 +68,7 @@ def two_steps_of(overrides, tmp_path):
         config=whole.config,
         machine=LAPTOP,
         shape=model_shape(TINY),
-        reward_shape=None,
+        frozen=(),
         overrides=overrides,
         agents=LocalProbes("here"),
         quick=False,

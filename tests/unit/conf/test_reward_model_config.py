@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from hybridrl.config.checks.reward_model import reward_model_shape
+from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH, Named, frozen_model
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.load import examine
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
@@ -47,7 +47,7 @@ def with_reward_model(*overrides, machine=LAPTOP, policy=TINY, **changes):
 def test_a_run_has_no_reward_model_unless_it_asks_for_one():
     found = examined(["hardware=cpu"])
     assert found.report.problems == []
-    assert found.config.reward_model is None and found.reward_shape is None
+    assert found.config.reward_model is None and found.frozen == []
 
 
 def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
@@ -56,7 +56,7 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
     config = found.config
     assert config.reward_model.fsdp is config.fsdp
     assert (config.reward_model.model.path, config.reward_model.weight) == ("/rm", -0.5)
-    assert (found.shape.hidden, found.reward_shape.hidden) == (128, 256)
+    assert (found.shape.hidden, found.frozen[0].shape.hidden) == (128, 256)
 
 
 MISTAKES = """
@@ -102,7 +102,7 @@ def test_a_model_that_cannot_give_the_reward_is_refused(id_, changes, words):
 def test_a_reward_model_is_no_policy():
     (problem,) = with_reward_model(policy=TINY | REWARD_HEAD).report.problems
     assert (problem.id, problem.value) == ("classifier", "embedded")
-    assert "vLLM does not sample from a Qwen2ForS" in problem.why
+    assert "a Qwen2ForS" in problem.why and "no language-modelling head" in problem.why
 
 
 def test_it_asks_for_its_checkpoint():
@@ -116,10 +116,9 @@ def test_no_reward_without_a_reward_model_is_refused():
 
 
 def test_a_path_that_is_nowhere_is_told_of_the_reward_model():
-    of_nowhere = with_reward_model().config.reward_model
-    of_nowhere.model.path = "/nowhere"
+    of_nowhere = Named("reward_model", REWARD_MODEL_PATH, "/nowhere", has_head=False, weights=True)
     with pytest.raises(ValueError) as caught:
-        reward_model_shape(of_nowhere, read_model_config)
+        frozen_model(of_nowhere, read_model_config)
     text = str(caught.value)
     assert "reward_model.model.path = /nowhere: /nowhere does not exist" in text
     assert "reward_model.model.path=/path/to/folder" in text and "reward_model=none" in text
@@ -135,8 +134,7 @@ def test_its_weights_have_neither_gradients_nor_moments():
     """Backbone and head of 896 without bias, 4 bytes each over 8 ranks, in every phase."""
     found = with_reward_model("hardware=gpu", machine=GPU_NODE, policy=QWEN)
     phases = {
-        p.name: p.parts
-        for p in rank_phases(found.config, found.shape, 140 * 2**30, found.reward_shape)
+        p.name: p.parts for p in rank_phases(found.config, found.shape, 140 * 2**30, found.frozen)
     }
     elements = model_shape(QWEN).backbone_parameters + 896
     for parts in phases.values():
@@ -154,10 +152,10 @@ def test_under_idle_all_its_weights_are_there_while_it_scores_alone():
     found = with_reward_model(
         "hardware=gpu", "fsdp.offload=idle_all", machine=GPU_NODE, policy=QWEN
     )
-    phases = rank_phases(found.config, found.shape, 140 * 2**30, found.reward_shape)
+    phases = rank_phases(found.config, found.shape, 140 * 2**30, found.frozen)
     there = [phase.name for phase in phases if "reward_model weights" in phase.parts]
     assert there == ["score reward_model"]
-    more = pinned_bytes(found.config, found.shape, found.reward_shape) - pinned_bytes(
+    more = pinned_bytes(found.config, found.shape, found.frozen) - pinned_bytes(
         found.config, found.shape
     )
     bytes_of_one_rank = 4 * (model_shape(QWEN).backbone_parameters + 896) // 8
@@ -184,7 +182,7 @@ def test_the_plan_shows_it():
     found = with_reward_model()
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(plan(found.config, found.shape, LAPTOP, found.reward_shape))
+        console.print(plan(found.config, found.shape, LAPTOP, found.frozen))
     text = capture.get()
     assert "/rm: qwen2" in text and "weight 1" in text
     assert "hybridrl.workers.reward_model.RewardModelWorker" in text

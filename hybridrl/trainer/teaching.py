@@ -1,0 +1,82 @@
+"""Teachers in a step: what they read, advantages with their part, and metrics."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.distillation import distillation_advantages
+from hybridrl.algorithms.masked import on_mask
+from hybridrl.config.schema import TeacherConfig
+from hybridrl.data.batch import RolloutBatch, Values
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.errors import RunStopped
+from hybridrl.trainer.record import Row
+
+
+def teacher_fields(teacher: TeacherConfig | None, prompts: Sequence[Prompt]) -> dict[str, Values]:
+    """Return the fields of a batch that teachers read; prompts[b] belongs to response b."""
+    fields: dict[str, Values] = {}
+    if teacher is None:
+        return fields
+    if len(teacher.paths) > 1:
+        fields["teacher"] = torch.tensor([prompt.teacher for prompt in prompts])
+    if any(prompt.teacher_ids for prompt in prompts):
+        rows = [prompt.teacher_ids or prompt.token_ids for prompt in prompts]
+        fields["teacher_prompts"] = Ragged.from_rows(rows, torch.int32)
+    return fields
+
+
+def taught_advantages(teacher: TeacherConfig, batch: RolloutBatch, own: Ragged) -> Ragged:
+    """Compute advantages from those of the rewards, `own`, and the teachers' log-probs.
+
+    With another objective than `sampled`, the actor's loss has the teachers' part.
+    """
+    log_probs = batch.teacher_log_probs.values, batch.old_log_probs.values
+    coef = teacher.coef if teacher.is_sampled else 0.0
+    values = distillation_advantages(
+        own.values, *log_probs, reward_coef=teacher.reward_coef, coef=coef
+    )
+    return own.like(values.where(batch.response_mask.values, 0.0))
+
+
+def teacher_metrics(batch: RolloutBatch, step: int) -> Row:
+    """Compute the distance of policy and teachers on the sampled tokens.
+
+    teacher/kl is the mean of log p - log q, an estimate of KL(policy || teacher) in nats per token;
+    teacher/log_ratio_max the largest |log p - log q|: 0 if the teacher is the policy.
+    teacher/preference is the mean of log q - log p over tokens of responses with a reward above
+    their group's mean, less that over those below it; null without such responses.
+
+    Raises:
+        RunStopped: a teacher's log-prob is NaN or infinite.
+    """
+    mask = batch.response_mask.values
+    log_probs = on_mask(batch.teacher_log_probs.values, mask)
+    if wrong := int((~log_probs.isfinite()).sum()):
+        raise RunStopped(
+            f"step {step}: the teacher's log-probs of {wrong} tokens are NaN or infinite; try "
+            f"fsdp.param_dtype=float32, or another checkpoint"
+        )
+    ratio = log_probs - on_mask(batch.old_log_probs.values, mask)
+    return {
+        "teacher/kl": 0.0 - float(ratio.mean()),
+        "teacher/log_ratio_max": float(ratio.abs().max()),
+        "teacher/preference": _preference(batch, ratio),
+    }
+
+
+def _preference(batch: RolloutBatch, ratio: Tensor) -> float | None:
+    """Compute teacher/preference; `ratio` is log q - log p of the tokens on the mask."""
+    whole = batch.by_episode()
+    values = whole.scores.values.double()
+    scores = values.new_zeros(len(whole)).index_add(0, whole.scores.row_ids(), values)
+    _, group = whole.group_id.unique(return_inverse=True)
+    counts = group.bincount()
+    means = scores.new_zeros(len(counts)).index_add(0, group, scores) / counts
+    signs = (scores - means[group]).round(decimals=6).sign()
+    above = on_mask(whole.responses.spread(signs), whole.response_mask.values)
+    if not bool((above > 0).any() and (above < 0).any()):
+        return None
+    return float(ratio[above > 0].mean() - ratio[above < 0].mean())
