@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hybridrl.data.ragged import Ragged, concat
 
-# Fields with tokens of prompts; those of other ragged fields are the responses'.
-PROMPTS = ("prompts", "teacher_prompts")
+PROMPTS = ("prompts", "teacher_prompts")  # ragged fields with tokens of prompts
 # Version of tokens that no weights have sampled.
 NO_VERSION = -1
 
@@ -151,7 +150,7 @@ class RolloutBatch:
     current = Added(Ragged)  # bool, true on tokens of the present weights; with rollout.exact
     ref_log_probs = Added(Ragged)  # the frozen reference's
     teacher_log_probs = Added(Ragged)  # the teacher's of each response
-    teacher = Added(Tensor)  # int64, index of the response's teacher; with several of them
+    teacher = Added(Tensor)  # int64, index of the response's teacher, if there are several
     teacher_prompts = Added(Ragged)  # int32 [B, P_b], what teachers read in place of the prompt
     values = Added(Ragged)  # the critic's, before this step's updates
     advantages = Added(Ragged)
@@ -168,23 +167,6 @@ class RolloutBatch:
     def num_tokens(self) -> Tensor:
         """[B] int64: tokens of prompt and response together."""
         return self.prompts.lengths + self.responses.lengths
-
-    @property
-    def longest_read(self) -> Tensor:
-        """[B] int64: tokens of prompt and response, of the longer prompt if teachers read others.
-
-        Micro-batches are cut by these.
-        """
-        if "teacher_prompts" not in self.added:
-            return self.num_tokens
-        longer = torch.maximum(self.prompts.lengths, self.teacher_prompts.lengths)
-        return longer + self.responses.lengths
-
-    def as_teachers_read(self) -> "RolloutBatch":
-        """Return the responses after the prompts that teachers read."""
-        if "teacher_prompts" not in self.added:
-            return self
-        return replace(self, prompts=self.teacher_prompts)
 
     @property
     def counted(self) -> Ragged:

@@ -214,7 +214,10 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
             f"{len(members)} responses cannot be cut into mini-batches of {per_step} "
             f"for {sizes.num_shards} ranks"
         )
-    tokens = batch.longest_read.tolist()
+    lengths = batch.num_tokens
+    if "teacher_prompts" in batch.added:  # in whose place teachers may read longer ones
+        lengths = lengths.maximum(batch.teacher_prompts.lengths + batch.responses.lengths)
+    tokens = lengths.tolist()
     cost = [sizes.cost(count) for count in tokens]
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):

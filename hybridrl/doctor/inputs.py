@@ -84,9 +84,8 @@ def _caches(context: CheckContext) -> list[Finding]:
 
 def _model_paths(context: CheckContext) -> dict[str, bool]:
     """Return the run's models, with True for those that need weights."""
-    config = context.config
-    paths = {config.model.path: config.model.init is Init.pretrained}
-    return paths | {model.path: model.weights for model in named_models(config)}
+    own = {context.config.model.path: context.config.model.init is Init.pretrained}
+    return own | {model.path: model.weights for model in named_models(context.config)}
 
 
 def _hub_names(context: CheckContext) -> dict[str, tuple[str, bool]]:

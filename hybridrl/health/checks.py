@@ -36,11 +36,28 @@ def comparing(is_ill: Callable[[float, float], bool], text: str, metrics: Sequen
     return judge
 
 
+def growing(metric: str, least: float, text: str) -> Judge:
+    """Return a judge that a metric is not several times its first value, from `least` on.
+
+    The threshold is the factor; `text` has {value} and {first}.
+    """
+
+    def judge(seen: Seen) -> str | None:
+        value, first = seen.get(metric), seen.first(metric)
+        if value is None or first is None or value <= max(least, seen.limit * first):
+            return None
+        return text.format(value=value, first=first)
+
+    return judge
+
+
 def _check(name: str, entry: dict[str, str]) -> Check:
     judge = JUDGES.get(name)
     for side, is_ill in (("above", operator.gt), ("below", operator.lt)):
         if side in entry:
             judge = comparing(is_ill, entry["evidence"], entry[side].split())
+    if "growing" in entry:
+        judge = growing(entry["growing"], float(entry["least"]), entry["evidence"])
     assert judge is not None, name
     return Check(judge, entry["remedy"], "always" in entry)
 

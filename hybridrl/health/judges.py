@@ -15,10 +15,6 @@ SLOW_STEPS = 2
 BLIND_STEPS = 20
 # Reward's standard deviation below which returns have hardly anything to explain.
 SOME_VARIANCE = 0.05
-# Mismatch below which kernels' rounding explains it, nats per token.
-ROUNDING = 1e-3
-# KL from teachers that is small, nats per token.
-SOME_KL = 0.05
 ROLES = ("actor", "critic")
 SPEED = "rollout/engine_tokens_per_second_"
 
@@ -153,14 +149,6 @@ def collapsed_entropy(seen: Seen) -> str | None:
     )
 
 
-def exploded_entropy(seen: Seen) -> str | None:
-    """Judge that entropy is below the threshold times the first one."""
-    now, first = seen.get("actor/entropy"), seen.first("actor/entropy")
-    if now is None or not first or now <= seen.limit * first:
-        return None
-    return f"the policy's entropy rose from {first:.3g} to {now:.3g} nats per token"
-
-
 def clipped_ratio(seen: Seen) -> str | None:
     """Judge that not too many tokens are clipped, but for GSPO, whose range is 100 times tighter.
 
@@ -221,14 +209,6 @@ def frozen_actor(seen: Seen) -> str | None:
     return "the actor was trained in the step before, and still equals the reference"
 
 
-def growing_teacher_kl(seen: Seen) -> str | None:
-    """Judge that the policy does not go away from its teachers."""
-    first, now = seen.first("teacher/kl"), seen.get("teacher/kl")
-    if first is None or now is None or now <= seen.limit * max(first, SOME_KL):
-        return None
-    return f"the policy is {now:.3g} nats per token from its teachers, {first:.3g} at first"
-
-
 def mismatch(seen: Seen) -> str | None:
     """Judge that no engine's log-probs are far from the actor's."""
     value = seen.get("rollout/log_prob_diff_engine_max")
@@ -238,18 +218,6 @@ def mismatch(seen: Seen) -> str | None:
     return (
         f"on rollout engine {engine} ({seen.place(engine)}) vLLM's log-probs differ from the "
         f"actor's by {value:.2g} nats per token in the mean"
-    )
-
-
-def stale_policy(seen: Seen) -> str | None:
-    """Judge that the mismatch of vLLM and actor stays what it was in the first step."""
-    name = "rollout/log_prob_diff_engine_max"
-    now, first = seen.get(name), seen.first(name)
-    if now is None or first is None or now <= max(ROUNDING, seen.limit * first):
-        return None
-    return (
-        f"vLLM's log-probs differ from the actor's by {now:.2g} nats per token in the mean, in "
-        f"the first step by {first:.2g}: it samples from an older policy than the actor's"
     )
 
 
@@ -294,15 +262,12 @@ _FUNCTIONS = (
     wrong_form,
     fallen_accuracy,
     collapsed_entropy,
-    exploded_entropy,
     clipped_ratio,
     still_policy,
     clipped_gradient,
     blind_critic,
     frozen_actor,
-    growing_teacher_kl,
     mismatch,
-    stale_policy,
     slow_engine,
     slow_reward,
 )

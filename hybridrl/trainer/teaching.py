@@ -44,10 +44,10 @@ def taught_advantages(teacher: TeacherConfig, batch: RolloutBatch, own: Ragged) 
 def teacher_metrics(batch: RolloutBatch, step: int) -> Row:
     """Compute the distance of policy and teachers on the sampled tokens.
 
-    teacher/kl is the mean of log p - log q, an estimate of KL(policy || teacher) in nats per token;
-    teacher/log_ratio_max the largest |log p - log q|: 0 if the teacher is the policy.
-    teacher/preference is the mean of log q - log p over tokens of responses with a reward above
-    their group's mean, less that over those below it; null without such responses.
+    teacher/kl: mean of log p - log q, an estimate of KL(policy || teacher), nats per token.
+    teacher/log_ratio_max: the largest |log p - log q|; 0 if the teacher is the policy.
+    teacher/preference: mean of log q - log p over tokens of responses with a reward above their
+    group's mean, less that over those below it. It is null without such responses.
 
     Raises:
         RunStopped: a teacher's log-prob is NaN or infinite.

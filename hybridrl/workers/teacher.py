@@ -6,8 +6,8 @@ the actor's update, of which it computes its own rows:
     log q of each response token          -> the driver, for objective=sampled
     states before the head, [R, G]        -> host memory of this process, for divergences
 
-In the update, the actor asks for the target of its next micro-batch: a function of the student's
-states, which computes the divergence over the vocabulary chunk by chunk. No logits leave a process.
+In the update, the actor asks for the target of its next micro-batch, a function of the student's
+states. It computes the divergence over the vocabulary chunk by chunk. No logits leave a process.
 """
 
 from dataclasses import replace
@@ -92,7 +92,9 @@ class TeacherWorker(ModelWorker):
         """
         rows, teacher = self.rows(index, micro), self.teachers[index]
         batch = micro if len(rows) == len(micro) else micro.select(rows or [0])
-        packed = self.pack(batch.as_teachers_read())
+        if "teacher_prompts" in batch.added:
+            batch = replace(batch, prompts=batch.teacher_prompts)
+        packed = self.pack(batch)
         output = teacher.model(packed, self.config.temperature, Entropy.omit)
         own = self.tokens(rows, micro)
         if not self.config.is_sampled:
@@ -130,8 +132,8 @@ class TeacherWorker(ModelWorker):
             for (own, of_teacher), teacher_head in zip(parts, self.heads, strict=True):
                 student = states if len(own) == len(states) else states[own]
                 moved = of_teacher.to(self.device, non_blocking=True)
-                found = self.divergence(student, head, moved, teacher_head)
-                total = found if len(own) == len(states) else total.index_add(0, own, found)
+                values = self.divergence(student, head, moved, teacher_head)
+                total = values if len(own) == len(states) else total.index_add(0, own, values)
             return total
 
         return compute

@@ -71,7 +71,7 @@ def test_bfloat16_gradients_are_a_rounding_from_exact_ones(keep_logits, chunk_to
     for dtype in (torch.bfloat16, torch.float64):
         states, head = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
         if dtype is torch.bfloat16:
-            log_probs, entropy, _ = token_log_probs(
+            log_probs, entropy, *_ = token_log_probs(
                 states,
                 targets.cuda(),
                 head,

@@ -13,6 +13,7 @@ TINY = ROOT / "hybridrl" / "models" / "tiny"
 STRICT = "+eval.rules.strict={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"
 # On CPUs the run would stop at a much smaller difference of log-probs.
 LIMIT = "trainer.max_log_prob_diff=0.1"
+TAUGHT = ["+recipe=gsm8k_grpo", *SMALL[1:], "algorithm.kl.coef=0", "teacher=default"]
 GRPO = ["+recipe=gsm8k_grpo", *SMALL[1:]]
 
 # Smaller steps than the recipes', and as many seeds as make fifty runs with those of
@@ -85,6 +86,14 @@ FAULTS = {
     "NaN in the actor": ("skipped_updates", [own("actor.worker", "SometimesNaN")]),
     "NaN in the critic": ("skipped_updates", [own("critic.worker", "CriticSometimesNaN")]),
     "values are noise": ("blind_critic", [own("critic.worker", "WildCritic")]),
+    "a teacher of wrong answers": (
+        "contrary_teacher",
+        [*TAUGHT, f"teacher.models={TINY}", own("teacher.worker", "FlatTeacher")],
+    ),
+    "away from the teacher": (
+        "growing_teacher_kl",
+        [*TAUGHT, f"teacher.models={TINY}", "teacher.reward_coef=1", "actor.optim.lr=0.03"],
+    ),
     "other log-probs": ("mismatch", [own("rollout.worker", "OtherLogProbs"), LIMIT]),
     "old weights": ("stale_policy", [own("rollout.worker", "OldWeights"), LIMIT]),
     "old adapters": (
@@ -190,6 +199,16 @@ def test_a_template_without_generation_marker_is_named(tmp_path):
 
     model = model_with(tmp_path / "model", "tokenizer_config.json", change)
     check(tmp_path / "run", "no_generation_marker", [model])
+
+
+@pytest.mark.slow
+def test_a_teacher_with_another_template_is_named(tmp_path):
+    def change(settings):
+        settings["chat_template"] = settings["chat_template"] + " "
+
+    teacher = model_with(tmp_path / "model", "tokenizer_config.json", change)
+    models = teacher.replace("model.path", "teacher.models")
+    check(tmp_path / "run", "teacher_template", [*TAUGHT, models])
 
 
 @pytest.mark.slow

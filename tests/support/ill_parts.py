@@ -15,6 +15,7 @@ from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.rollout import RolloutWorker
+from hybridrl.workers.teacher import TeacherWorker
 
 
 def keeping(batch, keep):
@@ -146,6 +147,13 @@ class OtherReference(ReferenceWorker):
     def __init__(self, config, mesh):
         super().__init__(config, mesh)
         copy_weights([w.detach() * 1.5 for w in self.model.parameters()], self.model.parameters())
+
+
+class FlatTeacher(TeacherWorker):
+    """Finds unlikely tokens likelier than the policy does; they are more often wrong ones."""
+
+    def __init__(self, config, mesh):
+        super().__init__(replace(config, temperature=config.temperature * 4), mesh)
 
 
 def copy_weights(sources, targets):

@@ -164,7 +164,7 @@ def test_log_probs_entropy_and_gradients_are_of_the_renormalised_softmax(
     for one in (dtype, torch.float64):
         x, w = (tensor.detach().to(one).requires_grad_() for tensor in (states, head))
         if one is dtype:
-            log_probs, entropy, _ = token_log_probs(
+            log_probs, entropy, *_ = token_log_probs(
                 x,
                 targets,
                 w,

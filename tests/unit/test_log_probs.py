@@ -47,7 +47,7 @@ def test_values_and_gradients_of_the_full_softmax(chunk_tokens, cap):
         head, states = new_head(), STATES.clone().requires_grad_()
         if compute == "chunked":
             how = {"entropy": Entropy.differentiate, "cap": cap}
-            log_probs, entropy, _ = chunked(head, states, chunk_tokens, **how)
+            log_probs, entropy, *_ = chunked(head, states, chunk_tokens, **how)
         else:
             log_probs, entropy = full(head, states, cap)
         (WEIGHTS[0] * log_probs + WEIGHTS[1] * entropy).sum().backward()
@@ -58,7 +58,7 @@ def test_values_and_gradients_of_the_full_softmax(chunk_tokens, cap):
 
 def test_uniform_distribution_has_closed_forms():
     """Equal logits: log p = -log V and H = log V for every token."""
-    log_probs, entropy, _ = token_log_probs(
+    log_probs, entropy, *_ = token_log_probs(
         STATES,
         TARGETS,
         torch.zeros(VOCAB, HIDDEN),
@@ -123,7 +123,7 @@ class LargestResult(TorchDispatchMode):
 def test_all_logits_never_exist_at_one_time():
     states, head = STATES.clone().requires_grad_(), new_head()
     with LargestResult() as largest:
-        log_probs, entropy, _ = chunked(head, states, 9, Entropy.differentiate)
+        log_probs, entropy, *_ = chunked(head, states, 9, Entropy.differentiate)
         (log_probs + entropy).sum().backward()
     assert largest.elements == 9 * VOCAB
     with LargestResult() as largest:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.shape import FrozenModel
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.models.resolve import EMBEDDED_FOLDER
@@ -15,8 +17,9 @@ from hybridrl.models.vocabulary import read_vocabulary, vocabulary_problems
 from hybridrl.rewards.none import score
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.rewarding import Rewarded, add_model_scores
-from hybridrl.trainer.tracking.header import header_lines
+from hybridrl.trainer.tracking.header import count_text, header_lines
 from tests.support.batches import batch_of
+from tests.support.model_shapes import TINY
 from tests.support.role_configs import fsdp_config, reward_model_config
 from tests.support.run_configs import run_config
 from tests.support.tokenizer_folders import model_folder
@@ -66,9 +69,12 @@ def test_the_header_names_it():
     config = replace(
         run_config(), reward_model=reward_model_config(folder, fsdp_config(dp_shard=1))
     )
-    facts = folder, "", PromptSets([], [], []), 10, 1_240_000_000
-    lines = header_lines(config, *facts)
-    assert ("reward model", "/rm, 1.24 B parameters, weight 1") in lines
+    facts = folder, "", PromptSets([], [], []), 10
+    shape = model_shape(TINY)
+    models = [FrozenModel("reward_model", "", "/rm", False, True, False, shape)]
+    lines = header_lines(config, *facts, models)
+    size = count_text(shape.backbone_parameters + shape.hidden)
+    assert ("reward model", f"/rm, {size} parameters, weight 1") in lines
     assert "reward model" not in dict(header_lines(run_config(), *facts))
 
 

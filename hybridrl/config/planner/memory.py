@@ -105,7 +105,7 @@ def rank_phases(
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
         process["checkpoint staging"] = staged_bytes(config, shape)
-        process["teachers' states"] = _teacher_states(config, frozen)
+        process["teachers' states"] = _teaching(config, shape, frozen)[1]
     rollout = rollout_parts(config, shape, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
     buckets = {"buckets": 2 * min(config.rollout.reshard_bucket_mb * MIB, *weights.values())}
@@ -134,37 +134,26 @@ def rank_phases(
             training = policy if role.name == "actor" else critic
             parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
             if role.name == "actor":
-                parts |= _divergence_parts(config, shape, frozen)
+                parts |= _teaching(config, shape, frozen)[0]
             phases.append(Phase(f"update {role.name}", parts))
     return phases
 
 
-def _divergence_parts(config: RunConfig, shape: ModelShape, frozen: Frozen) -> dict[str, int]:
-    """Return what the divergence from teachers takes beside the actor's update."""
-    teachers = _whole_teachers(config, frozen)
-    if not teachers:
-        return {}
-    heads = sum(teacher.vocab * teacher.hidden for teacher in teachers)
-    chunk = min(config.actor.log_prob_chunk_tokens, workload(config).tokens)
-    return {
-        "teachers' heads": BYTES[config.fsdp.param_dtype] * heads,
-        "divergence": DIVERGENCE_BYTES * chunk * shape.vocab,
-    }
+def _teaching(config: RunConfig, shape: ModelShape, frozen: Frozen) -> tuple[dict[str, int], int]:
+    """Return what the teachers' whole distributions take: parts of the update, and RAM for states.
 
-
-def _whole_teachers(config: RunConfig, frozen: Frozen) -> list[ModelShape]:
-    """Return the teachers whose whole distributions are learned from."""
+    The states are of all response tokens that a rank has of a step.
+    """
     if config.teacher is None or config.teacher.is_sampled:
-        return []
-    return [model.shape for model in frozen if model.has_head]
-
-
-def _teacher_states(config: RunConfig, frozen: Frozen) -> int:
-    """Return a rank's host memory of its teachers' states of all response tokens of a step."""
+        return {}, 0
+    teachers, size = [model.shape for model in frozen if model.has_head], config.fsdp.param_dtype
+    chunk = min(config.actor.log_prob_chunk_tokens, workload(config).tokens)
     responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
     tokens = responses * config.rollout.max_response_tokens // max(1, training_ranks(config))
-    widest = max((teacher.hidden for teacher in _whole_teachers(config, frozen)), default=0)
-    return BYTES[config.fsdp.param_dtype] * tokens * widest
+    return {
+        "teachers' heads": BYTES[size] * sum(one.vocab * one.hidden for one in teachers),
+        "divergence": DIVERGENCE_BYTES * chunk * shape.vocab,
+    }, BYTES[size] * tokens * max((one.hidden for one in teachers), default=0)
 
 
 def workload(config: RunConfig) -> Workload:
@@ -212,7 +201,7 @@ def host_parts(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> dic
         "loading": MASTER_BYTES * weight // config.fsdp.shards,
         "offload": pinned_bytes(config, shape, frozen),
         "checkpoint staging": staged_bytes(config, shape),
-        "teachers' states": _teacher_states(config, frozen),
+        "teachers' states": _teaching(config, shape, frozen)[1],
     }
 
 

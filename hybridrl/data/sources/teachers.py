@@ -1,8 +1,8 @@
 """What teachers read: which one scores a prompt's responses, and a prompt of its own if it has one.
 
 A row's column `teacher` names its teacher, else its data set in data.mixture does. A column
-`teacher_prompt`, text in place of the question or a list of chat messages, is what the teacher
-reads in place of the prompt, such as the question with a hint.
+`teacher_prompt` is what the teacher reads in place of the prompt, such as the question with a hint.
+It is text in place of the question, or a list of chat messages.
 """
 
 from collections.abc import Mapping, Sequence

@@ -43,7 +43,7 @@ class Entropy(Enum):
 class ResponseLogProbs(NamedTuple):
     """Log pi of each response token, [R] float32, and the entropy of its distribution, if asked.
 
-    `routing` is of models with experts, `states` are those before the head, [R, H] without graph,
+    `routing` is of models with experts. `states` are those before the head, [R, H] without graph.
     `further` is the number of each token that a target computes, [R] float32.
     """
 

@@ -146,6 +146,9 @@ def _method(config: RunConfig) -> str:
     if kl.coef != 0:
         aim = "" if kl.target is None else f", moved towards {kl.target:g} nats a response"
         penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {kl.placement.value}{aim}"
+    if (teacher := config.teacher) is not None:
+        penalty += f", teacher {teacher.objective.value} {teacher.coef:g}"
+        penalty += f" and rewards {teacher.reward_coef:g}"
     settings = ", ".join(f"{name} {value}" for name, value in loss.args.items())
     return f"{algorithm.advantage} advantages, {loss.function} ({settings}), lr {lr:g}, {penalty}"
 

@@ -26,6 +26,7 @@ GROUPS = {
 ONE_PART = "{a: {function: hybridrl.rewards.gsm8k.score, args: {mode: strict}, weight: 1}}"
 OWN_REWARDS = {"custom": "own", "verl": "verl_score", "trl": "trl_score"}
 WITH_REWARD_MODEL = ["reward_model=default", "reward_model.model.path=/rm"]
+WITH_TEACHER = ["teacher=default", "teacher.models=/rm"]
 OWN_AGENT = {
     "agent": [
         "agent.function=hybridrl.environments.calculator_agent.run",
@@ -78,6 +79,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
     overrides += WITH_REWARD_MODEL if scores else []
     overrides += WITH_REWARD_MODEL[1:] if (group, choice) == ("reward_model", "default") else []
+    overrides += WITH_TEACHER[1:] if (group, choice) == ("teacher", "default") else []
     result = examined(overrides, machine=GPU_NODE if on_gpu else LAPTOP)
     assert result.report.problems == []
 
@@ -147,7 +149,7 @@ def _schema_keys(cls: type, prefix: str = "") -> set[str]:
 
 def test_dataclasses_and_yaml_have_the_same_keys():
     """With every optional section; what roles share are no keys of theirs."""
-    sections = ["lora=default", "environment=calculator", *WITH_REWARD_MODEL]
+    sections = ["lora=default", "environment=calculator", *WITH_REWARD_MODEL, *WITH_TEACHER]
     cfg = composed(["hardware=cpu", *sections])
     OmegaConf.set_struct(cfg, False)
     cfg = OmegaConf.merge(cfg, composed(["hardware=cpu", "environment=calculator_agent"]))
