@@ -18,7 +18,7 @@ from hybridrl.algorithms.advantages import (
     whitened,
 )
 from hybridrl.algorithms.covariance_losses import clip_cov, kl_cov
-from hybridrl.algorithms.distillation import distillation_advantages
+from hybridrl.algorithms.distillation import distillation_advantages, spread
 from hybridrl.algorithms.group_advantages import (
     dr_grpo,
     grpo,
@@ -85,6 +85,7 @@ __all__ = [
     "remax",
     "rloo",
     "sapo",
+    "spread",
     "value_loss",
     "whitened",
 ]

@@ -1,5 +1,6 @@
 """On-policy distillation by the sampled tokens: the teacher's log-probs as advantages."""
 
+import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import (
@@ -62,3 +63,35 @@ def divergence_loss(divergence: Tensor, response_mask: Tensor, *, coef: float) -
     return TokenLoss(
         coef * values, {"teacher_divergence": masked_sum(values.detach(), response_mask)}
     )
+
+
+def spread(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    student_counts: Tensor,
+    teacher_counts: Tensor,
+) -> Tensor:
+    """Spread a teacher's log-probs, of its tokens of a text, over the student's of the same text.
+
+    log q_t = log p_t + (sum_span log q - sum_span log p) / |span|,   |span| in the student's tokens
+
+    Sums over spans and responses are the teacher's. Tokens of a span get equal advantages, as
+    nothing says which of them the teacher would have changed.
+
+    Args:
+        student_log_probs: [S] log p_t of the tokens of a response, nats.
+        teacher_log_probs: [T] of the teacher's tokens of the same text.
+        student_counts, teacher_counts: [K] int64, tokens in each span, which follow each other from
+            the first (data/sources/alignment.py); all teacher's tokens are in spans.
+
+    Returns:
+        [S] float32; log p_t of tokens in no span, where the teacher adds nothing.
+    """
+    of_student, of_teacher = map(torch.repeat_interleave, (student_counts, teacher_counts))
+    values = at_least_float32(student_log_probs).clone()
+    aligned = values[: len(of_student)]
+    difference = values.new_zeros(len(student_counts))
+    difference.index_add_(0, of_teacher, at_least_float32(teacher_log_probs))
+    difference.index_add_(0, of_student, aligned, alpha=-1)
+    aligned += (difference / student_counts)[of_student]
+    return values
