@@ -9,7 +9,8 @@ from hybridrl.distributed.forward.packing import sequence_index
 from hybridrl.distributed.forward.recurrent import pack_recurrences
 from tests.support.tiny_hf import packed_recurrences
 
-LENGTHS = [5, 1, 37, 70]
+# Of sequences: several; prompts of one token and their responses, shorter than a convolution.
+LENGTHS = ([5, 1, 37, 70], [2], [1, 2, 1])
 SIZES = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -53,8 +54,9 @@ def outcome(lm, rows, weights, **packing):
     return logits.detach(), grads
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences_are_those_alone(kind):
+def test_packed_sequences_are_those_alone(kind, lengths):
     register_packed_attention()
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind]))
@@ -62,18 +64,18 @@ def test_packed_sequences_are_those_alone(kind):
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter.add_(torch.randn_like(parameter) / 20)
-    rows = [torch.randint(5, 290, (n,)) for n in LENGTHS]
-    weights = torch.randn(sum(LENGTHS), 300)
+    rows = [torch.randint(5, 290, (n,)) for n in lengths]
+    weights = torch.randn(sum(lengths), 300)
     alone, grads = outcome(lm, rows, weights)
     lm.set_attn_implementation(PACKED_ATTENTION)
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     packing |= {
-        "max_length_q": 70,
-        "max_length_k": 70,
-        "seq_idx": sequence_index(bounds, sum(LENGTHS))[None],
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": sequence_index(bounds, sum(lengths))[None],
     }
-    packing["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    packing["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
     with packed_recurrences(lm):
         assert pack_recurrences(lm) == pack_recurrences(lm) != set()
         packed, packed_grads = outcome(lm, [torch.cat(rows)], weights, **packing)

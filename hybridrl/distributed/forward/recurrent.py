@@ -64,9 +64,11 @@ def packed_convolution(
         raise ValueError("a convolution of packed sequences needs seq_idx")
     states = states.contiguous()  # from channels last, which strides through memory
     total = states * weight[:, -1, None]
-    for shift in range(1, weight.shape[-1]):
-        same = F.pad(seq_idx[:, shift:] == seq_idx[:, :-shift], (shift, 0))
-        earlier = F.pad(states[..., :-shift], (shift, 0)) * same[:, None]
+    taps = weight.shape[-1]
+    before, sequences = F.pad(states, (taps, 0)), F.pad(seq_idx, (taps, 0), value=-1)
+    for shift in range(1, taps):
+        place = slice(taps - shift, -shift)
+        earlier = before[..., place] * (sequences[:, place] == seq_idx)[:, None]
         total = total + earlier * weight[:, -1 - shift, None]
     if bias is not None:
         total = total + bias[:, None]
