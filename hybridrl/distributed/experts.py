@@ -25,7 +25,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import rounds_logits
 from hybridrl.distributed.forward.routers import Choice, Router, ScaledRouter
 from hybridrl.distributed.torch_compat import TorchDispatchMode, real_tensors, storage_id
 
@@ -215,16 +214,16 @@ def replace_experts(model: PreTrainedModel) -> None:
             choice = _choice(gate, config)
             up = owner.get_parameter("experts.gate_up_proj").to("meta")
             splits = len(revert_weight_conversion(model, {f"{path}{GATE_UP}": up})) > 1
-        setattr(owner, name, _router(gate, choice, rounds=rounds_logits(config)))
+        setattr(owner, name, _router(gate, choice))
         owner.experts = Experts(owner.experts, splits=splits)
 
 
-def _router(gate: nn.Module, choice: Choice, *, rounds: bool) -> Router:
+def _router(gate: nn.Module, choice: Choice) -> Router:
     """Return a router with the weights of transformers' one."""
     named, offset = dict(gate.named_parameters()), gate._buffers.get(OFFSET)
     if "per_expert_scale" in named:
-        return ScaledRouter(gate, choice, rounds=rounds)
-    return Router(named["weight"], choice, rounds=rounds, bias=named.get("bias"), offset=offset)
+        return ScaledRouter(gate, choice)
+    return Router(named["weight"], choice, bias=named.get("bias"), offset=offset)
 
 
 def _choice(gate: nn.Module, config: Mapping[str, Any]) -> Choice:
@@ -240,7 +239,7 @@ def _choice(gate: nn.Module, config: Mapping[str, Any]) -> Choice:
         with suppress(Exception):  # it returns other things, or wants more
             _, weights, ids = other(states)
             for choice in _choices(ids.shape[1], config):
-                own = _router(other, choice, rounds=False)(states)
+                own = _router(other, choice)(states)
                 if _equal(own[1:], (weights, ids)):
                     return choice
     raise ConfigError(

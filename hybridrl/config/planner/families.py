@@ -24,8 +24,6 @@ ON_CPUS = (
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
 EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
-# Families whose routers vLLM computes in float32; others' logits it rounds to the model's dtype.
-FLOAT32_ROUTERS = ("glm4_moe_lite", "glm4_moe", "nemotron_h", "gemma4_text")
 _TEXT_MODEL = (
     "transformers' AutoModelForCausalLM.from_pretrained('MODEL').save_pretrained('FOLDER') writes "
     "one, to which the tokenizer's files are copied"
@@ -179,12 +177,6 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
         if first != dense or "dense" in (mlps or ())[dense:]:
             why = "vLLM's model has so many layers without experts, which come first"
             yield "first_k_dense_replace", first, str(dense), why
-
-
-def rounds_logits(config: Mapping[str, Any]) -> bool:
-    """Return whether vLLM rounds the logits of routers to the model's dtype."""
-    is_whole = config.get("moe_router_dtype") == "float32"
-    return not is_whole and config.get("model_type") not in FLOAT32_ROUTERS
 
 
 def partial_rotation(config: Mapping[str, Any]) -> object:

@@ -37,7 +37,6 @@ class Router(nn.Module):
     Args:
         weight: [E, H]; under mixed precision it arrives rounded to param_dtype, as in vLLM.
         choice: how experts are chosen and weighed.
-        rounds: logits are rounded to param_dtype, as in vLLM; false: they are float32.
         bias: [E], of the linear layer.
         offset: [E] float32, added to the scores for the choice alone; a buffer, which is frozen.
 
@@ -51,7 +50,6 @@ class Router(nn.Module):
         weight: nn.Parameter,
         choice: Choice,
         *,
-        rounds: bool = False,
         bias: nn.Parameter | None = None,
         offset: Tensor | None = None,
     ) -> None:
@@ -60,7 +58,6 @@ class Router(nn.Module):
         self.bias = bias
         self.register_buffer("e_score_correction_bias", offset)
         self.choice = choice
-        self.rounds = rounds
         self.recorded: Tensor | None = None
         self.replays = False
         self.seen: tuple[Tensor, Tensor, Tensor] | None = None
@@ -99,13 +96,8 @@ class Router(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the products of the linear layer, [N, E] float32."""
-        return self.product(states, self.weight, self.bias)
-
-    def product(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return products of a linear layer, rounded or not, [N, E] float32."""
-        dtype = states.dtype if self.rounds else torch.float32
-        bias = None if bias is None else bias.to(dtype)
-        return F.linear(states.to(dtype), weight.to(dtype), bias).float()
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(states.float(), self.weight.float(), bias)
 
 
 class ScaledRouter(Router):
@@ -114,8 +106,8 @@ class ScaledRouter(Router):
     `gate` is transformers' own. Weights keep its names.
     """
 
-    def __init__(self, gate: nn.Module, choice: Choice, *, rounds: bool) -> None:
-        super().__init__(gate.get_parameter("proj.weight"), choice, rounds=rounds)
+    def __init__(self, gate: nn.Module, choice: Choice) -> None:
+        super().__init__(gate.get_parameter("proj.weight"), choice)
         del self.weight
         self.norm, self.proj = gate.get_submodule("norm"), gate.get_submodule("proj")
         self.scale = gate.get_parameter("scale")
@@ -124,7 +116,7 @@ class ScaledRouter(Router):
     def logits(self, states: Tensor) -> Tensor:
         """Return the products of the linear layer, [N, E] float32."""
         scaled = self.norm(states) * self.scale * len(self.scale) ** -0.5
-        return self.product(scaled, self.proj.get_parameter("weight"))
+        return F.linear(scaled.float(), self.proj.get_parameter("weight").float())
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what a `Router` does, weights times the factors of their experts."""
