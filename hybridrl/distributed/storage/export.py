@@ -28,6 +28,8 @@ from hybridrl.models.weight_files import INDEX, SINGLE
 # Folder of adapters inside the folder of the merged model.
 ADAPTER_FOLDER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 SHARD_BYTES = 5 * 10**9
+# Ends of names of tensors that vLLM keeps in float32: decays of states, offsets of routers.
+IN_FLOAT32 = ("A_log", "e_score_correction_bias")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class AdapterFiles:
         }
         _write_json(folder / ADAPTER_CONFIG, config)
         shapes = {name: weight.shape for name, weight in self.weights.items()}
-        parts = _parts(shapes, self.weights.__getitem__, torch.float32)
+        dtypes = dict.fromkeys(shapes, torch.float32)
+        parts = _parts(shapes, self.weights.__getitem__, dtypes)
         write_parts(folder / "adapter_model.safetensors", parts)
 
 
@@ -119,16 +122,18 @@ def _write_weights(
     weights: PolicyWeights, folder: Path, dtype: torch.dtype, shard_bytes: int
 ) -> None:
     shapes = weights.shapes
-    groups = _groups({k: s.numel() * dtype.itemsize for k, s in shapes.items()}, shard_bytes)
+    dtypes = {k: torch.float32 if k.endswith(IN_FLOAT32) else dtype for k in shapes}
+    sizes = {k: s.numel() * dtypes[k].itemsize for k, s in shapes.items()}
+    groups = _groups(sizes, shard_bytes)
     last = f"{len(groups):05d}"
     files = {f"model-{n:05d}-of-{last}.safetensors": names for n, names in enumerate(groups, 1)}
     if len(groups) == 1:
         files = {SINGLE: groups[0]}
     for file, names in files.items():
-        parts = _parts({name: shapes[name] for name in names}, weights.read, dtype)
+        parts = _parts({name: shapes[name] for name in names}, weights.read, dtypes)
         write_parts(folder / file, parts)
     if len(groups) > 1:
-        size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        size = sum(sizes.values())
         places = {name: file for file, names in files.items() for name in names}
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
 
@@ -151,12 +156,14 @@ def _groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _parts(
-    shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
+    shapes: Mapping[str, torch.Size],
+    read: Callable[[str], Tensor],
+    dtypes: Mapping[str, torch.dtype],
 ) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file of these tensors, piece by piece."""
-    yield header({name: (dtype, shape) for name, shape in shapes.items()}, {"format": "pt"})
+    yield header({name: (dtypes[name], shape) for name, shape in shapes.items()}, {"format": "pt"})
     for name in shapes:
-        yield from pieces(read(name), dtype)
+        yield from pieces(read(name), dtypes[name])
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
