@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.planner.description import as_data
 from hybridrl.config.planner.families import (
+    not_adapted,
     partial_rotation,
     rope_types,
     setting_problem,
@@ -160,7 +161,7 @@ def _layer_shape(
         recurrent=CONVOLUTION in probe.mixing[index],
         has_state=not probe.mixing[index].isdisjoint(RECURRENCES),
         experts=_experts(layers[index]),
-        linear_layers=_linear_layers(probe.linear[index], has_experts=mixture),
+        linear_layers=_linear_layers(probe.linear[index], model.config.model_type, mixture),
         parameters=_elements(layers[index]),
         kept=(whole, low),
         matrices=_matrices(model, index),
@@ -184,16 +185,17 @@ def _experts(layer: Any) -> ExpertShape | None:
 
 
 def _linear_layers(
-    linear: Mapping[str, nn.Linear], *, has_experts: bool
+    linear: Mapping[str, nn.Linear], kind: str, has_experts: bool
 ) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of a layer's linear layers that can be adapted, by name.
 
-    Not those beside experts, nor one whose weight vLLM multiplies into queries and outputs.
+    Not those beside experts, nor those that families.py refuses.
     """
     return {
         name.rpartition(".")[2]: (module.out_features, module.in_features)
         for name, module in linear.items()
-        if not (has_experts and name.startswith("mlp.")) and not name.endswith("kv_b_proj")
+        if not (has_experts and name.startswith("mlp."))
+        and not not_adapted(kind, name.rpartition(".")[2])
     }
 
 

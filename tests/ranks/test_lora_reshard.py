@@ -26,6 +26,7 @@ from tests.support.launch import run_on_ranks
 from tests.support.lora_cases import move_away
 from tests.support.reshard_cases import (
     BY_COLUMNS,
+    CONFIGS,
     Case,
     build_worker,
     differences,
@@ -37,10 +38,13 @@ from tests.support.reshard_cases import (
     write_folders,
 )
 from tests.support.role_configs import actor_config, lora_config
+from tests.support.tiny_hf import AFTER_DENSE
 from tests.support.training_batches import training_batch
 
 RANK, TARGETS = 4, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+# Families with recurrent layers, all of whose linear layers are adapted.
+WITH_DEFAULTS = ("qwen3_next", "lfm2", "nemotron_h")
 
 
 class Looked(NamedTuple):
@@ -75,7 +79,8 @@ CASES = {
             Case("gemma4_untied", DType.float32, tp=2),  # layers with other heads
         ],
     ),
-    "latent": (2, [Case("glm4_moe_lite", DType.float32, tp=2)]),
+    "latent": (2, [Case(name, DType.float32, tp=2) for name in AFTER_DENSE]),
+    "recurrent": (2, [Case(name, DType.float32, tp=2) for name in WITH_DEFAULTS]),
     "replicas": (4, [Case("qwen3", DType.bfloat16, tp=2, dp_replicate=2)]),
 }
 
@@ -93,8 +98,8 @@ def look_at_all(cases, root):
 
 
 def targets_of(case):
-    if case.model == "glm4_moe_lite":
-        return ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    if case.model in (*WITH_DEFAULTS, *AFTER_DENSE):
+        return list(model_shape(CONFIGS[case.model].to_dict()).linear_layers)
     if case.model in BY_COLUMNS:  # experts have no adapters
         return TARGETS[:3]
     if case.model == "gemma4_untied":  # values are keys in one of its layers
@@ -157,6 +162,22 @@ def flip(worker):
     return message
 
 
+# Layers of a checkpoint that are parts of one of vLLM's.
+FUSED_BY_VLLM = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | {
+    "gate_up_proj": "up_proj",
+    "kv_a_proj_with_mqa": "q_a_proj",
+    "w3": "w1",
+}
+
+
+def adapted_layers(case):
+    """Each adapted linear layer: decoder layer, its kind, name, (outputs, inputs)."""
+    shape, targets = model_shape(CONFIGS[case.model].to_dict()), targets_of(case)
+    kinds = [(index, shape.kinds[kind]) for index, kind in enumerate(shape.order)]
+    layers = [(i, kind, *item) for i, kind in kinds for item in kind.linear_layers.items()]
+    return [layer for layer in layers if layer[2] in targets]
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:]]
 
 
@@ -178,14 +199,8 @@ def test_vllm_holds_the_base_and_factors_of_what_it_loads_from_the_merged_folder
     for case, _, by_rank in looked:
         for seen in by_rank:
             assert seen.base == [], case
-            layers = {
-                "q_proj": "qkv",
-                "v_proj": "qkv",
-                "qkv_proj": "qkv",
-                "gate_up_proj": "up_proj",
-                "kv_a_proj_with_mqa": "q_a_proj",
-            }
-            assert len(seen.errors) == 2 * len({layers.get(t, t) for t in targets_of(case)})
+            layers = {(index, FUSED_BY_VLLM.get(n, n)) for index, _, n, _ in adapted_layers(case)}
+            assert len(seen.errors) == len(layers)
             assert max(seen.errors.values()) < 3, (case, seen.errors)
 
 
@@ -200,26 +215,18 @@ def test_shards_of_both_kinds_of_cut_were_moved(looked):
         assert bool(by_rank[0].columns) == (case.tp == 2)
 
 
-def adapted_layers(case, shape):
-    """Each adapted linear layer with the kind of decoder layer that it is in."""
-    kinds = [shape.kinds[index] for index in shape.order]
-    layers = [(kind, item) for kind in kinds for item in kind.linear_layers.items()]
-    return [(kind, item) for kind, item in layers if item[0] in targets_of(case)]
-
-
 def test_only_adapters_are_written_again(looked):
     """A and B of two layers; a rank has its columns of A or rows of B, at least one key head's."""
-    for case, folder, by_rank in looked:
-        shape = model_shape(json.loads((folder / "A" / "config.json").read_text()))
+    for case, _, by_rank in looked:
         elements = 0
-        for kind, (name, sides) in adapted_layers(case, shape):
-            outputs, inputs = sides
-            if name in ("o_proj", "down_proj"):
+        for _, kind, name, (outputs, inputs) in adapted_layers(case):
+            head = kind.attention.head_dim if kind.attention else 0
+            if name in ("o_proj", "out_proj", "down_proj", "w2"):
                 elements += RANK * (inputs // case.tp + outputs)
             elif name in ("q_a_proj", "kv_a_proj_with_mqa"):  # each rank has all of them
                 elements += RANK * (inputs + outputs)
             else:
-                elements += RANK * (inputs + max(outputs // case.tp, kind.attention.head_dim))
+                elements += RANK * (inputs + max(outputs // case.tp, head))
         size = 4 if case.dtype is DType.float32 else 2
         for seen in by_rank:
             assert seen.adapted["written_bytes"] == elements * size
@@ -241,7 +248,8 @@ def test_peft_loads_the_adapter_and_transformers_the_merged_folder(looked):
     """
     for case, folder, by_rank in looked:
         # Grouped products of experts have no float64.
-        eager = {"experts_implementation": "eager"} if case.model in BY_COLUMNS else {}
+        is_mixture = case.model in (*BY_COLUMNS, "qwen3_next")
+        eager = {"experts_implementation": "eager"} if is_mixture else {}
         base = AutoModelForCausalLM.from_pretrained(folder / "A", dtype=torch.float32, **eager)
         adapter = folder / "final" / "adapter"
         assert sorted(path.name for path in adapter.iterdir()) == [
@@ -256,7 +264,7 @@ def test_peft_loads_the_adapter_and_transformers_the_merged_folder(looked):
         merged = AutoModelForCausalLM.from_pretrained(final, dtype="auto", **eager).eval()
         for model in (adapted, merged):
             assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
-            exact = log_probs_of(model.double())
+            exact = log_probs_of(model.double()).double()  # Nemotron-H's logits are float32
             torch.testing.assert_close(by_rank[0].log_probs.double(), exact, rtol=0, atol=1e-5)
         plain = AutoModelForCausalLM.from_pretrained(folder / "A", dtype=torch.float32).eval()
         assert (log_probs_of(plain) - by_rank[0].log_probs).abs().max() > 1e-2
@@ -268,10 +276,11 @@ def test_the_merged_folder_is_the_base_and_the_adapter(looked):
         base = load_file(folder / "A" / "model.safetensors")
         merged = load_file(folder / "final" / "model.safetensors")
         adapter = load_file(folder / "final" / "adapter" / "adapter_model.safetensors")
-        assert len(adapter) == 2 * 2 * len(targets_of(case))
+        assert len(adapter) == 2 * len(adapted_layers(case))
         assert merged.keys() == base.keys()
         for name, weight in merged.items():
-            factors = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            module = name.removesuffix(".weight").replace("backbone.", "model.")  # Nemotron-H
+            factors = f"base_model.model.{module}.lora_"
             if f"{factors}A.weight" not in adapter:
                 assert torch.equal(weight, base[name]), name
                 continue

@@ -18,6 +18,7 @@ from hybridrl.config.choices import (
 )
 from hybridrl.config.errors import Problem, must_be
 from hybridrl.config.estimators import estimator_of, is_supervised
+from hybridrl.config.planner.families import not_adapted
 from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
@@ -271,7 +272,7 @@ def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     for name in unknown:
         near = difflib.get_close_matches(name, layers, n=1)
         remedy = f"Did you mean {near[0]}? {known}" if near else known
-        why = f"{name} is not a linear layer of the decoder"
+        why = not_adapted(shape.kind, name) or f"{name} is not a linear layer of the decoder"
         yield Problem("adapted_layers", key, names, "linear layers", why, remedy)
     if unknown or not names:
         return

@@ -73,6 +73,12 @@ REFUSED_SETTINGS = (
     Setting("use_parallel_residual", "vLLM's model computes MLPs after attention", ("stablelm",)),
 )
 
+# Linear layers that get no adapters; of those beside experts docs/models.md tells.
+UNADAPTED = (
+    Setting("kv_b_proj", "vLLM multiplies it into other weights"),
+    Setting("out_proj", "peft loads no adapter on this layer of Mamba-2", ("nemotron_h",)),
+)
+
 
 class Needed(NamedTuple):
     """Setting of config.json that must have one of some values: key, values, why, families."""
@@ -177,6 +183,11 @@ def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, ob
         if first != dense or "dense" in (mlps or ())[dense:]:
             why = "vLLM's model has so many layers without experts, which come first"
             yield "first_k_dense_replace", first, str(dense), why
+
+
+def not_adapted(kind: str, layer: str) -> str:
+    """Return why a linear layer of a family gets no adapters; empty if nothing is known."""
+    return next((x.why for x in UNADAPTED if x.key == layer and kind in (x.kinds or [kind])), "")
 
 
 def partial_rotation(config: Mapping[str, Any]) -> object:

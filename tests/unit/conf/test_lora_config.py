@@ -23,6 +23,7 @@ from tests.support.composing import (
     mistakes,
     problems,
 )
+from tests.support.tiny_hf import MORE
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -138,6 +139,26 @@ def test_what_does_not_fit_is_refused(mistake):
     """One head of keys and values: k_proj has 128 / 4 = 32 outputs."""
     one_head = TINY | {"num_key_value_heads": 1}
     assert made(mistake, "hardware=cpu", "lora=default", model=one_head) == [mistake]
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "why"),
+    [
+        ("nemotron_h", "out_proj", "peft loads no adapter on this layer of Mamba-2"),
+        ("deepseek_v3", "kv_b_proj", "vLLM multiplies it into other weights"),
+    ],
+)
+def test_layers_of_a_family_that_get_no_adapters_are_refused_with_the_reason(family, layer, why):
+    model = json.loads(MORE[family].to_json_string())
+    overrides = ("hardware=cpu", "lora=default")
+    (found,) = [
+        p
+        for p in problems(*overrides, f"lora.target_modules=[{layer}]", model=model)
+        if "lora.target_modules" in p
+    ]
+    assert why in found
+    default = [p for p in problems(*overrides, model=model) if "lora.target_modules" in p]
+    assert default == []
 
 
 def test_a_rank_may_be_as_large_as_the_smallest_adapted_layer():

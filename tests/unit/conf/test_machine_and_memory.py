@@ -93,7 +93,8 @@ def test_sizes_of_every_family_are_those_of_the_real_model(name):
         for name, layer in reversed([*layers.named_modules()])  # the first layer's count
         if isinstance(layer, torch.nn.Linear)
         and not any(part in name for part in others)
-        and not name.endswith("kv_b_proj")  # vLLM folds it into others
+        # vLLM folds the one into others; peft refuses the other.
+        and not name.endswith(("kv_b_proj", "mixer.out_proj"))
     }
     assert shape.linear_layers == found
 
