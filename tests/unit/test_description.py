@@ -146,6 +146,7 @@ def test_the_table_of_checks_counts_what_passed_and_names_what_failed(tmp_path):
     assert cells["gemma3_text"][column("gradient")].strip() == "2"
     assert cells["llama"][column("gradient")].strip() == "1 of 2 failed"
     assert cells["qwen3"][column("first ratio")].strip() == "1"
+    del cells["model_type"]
     filled = [cell for row in cells.values() for cell in row if re.search(r"\d", cell)]
     assert len(filled) == 3
 
