@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.choices import TeacherTokenizer
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, Workers, begin_together
 from hybridrl.data.batch import RolloutBatch
@@ -28,7 +29,7 @@ from hybridrl.trainer.rewarding import (
     overlong_shaping,
 )
 from hybridrl.trainer.sampling.source import Sampled
-from hybridrl.trainer.teaching import teacher_fields
+from hybridrl.trainer.teaching import OtherTokens, teacher_fields
 from hybridrl.trainer.timing.phases import Phases
 
 # Forward passes, on the roles that the run has: field of the batch -> role, method.
@@ -39,6 +40,7 @@ FORWARDS = {
     "model_scores": ("reward_model", "compute_scores"),
     "teacher_log_probs": ("teacher", "compute_log_probs"),
 }
+TAUGHT = "teacher_log_probs"
 
 
 class Scoring:
@@ -70,6 +72,11 @@ class Scoring:
             for name, (role, method) in FORWARDS.items()
             if (group := getattr(workers, role)) is not None
         }
+        self._teachers = {name: self._calls[name] for name in (TAUGHT,) if name in self._calls}
+        teacher, self._other_tokens = config.teacher, None
+        if teacher is not None and teacher.tokenizer is TeacherTokenizer.own:
+            self._other_tokens = OtherTokens(config)
+            del self._calls[TAUGHT]
         if config.rollout.exact:  # those of the rollout are the actor's
             del self._calls["old_log_probs"]
 
@@ -108,6 +115,12 @@ class Scoring:
             if self._config.rollout.exact:
                 fields["old_log_probs"] = batch.rollout_log_probs
                 fields["current"] = batch.responses.like(current)
+            if self._other_tokens is not None:
+                read, spans = self._other_tokens.read(batch)
+                other = schedule(read, self._sizes, seed=seed, step=step)
+                outcomes |= begin_together(self._teachers, other)()
+                of_teacher, old = outcomes[TAUGHT].value, fields["old_log_probs"]
+                fields[TAUGHT] = self._other_tokens.spread(old, spans, of_teacher)
             batch = scheduled.batch.adding(scores=scores, **baseline)
             scheduled = replace(scheduled, batch=batch).adding(**fields)
         self._phases.split("score", outcomes)
@@ -116,12 +129,11 @@ class Scoring:
 
     def of_teachers(self, batch: RolloutBatch, step: int) -> ScheduledBatch:
         """Draw the mini-batches of given answers, and add teacher_log_probs."""
-        name, seed = "teacher_log_probs", self._config.seed
         with self._phases.section("score"):
-            scheduled = schedule(batch, self._sizes, seed=seed, step=step)
-            outcomes = begin_together({name: self._calls[name]}, scheduled)()
+            scheduled = schedule(batch, self._sizes, seed=self._config.seed, step=step)
+            outcomes = begin_together(self._teachers, scheduled)()
         self._phases.split("score", outcomes)
-        return scheduled.adding(teacher_log_probs=outcomes[name].value)
+        return scheduled.adding(teacher_log_probs=outcomes[TAUGHT].value)
 
     def _reward(self, sampled: Sampled) -> tuple[Rewarded, dict[str, Tensor], Row]:
         """Score the responses and, for baseline_rewards, the greedy ones."""

@@ -16,7 +16,7 @@ from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.record import Trained
 from hybridrl.trainer.scoring import Scoring
-from hybridrl.trainer.teaching import teacher_fields
+from hybridrl.trainer.teaching import teacher_fields, unsampled
 from hybridrl.trainer.timing.engines import response_metrics
 from hybridrl.trainer.updates import Updates
 
@@ -75,13 +75,8 @@ class GivenAnswers:
 
 def reference_batch(prompts: Sequence[Prompt]) -> RolloutBatch:
     """Return the reference answers as responses that nobody sampled, of log-prob 0."""
-    responses = Ragged.from_rows([prompt.answer_ids for prompt in prompts], torch.int32)
-    return RolloutBatch(
-        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
-        responses=responses,
-        response_mask=responses.like(torch.ones_like(responses.values, dtype=torch.bool)),
-        rollout_log_probs=responses.like(torch.zeros(len(responses.values))),
-        group_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
-        weight_version=torch.zeros(len(prompts), dtype=torch.int64),
-        truncated=torch.zeros(len(prompts), dtype=torch.bool),
+    read, answers = (
+        Ragged.from_rows(rows, torch.int32)
+        for rows in zip(*((prompt.token_ids, prompt.answer_ids) for prompt in prompts), strict=True)
     )
+    return unsampled(read, answers, torch.tensor([prompt.prompt_id for prompt in prompts]))

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.distillation import distillation_advantages
+from hybridrl.algorithms.distillation import distillation_advantages, spread
 from hybridrl.algorithms.masked import on_mask
-from hybridrl.config.schema import TeacherConfig
+from hybridrl.config.schema import RunConfig, TeacherConfig
 from hybridrl.data.batch import RolloutBatch, Values
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.alignment import Aligned
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.teachers import aligners
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.record import Row
 
@@ -26,6 +28,51 @@ def teacher_fields(teacher: TeacherConfig | None, prompts: Sequence[Prompt]) -> 
         rows = [prompt.teacher_ids or prompt.token_ids for prompt in prompts]
         fields["teacher_prompts"] = Ragged.from_rows(rows, torch.int32)
     return fields
+
+
+class OtherTokens:
+    """Responses in the tokens of teachers with other tokenizers, and their log-probs back."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._aligners = aligners(config)
+
+    def read(self, batch: RolloutBatch) -> tuple[RolloutBatch, list[Aligned]]:
+        """Return the responses as their teachers read them, and their spans.
+
+        A response without a text is the teacher's end of a turn, which is in no span.
+        """
+        several = "teacher" in batch.added
+        chosen = batch.teacher.tolist() if several else [0] * len(batch)
+        pairs = list(zip(chosen, batch.responses.rows(), strict=True))
+        aligned = [self._aligners[index].align(row.tolist()) for index, row in pairs]
+        rows = [
+            one.teacher_ids or [self._aligners[k].teacher_end_id]
+            for k, one in zip(chosen, aligned, strict=True)
+        ]
+        read = unsampled(batch.teacher_prompts, Ragged.from_rows(rows, torch.int32), batch.group_id)
+        return (read.adding(teacher=batch.teacher) if several else read), aligned
+
+    def spread(self, old: Ragged, aligned: Sequence[Aligned], of_teacher: Ragged) -> Ragged:
+        """Return the teachers' log-probs of the policy's tokens, whose own are `old`."""
+        rows = [
+            spread(own, read[: sum(spans.teacher_counts)], *map(torch.from_numpy, spans[1:]))
+            for own, read, spans in zip(old.rows(), of_teacher.rows(), aligned, strict=True)
+        ]
+        return old.like(torch.cat(rows))
+
+
+def unsampled(prompts: Ragged, responses: Ragged, group_id: Tensor) -> RolloutBatch:
+    """Return responses that the policy has not sampled, of log-prob 0."""
+    count = len(responses)
+    return RolloutBatch(
+        prompts=prompts,
+        responses=responses,
+        response_mask=responses.like(torch.ones_like(responses.values, dtype=torch.bool)),
+        rollout_log_probs=responses.like(torch.zeros(len(responses.values))),
+        group_id=group_id,
+        weight_version=torch.zeros(count, dtype=torch.int64),
+        truncated=torch.zeros(count, dtype=torch.bool),
+    )
 
 
 def taught_advantages(teacher: TeacherConfig, batch: RolloutBatch, own: Ragged) -> Ragged:

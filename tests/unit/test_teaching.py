@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.config.choices import Repeated
+from hybridrl.config.choices import Repeated, TeacherTokenizer
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -14,7 +14,14 @@ from hybridrl.data.sources.prompts import load_prompts
 from hybridrl.data.sources.teachers import with_teachers
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.sft import GivenAnswers
-from hybridrl.trainer.teaching import taught_advantages, teacher_fields, teacher_metrics
+from hybridrl.trainer.teaching import (
+    OtherTokens,
+    taught_advantages,
+    teacher_fields,
+    teacher_metrics,
+    unsampled,
+)
+from tests.support.byte_tokenizers import END, byte_level
 from tests.support.data_configs import data_config
 from tests.support.role_configs import fsdp_config, model_config, teacher_config
 from tests.support.run_configs import run_config
@@ -144,3 +151,37 @@ def test_given_answers_are_due_in_their_share_of_the_steps():
     assert due == [given.are_due(step) for step in range(1, 1001)]
     none = GivenAnswers(replace(config, teacher=None), None, None, None)
     assert not any(none.are_due(step) for step in range(100))
+
+
+def test_other_tokens_get_the_teachers_sums(tmp_path):
+    """The text of a response, its end in both; ids that are no text alone teach nothing."""
+    tokenizers = {"student": byte_level(300), "teacher": byte_level(420)}
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+    teacher = teacher_config(str(tmp_path / "teacher"), SPEC, tokenizer=TeacherTokenizer.own)
+    model = model_config(tmp_path / "student")
+    tokens = OtherTokens(replace(run_config(), model=model, teacher=teacher))
+    end = tokenizers["student"].eos_token_id
+    text = "The unbelievable cat sat."
+    ids = [[*tokenizers["student"].encode(text), end], [end, 5]]
+    responses = Ragged.from_rows(ids, torch.int32)
+    prompts = Ragged.from_rows([[1, 2], [3]], torch.int32)
+    batch = unsampled(prompts, responses, torch.arange(2)).adding(teacher_prompts=prompts)
+    read, spans = tokens.read(batch)
+    assert tokenizers["teacher"].decode(read.responses.rows()[0]) == text + END
+    assert len(read.responses.rows()[0]) < len(ids[0])
+    old, log_q = (
+        rows.like(-torch.rand(len(rows.values), generator=torch.Generator().manual_seed(k)))
+        for k, rows in enumerate((responses, read.responses))
+    )
+    spread = tokens.spread(old, spans, log_q)
+    assert float(spread.rows()[0].sum()) == pytest.approx(float(log_q.rows()[0].sum()), rel=1e-6)
+    assert float(spread.rows()[1][0]) == pytest.approx(float(log_q.rows()[1][0]), rel=1e-6)
+    assert spread.rows()[1][1] == old.rows()[1][1]
+
+
+def test_a_teacher_whose_tokens_have_no_bytes_is_refused_at_the_start(tmp_path):
+    config, prompts = loaded(tmp_path, [{}], tokenizer=TeacherTokenizer.own)
+    with pytest.raises(ConfigError, match="expected ByteLevel or ByteFallback"):
+        with_teachers(config, prompts)

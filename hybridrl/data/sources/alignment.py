@@ -75,7 +75,7 @@ class Aligner:
         texts = token_bytes(student).items()
         self._student = {index: text for index, text in texts if index not in end_ids}
         self._teacher = token_bytes(teacher)
-        self._end_ids, self._teacher_end_id = end_ids, teacher_end_id
+        self._end_ids, self.teacher_end_id = end_ids, teacher_end_id
         backend = teacher.backend_tokenizer
         self._encoder = type(backend).from_str(backend.to_str())
         self._encoder.no_truncation()
@@ -98,7 +98,7 @@ class Aligner:
         counts = (np.searchsorted(each, borders, side="right") for each in (ends, of_teacher))
         own, others = (np.diff(count, prepend=0) for count in counts)
         if own.sum() == len(tokens) < len(ids) and ids[len(tokens)] in self._end_ids:
-            teacher_ids.append(self._teacher_end_id)
+            teacher_ids.append(self.teacher_end_id)
             own, others = np.append(own, 1), np.append(others, 1)
         return Aligned(teacher_ids, own, others)
 

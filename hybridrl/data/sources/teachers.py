@@ -15,9 +15,12 @@ from hybridrl.config.checks.frozen_models import TEACHERS
 from hybridrl.config.choices import TeacherTokenizer
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig, RunConfig, TeacherConfig
+from hybridrl.data.sources.alignment import Aligner
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.rows import Message, first_faults
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
+from hybridrl.models.resolve import plain_folder
+from hybridrl.models.vocabulary import stop_token_ids
 
 NAME, READ = "teacher", "teacher_prompt"
 
@@ -31,6 +34,8 @@ def with_teachers(config: RunConfig, prompts: PromptSets) -> PromptSets:
     teacher = config.teacher
     if teacher is None:
         return prompts
+    if teacher.tokenizer is TeacherTokenizer.own:
+        aligners(config)  # refuses tokenizers that it cannot read
     renderers = [_renderer(config, teacher, path) for path in teacher.paths.values()]
     assigned, faults = list[Prompt](), list[str]()
     for prompt in prompts.train:
@@ -53,6 +58,20 @@ def with_teachers(config: RunConfig, prompts: PromptSets) -> PromptSets:
     )
     measures = prompts.measures | {"data/teacher_template": float(differs)}
     return replace(prompts, train=assigned, measures=measures)
+
+
+def aligners(config: RunConfig) -> list[Aligner]:
+    """Return what reads the policy's responses in each teacher's own tokens.
+
+    Raises:
+        ConfigError: the bytes of a tokenizer's tokens are not known.
+    """
+    teacher = config.teacher
+    assert teacher is not None
+    student = load_tokenizer(config.model)
+    ends = stop_token_ids(plain_folder(config.model.path))
+    others = [load_tokenizer(_model(config, path)) for path in teacher.paths.values()]
+    return [Aligner(student, other, ends, int(other.eos_token_id)) for other in others]
 
 
 def _renderer(config: RunConfig, teacher: TeacherConfig, path: str) -> Renderer:

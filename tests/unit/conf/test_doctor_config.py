@@ -1,7 +1,7 @@
 """doctor: its choices compose, and a recipe shrunk to two steps passes every check."""
 
 import pytest
-from test_files import RECIPES
+from test_files import RECIPES, asked_for
 
 from hybridrl.config.choices import DoctorChecks
 from hybridrl.config.planner.model_shape import model_shape
@@ -27,7 +27,7 @@ def test_the_choices_are_quick_full_and_off(override, checks):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_steps_of_every_recipe_can_be_had(recipe, ranks, tmp_path):
-    small = two_steps_of([f"+recipe={recipe}", f"cluster.gpus_per_node={ranks}"], tmp_path)
+    small = two_steps_of([*asked_for(recipe), f"cluster.gpus_per_node={ranks}"], tmp_path)
     assert small.trainer.total_steps == 2
     assert small.data.prompts_per_step == ranks
 

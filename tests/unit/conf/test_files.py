@@ -42,11 +42,16 @@ OWN_ENVIRONMENT = [
 LEAF_LINE = re.compile(r"^(\s*)([\w.]+):\s*(\S.*)$")
 
 
+def asked_for(recipe):
+    """The overrides that choose a recipe, with what it asks for."""
+    return [f"+recipe={recipe}", *(WITH_TEACHER[1:] if recipe == "gsm8k_distill" else [])]
+
+
 @pytest.mark.parametrize("hardware", ["cpu", "gpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
     machine = GPU_NODE if hardware == "gpu" else LAPTOP
-    result = examined([f"+recipe={recipe}", f"hardware={hardware}"], machine=machine)
+    result = examined([*asked_for(recipe), f"hardware={hardware}"], machine=machine)
     assert result.report.problems == []
     assert result.config.cluster.gpus_per_node == (8 if hardware == "gpu" else 1)
     assert result.config.fsdp.dp_shard == result.config.cluster.gpus_per_node
@@ -58,10 +63,9 @@ def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
 )
 def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     """Alone, but for what it asks for: files, functions, a sandbox, a class, a checkpoint."""
-    prefix = "+" if group == "recipe" else ""
     train = tmp_path / "a.parquet"
     train.touch()
-    overrides = [f"{prefix}{group}={choice}"]
+    overrides = asked_for(choice) if group == "recipe" else [f"{group}={choice}"]
     overrides += [] if group == "hardware" else ["hardware=cpu"]
     overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
