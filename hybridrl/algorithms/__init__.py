@@ -46,6 +46,7 @@ from hybridrl.algorithms.policy_losses import (
     ppo_clip,
     sapo,
 )
+from hybridrl.algorithms.preference_losses import dpo, ipo, kto
 from hybridrl.algorithms.rollout_correction import correction_weights, importance_ratios
 from hybridrl.algorithms.token_loss import TokenLoss, aggregate
 
@@ -58,6 +59,7 @@ __all__ = [
     "clip_cov",
     "correction_weights",
     "distillation_advantages",
+    "dpo",
     "dppo_kl",
     "dppo_tv",
     "dr_grpo",
@@ -69,9 +71,11 @@ __all__ = [
     "grpo",
     "gspo",
     "importance_ratios",
+    "ipo",
     "kl_cov",
     "kl_penalty",
     "kl_penalty_rewards",
+    "kto",
     "masked_mean",
     "masked_sum",
     "masked_whiten",

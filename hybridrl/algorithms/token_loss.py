@@ -41,7 +41,7 @@ class TokenLoss(NamedTuple):
     Attributes:
         values: [N] with graph, float32 (float64 for float64 input), to minimise; 0 off the mask.
         sums: metrics as detached sums over the tokens that count, to be summed over ranks and
-            divided by the number of these tokens.
+            divided by the number of these tokens; or [2], a sum and the count that divides it.
     """
 
     values: Tensor
@@ -65,10 +65,10 @@ def as_token_loss(result: Any, function: str, log_probs: Tensor) -> TokenLoss:
         )
     scalars = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
     for name, scalar in scalars.items():
-        if scalar.dim() != 0:
+        if scalar.shape not in ((), (2,)):
             raise WrongReturn(
                 f"{function} returned the sum {name} as {described(scalar)}, expected a scalar: "
-                f"the sum over the tokens of response_mask."
+                f"the sum over the tokens of response_mask; or a sum and the count that divides it."
             )
     return TokenLoss(values, scalars)
 

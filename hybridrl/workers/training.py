@@ -129,7 +129,7 @@ class LossStats:
     """Statistics of a loss on one micro-batch: detached scalars by name, on the device.
 
     Every rank must report the same names. Of `sums` over response tokens an update reports the
-    means, of `maxima` the largest.
+    means, of `maxima` the largest. A sum of shape [2] is a sum and its own count.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -205,15 +205,20 @@ class Training:
         total = torch.stack(self.losses).sum()
         # Ranks that share sequences all report the same tokens.
         shared = self.fsdp.ulysses_size
-        everywhere = self._over_ranks({"loss": total, **self.sums}, dist.ReduceOp.SUM)
+        parts = {"loss": total}
+        for name, value in self.sums.items():
+            own = {name: value[0], f"{name} of": value[1]} if value.dim() else {name: value}
+            parts |= own
+        everywhere = self._over_ranks(parts, dist.ReduceOp.SUM)
         sums = {name: value / shared for name, value in everywhere.items()}
         loss = sums.pop("loss") / len(self.steps)
+        counts = {name: sums.get(f"{name} of", num_tokens) or math.nan for name in self.sums}
         norms = torch.stack([step.norm for step in self.steps]).tolist()
         skipped = [flag > 0 for flag in torch.stack([s.skipped for s in self.steps]).tolist()]
         taken = [norm for norm, skip in zip(norms, skipped, strict=True) if not skip]
         return {
             "loss": loss,
-            **{name: value / num_tokens for name, value in sums.items()},
+            **{name: sums[name] / count for name, count in counts.items()},
             **(self._over_ranks(self.maxima, dist.ReduceOp.MAX) if self.maxima else {}),
             "grad_norm": sum(taken) / len(taken) if taken else math.nan,
             "skipped_steps": float(sum(skipped)),
