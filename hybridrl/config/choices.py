@@ -17,6 +17,15 @@ Divergence = StrEnum("Divergence", ["reverse_kl", "forward_kl", "jensen_shannon"
 TopOf = StrEnum("TopOf", ["student", "teacher"])
 # Aggregation of token losses to the loss of a mini-batch (algorithms/token_loss.py).
 Aggregation = StrEnum("Aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
+# What supervised runs train on.
+Targets = StrEnum(
+    "Targets",
+    {
+        "answers": "reference answers",
+        "pairs": "preference pairs",
+        "labels": "labelled responses",
+    },
+)
 # Correction of the mismatch between vLLM's and the trainer's probabilities.
 CorrectionMethod = StrEnum("CorrectionMethod", ["none", "truncate", "mask"])
 # Unit of an importance ratio (algorithms/rollout_correction.py).

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
+from hybridrl.config.choices import Targets
 from hybridrl.config.errors import ABSENT, ConfigError, Problem
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.schema import RunConfig
@@ -24,6 +25,9 @@ TENSORS = (
     "advantages",
     "response_mask",
     "sequence_id",
+    "ref_log_probs",
+    "preferred",
+    "kl_baseline",
 )
 KEY = "algorithm.loss"
 # Tries a user's loss. A path, as it imports torch.
@@ -54,6 +58,13 @@ class PolicyLoss(NamedTuple):
         return "rollout_log_probs" in self.tensors
 
     @property
+    def targets(self) -> Targets:
+        """What of the data a supervised run with this loss trains on, by the loss's tensors."""
+        if "preferred" not in self.tensors:
+            return Targets.answers
+        return Targets.labels if "kl_baseline" in self.tensors else Targets.pairs
+
+    @property
     def all_settings(self) -> dict[str, Range]:
         """Keys of algorithm.loss.args."""
         return {**self.settings, **self.selection_settings}
@@ -65,9 +76,12 @@ _CLIP = {
     "clip_high": above_zero("ratios are clipped to 1 + clip_high"),
 }
 _TAU = above_zero("the gate is scaled by 4 / tau")
+_BETA = above_zero("it is the weight of the KL against the reference")
+_WEIGHT = above_zero("each kind of response counts")
 _RATIO = Range("a ratio of 1 means no change", 1)
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
+_COMPARED = ("log_probs", "ref_log_probs", "response_mask", "sequence_id", "preferred")
 _FUNCTIONS = (
     PolicyLoss("losses.nll", ("log_probs", "response_mask"), {}),
     PolicyLoss("policy_losses.ppo_clip", _BASE, _CLIP),
@@ -99,6 +113,20 @@ _FUNCTIONS = (
         "hybridrl.algorithms.covariance_losses.largest",
         {"fraction": _SHARE},
     ),
+    PolicyLoss(
+        "preference_losses.dpo",
+        _COMPARED,
+        {
+            "beta": _BETA,
+            "label_smoothing": Range("it is the share of swapped pairs", 0, 0.5, high_open=True),
+        },
+    ),
+    PolicyLoss("preference_losses.ipo", _COMPARED, {"beta": _BETA}),
+    PolicyLoss(
+        "preference_losses.kto",
+        (*_COMPARED, "kl_baseline"),
+        {"beta": _BETA, "desirable_weight": _WEIGHT, "undesirable_weight": _WEIGHT},
+    ),
 )
 BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
     {f.path.split(".")[1]: f._replace(path=f"hybridrl.algorithms.{f.path}") for f in _FUNCTIONS}
@@ -123,6 +151,22 @@ def policy_loss_of(function: str) -> PolicyLoss:
         remedy = f"Use only {', '.join(TENSORS)}, and keyword-only settings"
         raise ConfigError(Problem("loss_parameters", key, function, "", why, remedy))
     return PolicyLoss(function, tensors, settings)
+
+
+def uses_reference(config: RunConfig) -> bool:
+    """Return whether the run computes log-probs of the frozen reference."""
+    loss = policy_loss_of(config.algorithm.loss.function)
+    return config.algorithm.kl.coef != 0 or "ref_log_probs" in loss.tensors
+
+
+def targets_of(config: RunConfig) -> Targets:
+    """Return what the run trains on, if it is supervised."""
+    return policy_loss_of(config.algorithm.loss.function).targets
+
+
+def responses_per_target(config: RunConfig) -> int:
+    """Return the responses of an episode in the update: 2 of a pair."""
+    return 2 if targets_of(config) is Targets.pairs else 1
 
 
 def loss_problems(run: RunConfig) -> Iterator[Problem]:

@@ -157,6 +157,8 @@ class RolloutBatch:
     returns = Added(Ragged)  # the critic's targets
     loss_mask = Added(Ragged)  # bool, true on tokens that count in the policy loss; see counted
     loss_weights = Added(Ragged)  # factor of each token's policy loss
+    preferred = Added(Ragged)  # bool, true on the tokens of preferred responses
+    kl_baseline = Added(Ragged)  # estimated KL of the policy against the reference, nats
     selected = Added(Ragged)  # bool, true on the tokens that clip_cov and kl_cov select
     episode_tokens = Added(Tensor)  # int64, counted tokens of each response's whole episode
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.choices import Targets
 from hybridrl.config.planner.flops import sequence_cost
 from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
-from hybridrl.data.partition import Partitioner, partitioner_for
+from hybridrl.data.partition import Micros, Partitioner, partitioner_for
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
@@ -152,6 +154,11 @@ def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
     return used, [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
 
 
+def _rows(micros: Micros, units: Sequence[range]) -> Micros:
+    """Return micro-batches of units as micro-batches of their responses."""
+    return [[row for unit in micro for row in units[unit]] for micro in micros]
+
+
 def _totals(ranks: Sequence[Epochs], mask: Ragged, episodes: list[int]) -> EpochTotals:
     """Count each mini-batch's tokens on the mask, and episodes with such tokens, on all ranks."""
     of_response = mask.counts().tolist()
@@ -177,6 +184,7 @@ class UpdateSizes:
             longer response is a micro-batch of its own.
         cost: tokens of a sequence -> its cost, in any unit.
         partition: splits a mini-batch over ranks and into micro-batches.
+        whole_episodes: the responses of an episode share a micro-batch, as the loss compares them.
     """
 
     num_shards: int
@@ -185,6 +193,7 @@ class UpdateSizes:
     max_tokens: int
     cost: Callable[[int], float]
     partition: Partitioner
+    whole_episodes: bool = False
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
@@ -196,6 +205,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
         max_tokens=config.max_tokens_per_gpu * config.fsdp.ulysses_size,
         cost=partial(sequence_cost, shape),
         partition=partitioner_for(config.fsdp),
+        whole_episodes=policy_loss_of(config.algorithm.loss.function).targets is Targets.pairs,
     )
 
 
@@ -214,17 +224,21 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
             f"{len(members)} responses cannot be cut into mini-batches of {per_step} "
             f"for {sizes.num_shards} ranks"
         )
-    lengths = batch.num_tokens
+    whole = batch.num_tokens
     if "teacher_prompts" in batch.added:  # in whose place teachers may read longer ones
-        lengths = lengths.maximum(batch.teacher_prompts.lengths + batch.responses.lengths)
-    tokens = lengths.tolist()
-    cost = [sizes.cost(count) for count in tokens]
+        whole = whole.maximum(batch.teacher_prompts.lengths + batch.responses.lengths)
+    lengths = whole.tolist()
+    units = members if sizes.whole_episodes else [range(row, row + 1) for row in range(len(batch))]
+    tokens = [sum(lengths[row] for row in unit) for unit in units]
+    cost = [sum(sizes.cost(lengths[row]) for row in unit) for unit in units]
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
         generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
         order = torch.randperm(len(members), generator=generator).tolist()
         minis = [
-            [row for episode in order[start : start + per_step] for row in members[episode]]
+            order[start : start + per_step]
+            if sizes.whole_episodes
+            else [row for episode in order[start : start + per_step] for row in members[episode]]
             for start in range(0, len(order), per_step)
         ]
         partitions = [
@@ -232,5 +246,5 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
             for mini in minis
         ]
         for rank, epochs in enumerate(ranks):
-            epochs.append([per_rank[rank] for per_rank in partitions])
+            epochs.append([_rows(per_rank[rank], units) for per_rank in partitions])
     return ScheduledBatch.of(batch, ranks)

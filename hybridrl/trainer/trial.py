@@ -107,4 +107,7 @@ def toy_tokens() -> dict[str, Tensor]:
         "advantages": rows % 3 - 1.0,
         "response_mask": places != 4,
         "sequence_id": rows,
+        "ref_log_probs": sampled - 0.1 * (places % 3 - 1),
+        "preferred": rows % 2 == 0,
+        "kl_baseline": torch.full_like(sampled, 0.1),
     }

@@ -1,6 +1,7 @@
 """schedule: each response once an epoch, equal counts on ranks, budgets kept, cost balanced."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,33 @@ def test_what_every_schedule_must_hold(partition, ranks, minis, epochs, budget, 
             for micro in (micro for micros in per_rank for micro in micros):
                 assert len(micro) == 1 or tokens[micro].sum() <= budget
                 assert micro
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    partition=st.sampled_from([partition_by_micro_batch, partition_by_total]),
+    ranks=st.sampled_from([1, 2, 4]),
+    budget=st.integers(5, 200),
+    lengths=st.lists(st.integers(1, 60), min_size=16, max_size=16),
+)
+def test_the_responses_of_a_pair_share_a_micro_batch(partition, ranks, budget, lengths):
+    """As neighbours, in their order; a pair is one response for the sizes."""
+    batch = replace(batch_of(lengths), episode=torch.arange(8).repeat_interleave(2))
+    sizes = UpdateSizes(ranks, 4, 2, budget, quadratic, partition, whole_episodes=True)
+    plan = schedule(batch, sizes, seed=1, step=3)
+    for per_rank in zip(*plan.ranks, strict=True):
+        for minis in zip(*per_rank, strict=True):
+            assert len({len(micros) for micros in minis}) == 1
+            micros = [micro for micros in minis for micro in micros]
+            assert sum(map(len, micros)) == 8
+            for micro in micros:
+                assert [row % 2 for row in micro] == [0, 1] * (len(micro) // 2)
+                assert all(
+                    row + 1 == after for row, after in zip(micro[::2], micro[1::2], strict=True)
+                )
+                assert len(micro) == 2 or batch.num_tokens[micro].sum() <= budget
+    first, *_ = plan.shard(ranks)
+    assert sum(totals.episodes for totals in first.counted[0]) == 8
 
 
 def test_results_return_in_the_order_of_the_batch():
