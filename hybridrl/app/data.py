@@ -11,6 +11,7 @@ from hybridrl.config.annotations import Unusable
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import trains_on_answers
 from hybridrl.config.load import Examined
+from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.validate import set_steps
 from hybridrl.distributed.background import without_collections
 
@@ -41,7 +42,11 @@ def examine_data(result: Examined) -> "PromptSets | None":
     with suppress(Unusable):  # reported already
         longest = config.rollout.max_response_tokens if trains_on_answers(config) else None
     prompts, problems = examine_prompts(
-        config.data, config.model, config.rollout.max_prompt_tokens, longest
+        config.data,
+        config.model,
+        config.rollout.max_prompt_tokens,
+        longest,
+        targets_of(config),
     )
     if prompts is not None and config.teacher is not None and report.usable(["teacher"]):
         from hybridrl.data.sources.teachers import with_teachers

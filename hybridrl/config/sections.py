@@ -128,6 +128,9 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any]
     few_shot: Annotated[int, at_least_zero("it counts examples; 0 means none")]
     solution_key: str | None
+    chosen_key: str
+    rejected_key: str
+    label_key: str
     too_long_prompts: TooLongPrompts
     duplicates: Repeated
     held_out_overlap: Repeated

@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.choices import Repeated
+from hybridrl.config.choices import Repeated, Targets
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections import SOURCE_KEYS, DataConfig, MixturePart
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.files import Split, hub_files, read_problems
 from hybridrl.data.sources.order import most_drawn
-from hybridrl.data.sources.problems import held_out_problems, train_problems
+from hybridrl.data.sources.problems import held_out_problems, labelled, pair, train_problems
 from hybridrl.data.sources.rows import Columns, Problem, Row, problems_of
 
 EMBEDDED = "embedded"
@@ -99,10 +99,10 @@ class DataSet:
         return [text]
 
 
-def load_problem_sets(config: DataConfig, *, with_solutions: bool = False) -> dict[str, DataSet]:
+def load_problem_sets(config: DataConfig, targets: Targets | None = None) -> dict[str, DataSet]:
     """Read the problems of all data sets by name and apply the filters.
 
-    Columns of solutions are read for few-shot examples, and of all problems `with_solutions`.
+    Columns of `targets` are read if given; those of solutions also for few-shot examples.
 
     Raises:
         ConfigError: files, columns, rows or counts are wrong; lists all problems.
@@ -111,7 +111,7 @@ def load_problem_sets(config: DataConfig, *, with_solutions: bool = False) -> di
     faults = []
     for each in sets.values():
         # Both splits report some of them.
-        faults += [each.with_own_keys(text) for text in dict.fromkeys(_read(each, with_solutions))]
+        faults += [each.with_own_keys(text) for text in dict.fromkeys(_read(each, targets))]
     if faults:
         raise ConfigError(*faults)
     held_out = {question_of(problem) for each in sets.values() for problem in each.held_out}
@@ -157,7 +157,7 @@ def _sets_of(config: DataConfig) -> dict[str, DataSet]:
     return sets
 
 
-def _read(data: DataSet, with_solutions: bool) -> list[str]:
+def _read(data: DataSet, targets: Targets | None) -> list[str]:
     """Read the problems of a data set before filters; return messages for a ConfigError."""
     config = data.config
     train_files, eval_files = _paths(config.train_files), _paths(config.eval_files)
@@ -168,7 +168,7 @@ def _read(data: DataSet, with_solutions: bool) -> list[str]:
         hub, faults = hub_files(config.name, [*Split] if eval_files is None else [Split.train])
 
     def read(split: Split, key: str, files: list[Path] | None) -> list[Problem]:
-        columns = _columns(config, split, with_solutions)
+        columns = _columns(config, split, targets)
         problems, wrong = list[Problem](), list[str]()
         if files is not None:
             problems, wrong = read_problems(key, files, columns)
@@ -189,10 +189,15 @@ def _read(data: DataSet, with_solutions: bool) -> list[str]:
     return faults
 
 
-def _columns(config: DataConfig, split: Split, with_solutions: bool) -> Columns:
+def _columns(config: DataConfig, split: Split, targets: Targets | None) -> Columns:
     """Return the columns that a split needs."""
     columns = Columns(config.prompt_key, config.answer_key)
-    if with_solutions or (config.few_shot > 0 and split is Split.train):
+    if targets is Targets.pairs:
+        chosen, rejected = config.chosen_key, config.rejected_key
+        columns = columns._replace(chosen_key=chosen, rejected_key=rejected)
+    elif targets is Targets.labels:
+        columns = columns._replace(chosen_key=config.chosen_key, label_key=config.label_key)
+    elif targets is Targets.answers or (config.few_shot > 0 and split is Split.train):
         columns = columns._replace(solution_key=config.solution_key)
     if split is Split.train:
         columns = columns._replace(curriculum=config.curriculum)
@@ -200,8 +205,9 @@ def _columns(config: DataConfig, split: Split, with_solutions: bool) -> Columns:
 
 
 def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[Problem], list[str]]:
+    more = dict if columns.chosen_key is None else labelled if columns.label_key else pair
     rows = [
-        Row(f"embedded {split.name} problem {index}", values)
+        Row(f"embedded {split.name} problem {index}", values | more(values))
         for index, values in enumerate(_drawn(split))
         if folder in ("", f"steps_{values['steps']}")
     ]
@@ -255,7 +261,8 @@ def _leave_out(data: DataSet, held_out: Collection[Question], seen: set[Question
     if config.duplicates is Repeated.drop:
         data.keep(without_repeats(data.train, seen), REPEATED)
     if config.few_shot:
-        data.examples = choose_examples(data.train, held_out, config.few_shot)
+        good = [problem for problem in data.train if problem.is_desired is not False]
+        data.examples = choose_examples(good, held_out, config.few_shot)
         shown = {question_of(example) for example in data.examples}
         data.keep(without(data.train, shown), SHOWN)
 

@@ -5,6 +5,8 @@
     steps      1 to 3
     tags       "template" (its name), "steps", "range" ("seen" or "unseen")
 
+Preference data also has the columns of `pair` or `labelled`.
+
 The hash of a question assigns it to the training or held-out split, so no question is in both. Some
 held-out problems have a number from a range without training questions, tag "range" = "unseen".
 """
@@ -29,6 +31,8 @@ NUM_HELD_OUT_UNSEEN = 64
 COUNTS = (*range(2, 21), *range(26, 37))
 UNSEEN_COUNTS = range(21, 26)
 FACTORS = range(2, 10)
+# Of a result of a rejected solution; 0: it ends there.
+ERRORS = (-10, -2, -1, 1, 2, 10, 0, 0, 0, 0)
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Leo", "Eva", "Max", "Zoe", "Ben", "Lily")
 THINGS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
@@ -94,6 +98,44 @@ def held_out_problems() -> list[dict[str, Any]]:
         if is_held_out(problem["question"]):
             distinct.setdefault(problem["question"], problem)
     return list(distinct.values())
+
+
+def pair(problem: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a problem's solution and a wrong one as columns chosen and rejected.
+
+    The wrong one has a wrong result in a random step, from which later ones follow, or ends too
+    early; its answer is wrong.
+    """
+    right, rng = problem["answer"], random.Random(derive_seed("wrong", problem["question"]))
+    *steps, answer = right.split("\n")
+    wrong = None
+    while wrong is None or wrong.endswith(f"\n{answer}"):
+        wrong = _solve_wrongly(steps, rng.randrange(len(steps)), rng.choice(ERRORS))
+    return {"chosen": right, "rejected": wrong}
+
+
+def labelled(problem: Mapping[str, Any]) -> dict[str, Any]:
+    """Return either solution of `pair` as column chosen, with its label, true for the right one."""
+    label = derive_seed("label", problem["question"]) % 2 == 0
+    return {"chosen": pair(problem)["chosen" if label else "rejected"], "label": label}
+
+
+def _solve_wrongly(steps: list[str], wrong: int, error: int) -> str | None:
+    """Return the solution with an `error` in step `wrong`, where it ends if that is 0.
+
+    None if a result is not a positive integer.
+    """
+    changed, lines, result = dict[str, str](), list[str](), Fraction()
+    for index, step in enumerate(steps if error else steps[: wrong + 1]):
+        left, sign, right, _, before = step.split()
+        left, right = changed.get(left, left), changed.get(right, right)
+        result = _OPERATORS[sign](Fraction(left), Fraction(right)) + error * (index == wrong)
+        if result < 1 or result.denominator != 1:
+            return None
+        lines.append(f"{left} {sign} {right} = {result}")
+        if index >= wrong:
+            changed[before] = str(result)
+    return "\n".join([*lines, f"#### {result}"])
 
 
 def is_held_out(question: str) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -86,9 +87,24 @@ class PromptSource:
         self.position += number
         return [next(self._drawn) for _ in range(number)]
 
+    def from_start(self) -> Iterator[Prompt]:
+        """Return the prompts from the first on; the position stays."""
+        return self._draw()
+
     def by_id(self, prompt_id: int) -> Prompt:
         """Return a prompt; KeyError if there is none."""
         return self._by_id[prompt_id]
+
+    def after(self, prompt: Prompt) -> Prompt:
+        """Return the next prompt by id that asks something else; after the last, the first ones."""
+        ids = self._ids
+        start = bisect_right(ids, prompt.prompt_id)
+        others = (self._by_id[ids[(start + n) % len(ids)]] for n in range(len(ids)))
+        return next((other for other in others if other.token_ids != prompt.token_ids), prompt)
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        return sorted(self._by_id)
 
     @cached_property
     def _by_id(self) -> dict[int, Prompt]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from hybridrl.config.choices import TooLongPrompts
+from hybridrl.config.choices import Targets, TooLongPrompts
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.sections import DataConfig
@@ -36,7 +36,10 @@ class Prompt:
         dataset: its name in data.mixture; empty without a mixture.
         difficulty: larger is harder; 0 without a curriculum.
         where: `file:line` or similar, for messages.
-        answer_ids: token ids of the reference answer with its end token; empty unless asked for.
+        answer_ids: token ids of the reference answer with its end token, or of a pair's better
+            response, or of a labelled response; empty unless asked for.
+        rejected_ids: of a pair's worse response; empty without one.
+        is_desired: label of a response; None without one.
         messages: the problem as chat messages, before the template.
         teacher: index of the teacher that scores its responses.
         teacher_ids: what that one reads in place of token_ids; empty if nothing else.
@@ -57,6 +60,19 @@ class Prompt:
     has_answer: bool = True
     teacher: int = 0
     teacher_ids: list[int] = field(default_factory=list)
+    rejected_ids: list[int] = field(default_factory=list)
+    is_desired: bool | None = None
+
+    @property
+    def responses(self) -> list[tuple[list[int], bool]]:
+        """Responses that are trained on, each with whether it is preferred; better ones first."""
+        worse = [(self.rejected_ids, False)] if self.rejected_ids else []
+        return [(self.answer_ids, self.is_desired is not False), *worse]
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest response that is trained on."""
+        return max(len(self.answer_ids), len(self.rejected_ids))
 
     @property
     def answer(self) -> str:
@@ -112,15 +128,16 @@ def load_prompts(
     model: ModelConfig,
     max_prompt_tokens: int,
     max_answer_tokens: int | None = None,
+    targets: Targets = Targets.answers,
 ) -> PromptSets:
     """Read, filter, render and tokenise a run's problems, with the model's chat template.
 
-    With `max_answer_tokens`, the limit in training, also their reference answers.
+    With `max_answer_tokens`, the limit in training, also their `targets`.
 
     Raises:
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
-    sets = load_problem_sets(config, with_solutions=max_answer_tokens is not None)
+    sets = load_problem_sets(config, None if max_answer_tokens is None else targets)
     tokenizer, options = load_tokenizer(model), config.chat_template_kwargs
     renderer = Renderer(tokenizer, options)
     answers = None if max_answer_tokens is None else AnswerTokens(model, tokenizer, options)
@@ -155,10 +172,11 @@ def examine_prompts(
     model: ModelConfig,
     max_prompt_tokens: int,
     max_answer_tokens: int | None = None,
+    targets: Targets = Targets.answers,
 ) -> tuple[PromptSets | None, list[str]]:
     """Return a run's prompts, or None and messages for a ConfigError."""
     try:
-        return load_prompts(config, model, max_prompt_tokens, max_answer_tokens), []
+        return load_prompts(config, model, max_prompt_tokens, max_answer_tokens, targets), []
     except ConfigError as error:
         return None, error.texts
 
@@ -199,7 +217,7 @@ def _prompts_of(
     Ids are consecutive from `first_id`. With `answers` prompts have their reference answers.
     """
     asked: list[list[Message]] = []
-    texts, turns, refused = list[str](), list[str](), list[str]()
+    texts, turns, worse, refused = list[str](), list[str](), list[str](), list[str]()
     for problem in problems:
         messages = with_examples(problem.messages(data.config.system_prompt), data.examples)
         try:
@@ -207,6 +225,8 @@ def _prompts_of(
             asked.append(messages)
             if answers is not None:
                 turns.append(answers.turn(messages, texts[-1], problem.reference))
+                if problem.rejected:
+                    worse.append(answers.turn(messages, texts[-1], problem.rejected))
         except TemplateError as error:
             refused.append(f"{problem.where}: {error}")
     if refused:
@@ -218,7 +238,10 @@ def _prompts_of(
             "data.system_prompt=null."
         ]
     ids = renderer.encode(texts)
-    answer_ids = [[] for _ in texts] if answers is None else answers.encode(ids, turns)
+    answer_ids, rejected_ids = [[list[int]() for _ in texts] for _ in range(2)]
+    if answers is not None:
+        answer_ids = answers.encode(ids, turns)
+        rejected_ids = answers.encode(ids, worse) if worse else rejected_ids
     return [
         Prompt(
             prompt_id=first_id + index,
@@ -233,6 +256,8 @@ def _prompts_of(
             answer_ids=answer_ids[index],
             messages=asked[index],
             has_answer=bool(problem.answer),
+            rejected_ids=rejected_ids[index],
+            is_desired=problem.is_desired,
         )
         for index, problem in enumerate(problems)
     ], []
@@ -250,7 +275,7 @@ def _keep_short(
     faults: list[str] = []
     if max_answer_tokens is not None:
         faults += _too_long(train, data.config, max_answer_tokens, answers=True)
-        short = [prompt for prompt in train if len(prompt.answer_ids) <= max_answer_tokens]
+        short = [prompt for prompt in train if prompt.longest_answer <= max_answer_tokens]
         reason = f"with an answer longer than {max_answer_tokens} tokens"
         data.left_out[reason] = len(train) - len(short)
         train = short
@@ -324,7 +349,7 @@ def _too_long(
     prompts: Sequence[Prompt], config: DataConfig, limit: int, *, answers: bool = False
 ) -> list[str]:
     """Report prompts, or their reference answers, of more than `limit` tokens, unless dropped."""
-    lengths = [(len(p.answer_ids if answers else p.token_ids), p.where) for p in prompts]
+    lengths = [(p.longest_answer if answers else len(p.token_ids), p.where) for p in prompts]
     longer = [(length, where) for length, where in lengths if length > limit]
     if not longer or config.too_long_prompts is TooLongPrompts.drop:
         return []
@@ -348,7 +373,9 @@ def _without_embedding(
     size = read_model_config(model.path).get("vocab_size")
     if type(size) is not int:
         return []
-    largest = [(max(p.token_ids + p.answer_ids, default=0), p.where) for p in prompts]
+    largest = [
+        (max(p.token_ids + p.answer_ids + p.rejected_ids, default=0), p.where) for p in prompts
+    ]
     lacking = [(token, where) for token, where in largest if token >= size]
     if not lacking:
         return []

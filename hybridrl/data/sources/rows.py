@@ -26,6 +26,8 @@ class Problem:
         where: `file:line` or similar, for messages.
         solution: worked solution for few-shot examples; empty without such a column.
         difficulty: larger is harder; 0 without such a column.
+        rejected: of a preference pair the worse response, `solution` being the better one.
+        is_desired: label of the response `solution`; None without such a column.
     """
 
     prompt: str | list[Message]
@@ -35,6 +37,8 @@ class Problem:
     where: str
     solution: str = ""
     difficulty: float = 0.0
+    rejected: str = ""
+    is_desired: bool | None = None
 
     @property
     def question(self) -> str:
@@ -78,6 +82,9 @@ class Columns(NamedTuple):
     answer_key: str | None
     solution_key: str | None = None
     curriculum: str | None = None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    label_key: str | None = None
 
 
 class Row(NamedTuple):
@@ -108,6 +115,12 @@ def problems_of(
         + (f", text or a number in `{columns.answer_key}`" if columns.answer_key else "")
         + (f", text or a number in `{columns.solution_key}`" if columns.solution_key else "")
         + (f", a number in `{columns.curriculum}`" if columns.curriculum else "")
+        + "".join(
+            f", text or messages that end with the assistant's in `{column}`"
+            for column in (columns.chosen_key, columns.rejected_key)
+            if column
+        )
+        + (f", true or false in `{columns.label_key}`" if columns.label_key else "")
         + "."
     ]
 
@@ -129,13 +142,20 @@ def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Col
         * (name == "answer_key")
         for name, column in columns._asdict().items()
         if column and rows and all(_lookup(row.values, column) is _ABSENT for row in rows)
+        if name != "prompt_key" or not _has_prompt(rows[0].values, columns.chosen_key)
     ]
+
+
+def _has_prompt(values: dict[str, Any], column: str | None) -> bool:
+    """Return whether a column of responses holds a list with the prompt's messages as well."""
+    value = None if column is None else _lookup(values, column)
+    return isinstance(value, list) and len(value) > 1
 
 
 def _problem(row: Row, columns: Columns) -> Problem:
     """Convert one row; raise a ValueError if a value is missing, empty or of a wrong type."""
-    values, solution, difficulty = row.values, columns.solution_key, columns.curriculum
-    prompt = _prompt_of(values, columns.prompt_key)
+    values, difficulty = row.values, columns.curriculum
+    prompt, solution, rejected = _responses_of(values, columns)
     answer = "" if columns.answer_key is None else _answer_of(values, columns.answer_key)
     tags = values["tags"] if isinstance(values.get("tags"), dict) else {}
     return Problem(
@@ -144,9 +164,53 @@ def _problem(row: Row, columns: Columns) -> Problem:
         values | ({"answer": answer} if answer else {}),
         {name: str(value) for name, value in tags.items() if value is not None},
         row.where,
-        "" if solution is None else _answer_of(values, solution),
+        solution,
         0.0 if difficulty is None else _number_of(values, difficulty),
+        rejected,
+        None if columns.label_key is None else _label_of(values, columns.label_key),
     )
+
+
+def _responses_of(values: dict[str, Any], columns: Columns) -> tuple[str | list[Message], str, str]:
+    """Return the prompt, which responses may contain, the solution or better response, the worse.
+
+    Texts are empty without a column.
+    """
+    if columns.chosen_key is None:
+        solution = columns.solution_key
+        prompt = _prompt_of(values, columns.prompt_key)
+        return prompt, "" if solution is None else _answer_of(values, solution), ""
+    before, better = _response_of(values, columns.chosen_key)
+    worse = ""
+    if columns.rejected_key is not None:
+        before_worse, worse = _response_of(values, columns.rejected_key)
+        named = f"`{columns.chosen_key}` and `{columns.rejected_key}`"
+        if before != before_worse:
+            raise ValueError(f"{named} have different messages before their last ones")
+        if better == worse:
+            raise ValueError(f"{named} are equal")
+    return before or _prompt_of(values, columns.prompt_key), better, worse
+
+
+def _response_of(values: dict[str, Any], column: str) -> tuple[list[Message], str]:
+    """Return the messages of the prompt that a column of responses contains, and the response."""
+    value = _prompt_of(values, column)
+    if isinstance(value, str):
+        return [], value
+    *before, last = value
+    if last["role"] != "assistant" or not last["content"].strip():
+        kind = f"from the {last['role']}" if last["content"].strip() else "empty"
+        raise ValueError(f"the last message of `{column}` is {kind}")
+    if before and before[0]["role"] == "assistant":
+        raise ValueError(f"`{column}` has messages of the assistant before the last, but no prompt")
+    return before, last["content"]
+
+
+def _label_of(values: dict[str, Any], column: str) -> bool:
+    value = _value(values, column)
+    if not isinstance(value, bool):
+        raise ValueError(f"`{column}` is {kind_of(value)}, expected true or false")
+    return value
 
 
 def _prompt_of(values: dict[str, Any], column: str) -> str | list[Message]:
