@@ -4,18 +4,19 @@ conf/ has the keys of all variants, as the command line may choose another one. 
 sets must belong to the chosen one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import Unusable, value_at
-from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS, Aggregation, Init, Layout
+from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS, Aggregation, Init, Layout, Targets
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.errors import ABSENT, Problem, shown
 from hybridrl.config.estimators import SETTINGS, estimator_of, is_supervised, taking, uses_critic
 from hybridrl.config.planner.world import is_nested
-from hybridrl.config.policy_losses import policy_loss_of
+from hybridrl.config.policy_losses import policy_loss_of, targets_of, uses_reference
 from hybridrl.config.schema import TENSOR_PARALLEL, RunConfig
 from hybridrl.config.sections import SOURCE_KEYS
 from hybridrl.config.user_code.classes import awaits_rewards
@@ -62,6 +63,10 @@ def _is_plain(config: RunConfig) -> bool:
     return config.fsdp.layout is Layout.plain and config.rollout.tensor_parallel_size > 1
 
 
+def _trains_on_others(config: RunConfig, targets: Collection[Targets]) -> bool:
+    return not (is_supervised(config) and targets_of(config) in targets)
+
+
 def _warms_up_before_training(config: RunConfig) -> bool:
     steps = config.actor.optim.warmup_steps
     return uses_critic(config) and 0 < steps <= config.trainer.critic_warmup_steps
@@ -84,7 +89,13 @@ VARIANTS = (
         ": supervised fine-tuning samples no responses to train on",
         "set algorithm=grpo",
     ),
-    Variant("algorithm.kl.coef", 0, "ref algorithm.kl", ", which disables the reference"),
+    Variant("algorithm.kl.coef", 0, "algorithm.kl"),
+    Variant(
+        "algorithm.kl.coef",
+        lambda c: not uses_reference(c),
+        "ref",
+        ", which disables the reference",
+    ),
     *(
         Variant(f"teacher.{key}", _of_teacher(key, values), keys)
         for key, values, keys in (
@@ -211,6 +222,19 @@ VARIANTS = (
         "data.few_shot",
         lambda c: c.data.few_shot == 0 and not is_supervised(c),
         "data.solution_key data.mixture.*.solution_key",
+    ),
+    *(
+        Variant(
+            "algorithm.loss.function",
+            partial(_trains_on_others, targets=targets),
+            keys,
+            remedy=f"set algorithm={algorithm}",
+        )
+        for targets, keys, algorithm in (
+            ([Targets.pairs, Targets.labels], "data.chosen_key", "dpo"),
+            ([Targets.pairs], "data.rejected_key", "dpo"),
+            ([Targets.labels], "data.label_key", "kto"),
+        )
     ),
     Variant("data.curriculum", None, "data.curriculum_steps"),
     *(

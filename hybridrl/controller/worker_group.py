@@ -9,6 +9,7 @@ from typing import Any
 from hybridrl.config.choices import SleepMode
 from hybridrl.config.estimators import is_supervised, uses_critic
 from hybridrl.config.planner.world import engine_ranks, slots_on_nodes
+from hybridrl.config.policy_losses import uses_reference
 from hybridrl.config.schema import (
     RoleConfig,
     RunConfig,
@@ -219,7 +220,7 @@ def role_configs(config: RunConfig) -> dict[str, RoleConfig]:
     """Return the configs of a run's roles by name, for `open_pool` and `build_workers`."""
     uses = {
         "critic": uses_critic(config),
-        "ref": config.algorithm.kl.coef != 0,
+        "ref": uses_reference(config),
         "reward_model": config.reward_model is not None,
         "teacher": config.teacher is not None,
     }
@@ -227,7 +228,8 @@ def role_configs(config: RunConfig) -> dict[str, RoleConfig]:
         role: vars(config)[role] for role in BUILD_ORDER if uses.get(role, True)
     }
     if is_supervised(config):  # trains the distribution itself; rollouts only evaluate
-        configs["actor"] = replace(config.actor, temperature=1.0)
+        for role in {"actor", "ref"} & configs.keys():
+            configs[role] = replace(vars(config)[role], temperature=1.0)
         configs["rollout"] = replace(config.rollout, top_p=1.0)  # nothing is recorded
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
     return configs

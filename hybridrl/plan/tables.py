@@ -29,6 +29,7 @@ from hybridrl.config.planner.world import (
     training_ranks,
     world_text,
 )
+from hybridrl.config.policy_losses import targets_of, uses_reference
 from hybridrl.config.schema import RunConfig
 
 # Further ranks are left out.
@@ -139,7 +140,7 @@ def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if uses_critic(config):
         worker, holds = config.critic.worker, f"{share}, their gradients and AdamW's moments"
     ref, weights = "-", "nothing: algorithm.kl.coef = 0 disables it"
-    if config.algorithm.kl.coef > 0:
+    if uses_reference(config):
         adapted = "nothing more: the actor's weights without adapters"
         ref, weights = config.ref.worker, adapted if lora else share
     yield "rollout", config.rollout.worker, f"1/{tp} of the {config.rollout.dtype} weights"
@@ -164,7 +165,7 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
     steps, epochs = config.trainer.total_steps, config.trainer.epochs
     of_epochs = "" if epochs is None else f" (trainer.epochs = {epochs:g})"
     if is_supervised(config):
-        yield "reference answers a step", str(prompts)
+        yield f"{targets_of(config)} a step", str(prompts)
     else:
         yield (
             "responses a step",

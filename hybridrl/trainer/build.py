@@ -29,7 +29,7 @@ from hybridrl.trainer.sampling.rollouts import Rollouts
 from hybridrl.trainer.sampling.source import Generation, SourceParts
 from hybridrl.trainer.sampling.start_check import StartCheck
 from hybridrl.trainer.scoring import Scoring
-from hybridrl.trainer.sft import SFT, GivenAnswers
+from hybridrl.trainer.sft import SFT, GivenAnswers, supervised
 from hybridrl.trainer.state import TrainState
 from hybridrl.trainer.step import PPO, TrainingLoop
 from hybridrl.trainer.timing.engines import engine_place
@@ -95,7 +95,7 @@ def build_loop(
     )
     state = TrainState(parts.prompts, kl, engine, guard, lengths, source)
     rollouts = Rollouts(source, generation, engine, workers.rollout, phases)
-    training: PPO | SFT = SFT(config, parts.prompts, updates)
+    training: PPO | SFT = supervised(config, parts.prompts, updates)
     if not is_supervised(config):
         place = partial(engine_place, workers.rollout)
         scoring = Scoring(config, workers, parts.rewards, sizes, phases, place, observer)
@@ -103,10 +103,10 @@ def build_loop(
         start = StartCheck(config, parts.shape, workers.rollout, updates, phases)
         given = GivenAnswers(config, parts.prompts, scoring, updates)
         training = PPO(rollouts, start, scoring, advantages, updates, given)
-    likelihood = training.held_out_nll if isinstance(training, SFT) else None
+    held_out = training.held_out if isinstance(training, SFT) else None
     accuracy = math.nan if parts.resume is None else parts.resume.last_accuracy
     evaluations = Evaluations(
-        parts.evaluator, rollouts, phases, parts.preemption, observer, likelihood, accuracy
+        parts.evaluator, rollouts, phases, parts.preemption, observer, held_out, accuracy
     )
     signals, checkpoints = parts.preemption, parts.checkpoints
     of_run = parts.run_dir, parts.warn, parts.resume

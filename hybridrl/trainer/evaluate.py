@@ -127,7 +127,7 @@ class Evaluations:
     """Phase evaluate: evaluations of the actor's weights during a run.
 
     Attributes:
-        likelihood: of supervised fine-tuning, mean -log p of held-out reference answers, nats.
+        further: metrics of held-out problems that need no samples, of supervised fine-tuning.
         accuracy: of the last evaluation; NaN before it.
     """
 
@@ -136,7 +136,7 @@ class Evaluations:
     phases: Phases
     preemption: Preemption
     observer: Observer
-    likelihood: Callable[[Sequence[Prompt]], float] | None = None
+    further: Callable[[Sequence[Prompt]], Row] | None = None
     accuracy: float = math.nan
 
     def if_due(self, step: int, every_steps: int, *, is_end: bool) -> Row:
@@ -151,10 +151,10 @@ class Evaluations:
         with self.phases.section("evaluate"):
             evaluation = self.evaluator.evaluate(step, self.rollouts.generate, is_end=is_end)
             self.rollouts.engine.end_evaluation()
-            if self.likelihood is not None:
+            if self.further is not None:
                 self.rollouts.engine.sleep()
-                nll: Row = {"eval/nll": self.likelihood(self.evaluator.prompts)}
-                evaluation = replace(evaluation, metrics=evaluation.metrics | nll)
+                more = self.further(self.evaluator.prompts)
+                evaluation = replace(evaluation, metrics=evaluation.metrics | more)
         self.accuracy = evaluation.accuracy
         self.observer.evaluated(step, evaluation)
         return metrics | evaluation.metrics

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hybridrl.config.estimators import trains_policy
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.worker_group import Call, Workers, call_together
+from hybridrl.controller.worker_group import Call, WorkerGroup, Workers, call_together
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
@@ -75,9 +75,9 @@ class Updates:
                 f"Set rollout.exact=false, and report the model, the GPU and this message."
             )
 
-    def log_probs(self, batch: RolloutBatch) -> Ragged:
-        """Compute log-probs by the present weights, of any number of responses."""
-        return self._forward("compute_log_probs", batch)
+    def log_probs(self, batch: RolloutBatch, role: WorkerGroup | None = None) -> Ragged:
+        """Compute log-probs of any number of responses, by the present weights or by `role`."""
+        return self._forward("compute_log_probs", batch, role)
 
     def token_stats(self, batch: RolloutBatch) -> Ragged:
         """Compute log-probs (real part) and entropies (imaginary part) by the present weights."""
@@ -88,13 +88,16 @@ class Updates:
         shares: list[list[float]] = self.workers.actor.call("expert_shares")
         return shares
 
-    def _forward(self, method: str, batch: RolloutBatch) -> Ragged:
-        """Run a forward method of the actor; responses are repeated until they fill all ranks."""
+    def _forward(self, method: str, batch: RolloutBatch, role: WorkerGroup | None = None) -> Ragged:
+        """Run a forward method, of the actor unless `role` is given.
+
+        Responses are repeated until they fill all ranks.
+        """
         batch = replace(batch, episode=None)
         count, shards = len(batch), self.sizes.num_shards
         whole = -(-count // shards) * shards
         repeated = batch.select([index % count for index in range(whole)])
         sizes = replace(self.sizes, mini_batch_size=whole, epochs=1)
         scheduled = schedule(repeated, sizes, seed=self.config.seed, step=0)
-        values: Ragged = self.workers.actor.call(method, scheduled)
+        values: Ragged = (role or self.workers.actor).call(method, scheduled)
         return values.select(range(count))

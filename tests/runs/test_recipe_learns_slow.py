@@ -45,6 +45,7 @@ SECONDS = {"calculator_agent": 300}
         ("calculator_tool", 1),
         ("calculator_agent", 1),
         ("gsm8k_lora", 1),
+        ("gsm8k_dpo", 1),
     ],
 )
 def test_held_out_accuracy_rises(tmp_path, recipe, seed):

@@ -182,6 +182,7 @@ def _completion(
     """Return the record of a response: `length` in tokens, its end token included."""
     scores = {rule_name(rule): result.scores[row] for rule, result in results.items()}
     return {
+        "question": prompt.question,
         "prompt": prompt.text,
         "response": text,
         "answer": prompt.answer,

@@ -9,18 +9,20 @@ from hybridrl.config.choices import (
     IN_PARTS,
     ON_OWN_RANKS,
     Accelerator,
+    Aggregation,
     CorrectionMethod,
     DType,
     KLEstimator,
     KLPlacement,
     RouterReplay,
     SleepMode,
+    Targets,
 )
 from hybridrl.config.errors import Problem, must_be
 from hybridrl.config.estimators import estimator_of, is_supervised
 from hybridrl.config.planner.families import not_adapted
 from hybridrl.config.planner.shape import ModelShape
-from hybridrl.config.policy_losses import policy_loss_of
+from hybridrl.config.policy_losses import policy_loss_of, targets_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.sections import MAX_RELATIVE_KL_ERROR
 
@@ -182,19 +184,27 @@ def nucleus_problems(config: RunConfig) -> Iterator[Problem]:
 def supervised_problems(config: RunConfig) -> Iterator[Problem]:
     """Check the keys that supervised fine-tuning needs at one value."""
     loss, key = config.algorithm.loss.function, "algorithm.loss.function"
+    targets = targets_of(config)
     if not is_supervised(config):
-        if loss == "nll":
+        if loss == "nll" or targets is not Targets.answers:
             why = "it ignores the reward, and would train on every sampled response alike"
-            remedy = "Set algorithm=sft to train on reference answers, or algorithm/loss=ppo_clip"
+            own = "sft" if loss == "nll" else loss
+            remedy = f"Set algorithm={own} to train on {targets}, or algorithm/loss=ppo_clip"
             yield Problem("likelihood", key, loss, "a policy loss", why, remedy)
         return
-    known = ("log_probs", "response_mask", "sequence_id")
+    known = ["log_probs", "response_mask", "sequence_id"]
+    if targets is not Targets.answers:
+        known += ["ref_log_probs", "preferred", "kl_baseline"]
+        kind = config.algorithm.aggregation
+        if kind is not Aggregation.sequence_mean:
+            why = f"{key} = {loss} is a mean over {targets}, not over tokens"
+            yield must_be("supervised", "algorithm.aggregation", kind, "sequence_mean", why)
     if lacking := [name for name in policy_loss_of(loss).tensors if name not in known]:
         why = f"reference answers have no {', '.join(lacking)}"
         yield Problem("supervised", key, loss, f"nll with {SFT}", why, "Set algorithm/loss=nll")
     coef, each = config.algorithm.kl.coef, config.rollout.responses_per_prompt
     if coef:
-        why = f"{SFT}: the loss is the likelihood of the reference answers alone"
+        why = f"{SFT}: the loss is of the {targets} alone"
         yield must_be("supervised", "algorithm.kl.coef", coef, 0, why)
     if each != 1:
         why = f"{SFT}: a prompt has one reference answer"

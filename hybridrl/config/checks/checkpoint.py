@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.config.choices import Targets
 from hybridrl.config.command.input_errors import expanded, reason_of
 from hybridrl.config.errors import Problem
 from hybridrl.config.estimators import is_supervised
+from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
 
 # Values of `resume` besides a path.
@@ -76,7 +78,8 @@ def _evaluation_problems(config: RunConfig, best: str) -> Iterator[Problem]:
     ends = [f"{way}{rule}" for way in ways for rule in rules]
     names = [f"{what}{end}" for what in ("accuracy", "ci95") for end in ends]
     names += ["length_mean", "truncated_fraction", "failed"]
-    names += ["nll"] if is_supervised(config) else []
+    if is_supervised(config):
+        names += ["nll"] + ["preference_accuracy"] * (targets_of(config) is Targets.pairs)
     own = best.removeprefix("-").removeprefix("eval/")
     # Accuracies of tags depend on the data.
     may_be_of_a_tag = own.startswith("accuracy_") and own != "accuracy_greedy"

@@ -8,9 +8,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.choices import Targets
 from hybridrl.config.command.input_errors import expanded, is_address, reason_of
 from hybridrl.config.errors import ABSENT, Problem
 from hybridrl.config.estimators import is_supervised
+from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -39,7 +41,7 @@ def reference_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that data sets have worked solutions or answers, if prompts or training show them."""
     data, key = config.data, "data.solution_key"
     why = f"data.few_shot = {data.few_shot} shows" if data.few_shot else ""
-    if is_supervised(config):
+    if is_supervised(config) and targets_of(config) is Targets.answers:
         why = "algorithm=sft trains on"
     if not why or data.answer_key or data.solution_key:
         return

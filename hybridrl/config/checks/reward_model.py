@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH
 from hybridrl.config.errors import Problem, must_be
-from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of
+from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of, is_supervised
 from hybridrl.config.schema import RunConfig
 
 NO_REWARD = "hybridrl.rewards.none.score"
@@ -13,7 +13,8 @@ NO_REWARD = "hybridrl.rewards.none.score"
 def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
     """Find runs without any score, and settings that need scores before the reward model runs."""
     model = config.reward_model
-    unrewarded = config.reward.function == NO_REWARD and not config.earns_rewards
+    learns = config.earns_rewards or is_supervised(config)
+    unrewarded = config.reward.function == NO_REWARD and not learns
     unrewarded &= config.teacher is None or config.teacher.reward_coef > 0
     if unrewarded and (model is None or model.weight == 0):
         without = "no reward model" if model is None else "reward_model.weight = 0"

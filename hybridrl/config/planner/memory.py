@@ -22,6 +22,7 @@ from hybridrl.config.planner.world import (
     slots_on_nodes,
     training_ranks,
 )
+from hybridrl.config.policy_losses import responses_per_target, uses_reference
 from hybridrl.config.schema import RunConfig
 
 MIB = 2**20
@@ -85,7 +86,7 @@ def roles_of(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> list[
         # The backbone and a scalar head with bias.
         parameters = shape.backbone_parameters + shape.hidden + 1
         roles.append(Role("critic", parameters, parameters))
-    if config.algorithm.kl.coef > 0 and not adapters:  # with adapters it is the actor without them
+    if uses_reference(config) and not adapters:  # with adapters it is the actor without them
         roles.append(Role("ref", shape.parameters))
     return roles + [Role(model.name, model.parameters) for model in frozen]
 
@@ -160,6 +161,7 @@ def workload(config: RunConfig) -> Workload:
     """Return the largest forward of one rank, assuming response tokens only."""
     rollout, world = config.rollout, max(1, training_ranks(config))
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    longest *= responses_per_target(config)
     budget = max(config.actor.max_tokens_per_gpu, -(-longest // config.fsdp.ulysses_size))
     mini_batch = -(-int(config.actor.mini_batch_size) * longest // world)
     return Workload(

@@ -34,6 +34,7 @@ from hybridrl.config.planner.memory import (
 from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES
 from hybridrl.config.planner.world import engine_ranks, num_engines, training_ranks
+from hybridrl.config.policy_losses import responses_per_target, uses_reference
 from hybridrl.config.schema import RunConfig
 
 # Shares of the peak in updates and forwards, with compiled and with eager layers.
@@ -114,6 +115,7 @@ def _training(
     """Return the time of forwards and updates of all roles, without exchange."""
     rollout, actor, fsdp = config.rollout, config.actor, config.fsdp
     sequences = config.data.prompts_per_step * rollout.responses_per_prompt
+    sequences *= responses_per_target(config)
     tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
     rate = sheet.peak * (MFU if fsdp.compile else EAGER_MFU) * training_ranks(config)
     halvings = math.log2(max(1.0, MEASURED_TOKENS / workload(config).tokens))
@@ -123,7 +125,7 @@ def _training(
     update = training_flops(shape, tokens, sequences, trains_all=trains_all) / rate
     again = forward if fsdp.activation_checkpointing else 0.0
     parts = {"old log-probs": forward, "update actor": actor.epochs * (update + again)}
-    if config.algorithm.kl.coef > 0:
+    if uses_reference(config):
         parts["reference"] = forward
     if uses_critic(config):
         whole = training_flops(shape, tokens, sequences) / rate

@@ -14,6 +14,7 @@ from hybridrl.config.planner.world import (
     training_ranks,
     world_size,
 )
+from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.sections import FunctionConfig
 from hybridrl.data.sources.prompts import DataSetSummary, PromptSets
@@ -141,7 +142,8 @@ def _size(parameters: int) -> str:
 def _method(config: RunConfig) -> str:
     algorithm, lr = config.algorithm, config.actor.optim.lr
     if is_supervised(config):
-        return f"supervised fine-tuning on reference answers, {algorithm.loss.function}, lr {lr:g}"
+        on = f"{targets_of(config)}, {_function(algorithm.loss)}"
+        return f"supervised fine-tuning on {on}, lr {lr:g}"
     kl, loss, penalty = algorithm.kl, algorithm.loss, "no KL penalty"
     if kl.coef != 0:
         aim = "" if kl.target is None else f", moved towards {kl.target:g} nats a response"
@@ -171,7 +173,7 @@ def _batch(config: RunConfig) -> str:
     updates, sharing = responses // mini * config.actor.epochs, config.fsdp.ulysses_size
     what = f"{prompts} prompts x {repeats} responses = {responses:,} a step"
     if is_supervised(config):
-        what = f"{prompts} reference answers a step"
+        what = f"{prompts} {targets_of(config)} a step"
     each = "a rank" if sharing == 1 else f"a group of {sharing} ranks"
     return (
         f"{what}; {updates} update"
