@@ -208,10 +208,8 @@ class Preferences(SFT):
         That is the share of pairs whose better response has gained more than the other.
         """
         batch = reference_batch(prompts)
-        log_probs, ref = (
-            self.updates.log_probs(batch),
-            self.reference.of_held_out(prompts, self.updates),
-        )
+        log_probs = self.updates.log_probs(batch)
+        ref = self.reference.of_held_out(prompts, self.updates)
         metrics: Row = {"eval/nll": None}
         if batch.preferred.values.any():
             metrics["eval/nll"] = -float(masked_mean(log_probs.values, batch.preferred.values))
