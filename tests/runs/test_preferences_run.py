@@ -41,10 +41,16 @@ def finished(folder, *overrides):
         return run.metrics(), output
 
 
-def test_pairs_of_two_epochs_resume_exactly(tmp_path):
-    """Resumed in the second epoch, whose pairs an earlier step saw first."""
-    data = written(tmp_path, pair)
-    rows, output = finished(tmp_path / "run", *SMALL, *data)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on pairs over more than two epochs: its overrides, folder, rows and output."""
+    folder = tmp_path_factory.mktemp("preferences")
+    overrides = [*SMALL, *written(folder, pair)]
+    return overrides, folder / "run", *finished(folder / "run", *overrides)
+
+
+def test_pairs_begin_without_a_margin_and_are_told_apart(trained):
+    _, _, rows, output = trained
     before, *steps = rows
     assert "supervised fine-tuning on preference pairs, dpo" in output
     assert before["eval/preference_accuracy"] == 0.0 < steps[-1]["eval/preference_accuracy"]
@@ -54,12 +60,18 @@ def test_pairs_of_two_epochs_resume_exactly(tmp_path):
     assert all(row["batch/responses"] == 16 for row in steps)
     known = {name for row in rows for name, value in row.items() if value is not None}
     assert unexplained(known) == []
-    middle = checkpoints_folder(tmp_path / "run") / step_name(4)
-    again, _ = finished(tmp_path / "again", *SMALL, *data, f"resume={middle}")
-    assert steps[-1]["step"] == again[-1]["step"] == 5
-    for name in steps[-1].keys() - {n for n in steps[-1] if n.startswith(CLOCK)}:
-        assert steps[-1][name] == again[-1][name], name
-    finals = [tmp_path / name / "final" / "model.safetensors" for name in ("run", "again")]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_in_the_second_epoch_is_equal(trained, tmp_path):
+    """An earlier step saw its pairs first."""
+    overrides, folder, rows, _ = trained
+    middle = checkpoints_folder(folder) / step_name(4)
+    again, _ = finished(tmp_path / "again", *overrides, f"resume={middle}")
+    assert rows[-1]["step"] == again[-1]["step"] == 5
+    for name in rows[-1].keys() - {n for n in rows[-1] if n.startswith(CLOCK)}:
+        assert rows[-1][name] == again[-1][name], name
+    finals = [path / "final" / "model.safetensors" for path in (folder, tmp_path / "again")]
     ours, theirs = map(load_file, finals)
     assert all(ours[name].equal(theirs[name]) for name in ours.keys() | theirs.keys())
 
