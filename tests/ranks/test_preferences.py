@@ -124,7 +124,7 @@ def expected(folder, name):
 def test_loss_gradient_and_metrics_are_those_of_the_formulas(name, ranks, tmp_path):
     folder = tiny_folder("qwen2", tmp_path / "qwen2")
     loss, grads, chosen, rejected = expected(folder, name)
-    results = run_on_ranks(gradients, ranks, folder, name, 36)
+    results = run_on_ranks(gradients, ranks, folder, name, 24)
     results += run_on_ranks(gradients, ranks, folder, name, 400)
     assert results[0][0] > results[-1][0] == 1, "several micro-batches, and one"
     for _, full, metrics in results:
