@@ -46,7 +46,7 @@ from hybridrl.algorithms.policy_losses import (
     ppo_clip,
     sapo,
 )
-from hybridrl.algorithms.preference_losses import dpo, ipo, kto
+from hybridrl.algorithms.preference_losses import bradley_terry, dpo, ipo, kto
 from hybridrl.algorithms.rollout_correction import correction_weights, importance_ratios
 from hybridrl.algorithms.token_loss import TokenLoss, aggregate
 
@@ -55,6 +55,7 @@ __all__ = [
     "TokenLoss",
     "adapt_coef",
     "aggregate",
+    "bradley_terry",
     "cispo",
     "clip_cov",
     "correction_weights",

@@ -122,6 +122,26 @@ def kto(
     return TokenLoss(loss.masked_fill(~response_mask, 0.0), sums)
 
 
+def bradley_terry(scores: Tensor, preferred: Tensor) -> TokenLoss:
+    """Compute a reward model's loss by pair, [P], with the metrics of pairs.
+
+    l = -log sigmoid(r_chosen - r_rejected)
+
+    scores are [2P] float32 with graph: responses 2k and 2k + 1 are pair k. preferred is [2P] bool.
+
+    Source: Ouyang et al. 2022, equation 1, https://arxiv.org/abs/2203.02155; Bradley and Terry 1952
+    """
+    margin = torch.where(preferred, scores, -scores).view(-1, 2).sum(1)
+    every, own = torch.ones_like(margin, dtype=torch.bool), scores.detach()
+    sums = {
+        "reward_chosen": _with_count(own, preferred),
+        "reward_rejected": _with_count(own, ~preferred),
+        "reward_margin": _with_count(margin.detach(), every),
+        "preference_accuracy": _with_count((margin > 0).to(own.dtype), every),
+    }
+    return TokenLoss(-logsigmoid(margin), sums)
+
+
 def _log_ratio(function: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Return [N] log_probs - ref_log_probs, 0 off the mask."""
     check_masked(function, mask, log_probs=log_probs, ref_log_probs=ref_log_probs)

@@ -20,6 +20,7 @@ from hybridrl.commands.running import (
 )
 from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.estimators import REWARD_LOSS
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.models.export_record import added_to, in_between, is_export
 from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder
@@ -64,6 +65,7 @@ def export(path: Path, folder: Path, dtype: DType, base: str | None) -> None:
     folder = folder.expanduser().absolute()
     _check_target(folder)
     checkpoint = checkpoint_at(path)
+    _check_policy(checkpoint.manifest.config)
     model = _model(checkpoint.manifest.config, base)
     _check_origin(folder, checkpoint.folder, plain_folder(model.path))
     warn_about_changed_model(checkpoint, model)
@@ -111,6 +113,14 @@ def _write_checkpoint(
     }
     write_model(policy, plain_folder(model.path), folder, files, dtype=dtype, record=record)
     return len(policy.shapes)
+
+
+def _check_policy(config: Mapping[str, Any]) -> None:
+    if config["algorithm"]["loss"]["function"] == REWARD_LOSS:
+        raise ConfigError(
+            f"the run trains a reward model (algorithm.loss.function = {REWARD_LOSS}), and its "
+            f"checkpoints hold the policy as it was.\nTake <run>/final, which it writes at its end."
+        )
 
 
 def _check_target(folder: Path) -> None:

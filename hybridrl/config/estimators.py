@@ -21,6 +21,8 @@ from hybridrl.config.user_code.importing import try_out
 TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")
 SETTINGS = ("gamma", "lam", "pass_k")
 KEY = ESTIMATOR
+# Loss of a reward model's scores (policy_losses.py).
+REWARD_LOSS = "bradley_terry"
 # Tries a user's estimator. A path, as it imports torch.
 TRY_ESTIMATOR = "hybridrl.trainer.trial.try_estimator"
 TRIAL = "its trial on a small batch, one group of which has equal rewards,"
@@ -57,8 +59,15 @@ class Estimator(NamedTuple):
         return "baseline_rewards" in self.takes
 
 
+def trains_reward_model(config: RunConfig) -> bool:
+    """Return whether the run trains a reward model, in the critic's place, and no policy."""
+    return config.algorithm.loss.function == REWARD_LOSS
+
+
 def trains_policy(config: RunConfig, step: int) -> bool:
     """Return true unless only the critic is trained in the step (trainer.critic_warmup_steps)."""
+    if trains_reward_model(config):
+        return False
     return step > (config.trainer.critic_warmup_steps if uses_critic(config) else 0)
 
 
@@ -110,7 +119,7 @@ def taking(setting: str) -> list[str]:
 
 def uses_critic(config: RunConfig) -> bool:
     """Return whether the run trains a value function."""
-    return estimator_of(config.algorithm.advantage).uses_critic
+    return estimator_of(config.algorithm.advantage).uses_critic or trains_reward_model(config)
 
 
 def is_supervised(config: RunConfig) -> bool:

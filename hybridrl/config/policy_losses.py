@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
 from hybridrl.config.choices import Targets
 from hybridrl.config.errors import ABSENT, ConfigError, Problem
+from hybridrl.config.estimators import REWARD_LOSS
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.sections import FunctionConfig
@@ -121,6 +122,7 @@ _FUNCTIONS = (
             "label_smoothing": Range("it is the share of swapped pairs", 0, 0.5, high_open=True),
         },
     ),
+    PolicyLoss(f"preference_losses.{REWARD_LOSS}", ("scores", "preferred"), {}),
     PolicyLoss("preference_losses.ipo", _COMPARED, {"beta": _BETA}),
     PolicyLoss(
         "preference_losses.kto",

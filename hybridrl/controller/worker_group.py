@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.choices import SleepMode
-from hybridrl.config.estimators import is_supervised, uses_critic
+from hybridrl.config.estimators import is_supervised, trains_reward_model, uses_critic
 from hybridrl.config.planner.world import engine_ranks, slots_on_nodes
 from hybridrl.config.policy_losses import uses_reference
 from hybridrl.config.schema import (
@@ -29,6 +29,8 @@ from hybridrl.workers.base import Dispatch, dispatch_of
 # vLLM first: it measures free memory on an empty GPU.
 BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model", "teacher")
 # Saves the state of the roles built before it.
+# In the critic's place, of runs that train a reward model.
+REWARD_TRAINER = "hybridrl.workers.reward_model.RewardTrainer"
 SAVER = "hybridrl.workers.saver.SaverWorker"
 # Sends the actor's weights to ranks that only sample.
 SENDER = "hybridrl.workers.sender.SenderWorker"
@@ -230,6 +232,8 @@ def role_configs(config: RunConfig) -> dict[str, RoleConfig]:
     if is_supervised(config):  # trains the distribution itself; rollouts only evaluate
         for role in {"actor", "ref"} & configs.keys():
             configs[role] = replace(vars(config)[role], temperature=1.0)
+        if trains_reward_model(config):
+            configs["critic"] = replace(config.critic, worker=REWARD_TRAINER)
         configs["rollout"] = replace(config.rollout, top_p=1.0)  # nothing is recorded
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
     return configs

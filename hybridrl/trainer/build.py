@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hybridrl.config.estimators import is_supervised, trains_policy
+from hybridrl.config.estimators import is_supervised, trains_policy, trains_reward_model
 from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
@@ -105,9 +105,8 @@ def build_loop(
         training = PPO(rollouts, start, scoring, advantages, updates, given)
     held_out = training.held_out if isinstance(training, SFT) else None
     accuracy = math.nan if parts.resume is None else parts.resume.last_accuracy
-    evaluations = Evaluations(
-        parts.evaluator, rollouts, phases, parts.preemption, observer, held_out, accuracy
-    )
+    observed = parts.preemption, observer, held_out, not trains_reward_model(config), accuracy
+    evaluations = Evaluations(parts.evaluator, rollouts, phases, *observed)
     signals, checkpoints = parts.preemption, parts.checkpoints
     of_run = parts.run_dir, parts.warn, parts.resume
     saves = Saves(config, workers, state, checkpoints, signals, phases, *of_run)

@@ -128,6 +128,7 @@ class Evaluations:
 
     Attributes:
         further: metrics of held-out problems that need no samples, of supervised fine-tuning.
+        samples: false if the policy is not trained.
         accuracy: of the last evaluation; NaN before it.
     """
 
@@ -137,6 +138,7 @@ class Evaluations:
     preemption: Preemption
     observer: Observer
     further: Callable[[Sequence[Prompt]], Row] | None = None
+    samples: bool = True
     accuracy: float = math.nan
 
     def if_due(self, step: int, every_steps: int, *, is_end: bool) -> Row:
@@ -147,6 +149,9 @@ class Evaluations:
 
     def evaluate(self, step: int, *, is_end: bool) -> Row:
         """Evaluate the actor's weights; return metrics."""
+        if not self.samples and self.further is not None:
+            with self.phases.section("evaluate"):
+                return self.further(self.evaluator.prompts)
         metrics = self.rollouts.reshard()
         with self.phases.section("evaluate"):
             evaluation = self.evaluator.evaluate(step, self.rollouts.generate, is_end=is_end)

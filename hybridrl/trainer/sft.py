@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.masked import masked_mean
 from hybridrl.config.choices import Targets
+from hybridrl.config.estimators import trains_reward_model
 from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
@@ -220,6 +221,19 @@ class Preferences(SFT):
         return metrics
 
 
+class RewardModels(SFT):
+    """Training of a reward model on pairs; the policy stays as it is."""
+
+    def held_out(self, prompts: Sequence[Prompt]) -> Row:
+        """Compute eval/preference_accuracy: the share of pairs whose better response scores more.
+
+        A score is on a response's last token, 0 on the others.
+        """
+        scores = self.updates.scores(reference_batch(prompts))
+        better, worse = torch.stack([row.sum() for row in scores.rows()]).view(-1, 2).unbind(1)
+        return {"eval/preference_accuracy": float((better > worse).double().mean())}
+
+
 def _but(step: int, own: ScheduledBatch, scheduled: Scheduled) -> Scheduled:
     """Return `scheduled`, but of `step` the schedule `own`, which the ranks have already."""
     return lambda prompts, other: own if other == step else scheduled(prompts, other)
@@ -227,6 +241,8 @@ def _but(step: int, own: ScheduledBatch, scheduled: Scheduled) -> Scheduled:
 
 def supervised(config: RunConfig, prompts: PromptSource, updates: Updates) -> SFT:
     """Return the training on what the run's loss takes."""
+    if trains_reward_model(config):
+        return RewardModels(config, prompts, updates)
     targets, ref = targets_of(config), updates.workers.ref
     if targets is Targets.answers or ref is None:
         return SFT(config, prompts, updates)

@@ -79,6 +79,10 @@ class Updates:
         """Compute log-probs of any number of responses, by the present weights or by `role`."""
         return self._forward("compute_log_probs", batch, role)
 
+    def scores(self, batch: RolloutBatch) -> Ragged:
+        """Compute scores of any number of responses by the reward model that is trained."""
+        return self._forward("compute_scores", batch, self.workers.critic)
+
     def token_stats(self, batch: RolloutBatch) -> Ragged:
         """Compute log-probs (real part) and entropies (imaginary part) by the present weights."""
         return self._forward("compute_token_stats", batch)

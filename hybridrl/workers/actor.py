@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +24,7 @@ from hybridrl.distributed.forward.routers import Router
 from hybridrl.distributed.forward.routing import Routing, RoutingTotals
 from hybridrl.distributed.forward.token_models import Target
 from hybridrl.distributed.fsdp import load_sharded_policy
-from hybridrl.distributed.storage.export import AdapterFiles, write_model
+from hybridrl.distributed.storage.export import AdapterFiles, write_gathered
 from hybridrl.distributed.storage.policy_weights import GatheredWeights, adapter_state_dict
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
@@ -264,11 +262,4 @@ class ActorWorker(TrainedWorker):
         model, lora = self.config.model, self.config.lora
         weights, adapters = GatheredWeights(self.model), adapter_state_dict(self.model)
         files = None if lora is None else AdapterFiles(adapters, lora, name_or_folder(model))
-        try:
-            if dist.get_rank() == 0:
-                write_model(weights, model_folder(model), Path(folder), files)
-        except OSError as error:
-            return str(error)
-        finally:
-            weights.read_rest()
-        return None
+        return write_gathered(weights, model_folder(model), folder, adapter=files)

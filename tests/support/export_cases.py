@@ -18,7 +18,13 @@ from hybridrl.distributed.storage.policy_weights import adapter_state_dict
 from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.saver import SaverWorker
-from tests.support.role_configs import actor_config, fsdp_config, model_config, saver_config
+from tests.support.role_configs import (
+    actor_config,
+    algorithm_config,
+    fsdp_config,
+    model_config,
+    saver_config,
+)
 from tests.support.whole_weights import full_state_dict
 
 STEP = 20
@@ -58,6 +64,7 @@ def checkpoint(
         "hardware": {"accelerator": "cpu"},
         "model": plain(of_model),
         "lora": plain(lora),
+        "algorithm": plain(algorithm_config()),
     }
     folder = saved(run_dir, actor, mesh, config)
     return Trained(run_dir, folder, full_state_dict(actor.model), adapter_state_dict(actor.model))

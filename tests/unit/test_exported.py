@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from hybridrl.config.choices import DType
 from hybridrl.distributed.storage.export import _copy_around, _put_in_place
 from hybridrl.models.export_record import added_to, files_in
 from hybridrl.models.resolve import EMBEDDED_FOLDER
@@ -71,5 +70,5 @@ def test_the_source_models_adapter_is_left_out(tmp_path):
     shutil.copytree(EMBEDDED_FOLDER, source)
     (source / "adapter_config.json").write_text("{}")
     export.mkdir()
-    _copy_around(source, export, DType.float32)
+    _copy_around(source, export, {"dtype": "float32"})
     assert "adapter_config.json" not in files_in(export) and "tokenizer.json" in files_in(export)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from hybridrl.algorithms.preference_losses import dpo, ipo, kto
+from hybridrl.algorithms.preference_losses import bradley_terry, dpo, ipo, kto
 from hybridrl.algorithms.token_loss import aggregate
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
@@ -109,6 +109,19 @@ def test_the_metrics_are_sums_with_counts_of_their_own():
     }
     of_one = LOSSES["kto"](*arguments("kto", rows=[0])).sums
     assert of_one["reward_rejected"].tolist() == [0, 0]
+
+
+def test_a_pair_of_scores_has_its_log_likelihood():
+    """By the closed form; equal scores have log 2, and no pair that is told apart."""
+    scores = torch.tensor([1.5, -0.5, 0.25, 0.25, -1.0, 2.0], dtype=torch.float64)
+    preferred = torch.tensor([True, False, True, False, False, True])
+    values, sums = bradley_terry(scores, preferred)
+    margins = [2.0, 0.0, 3.0]
+    assert values.tolist() == pytest.approx([math.log(1 + math.exp(-m)) for m in margins])
+    assert sums["preference_accuracy"].tolist() == [2, 3]
+    assert sums["reward_margin"].tolist() == [5, 3]
+    assert sums["reward_chosen"].tolist() == [3.75, 3]
+    assert sums["reward_rejected"].tolist() == [-1.25, 3]
 
 
 @EVERY_LOSS

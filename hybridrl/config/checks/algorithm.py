@@ -194,7 +194,7 @@ def supervised_problems(config: RunConfig) -> Iterator[Problem]:
         return
     known = ["log_probs", "response_mask", "sequence_id"]
     if targets is not Targets.answers:
-        known += ["ref_log_probs", "preferred", "kl_baseline"]
+        known += ["ref_log_probs", "preferred", "kl_baseline", "scores"]
         kind = config.algorithm.aggregation
         if kind is not Aggregation.sequence_mean:
             why = f"{key} = {loss} is a mean over {targets}, not over tokens"

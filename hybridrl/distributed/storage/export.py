@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -19,7 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_folder, sync_tree
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.distributed.storage.policy_weights import PolicyWeights
+from hybridrl.distributed.storage.policy_weights import GatheredWeights, PolicyWeights
 from hybridrl.distributed.storage.safetensors_file import header, naming, pieces, write_parts
 from hybridrl.models.export_record import RECORD, files_in, in_between
 from hybridrl.models.resolve import PLAIN_FILES
@@ -30,6 +32,7 @@ ADAPTER_FOLDER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 SHARD_BYTES = 5 * 10**9
 # Ends of names of tensors that vLLM keeps in float32: decays of states, offsets of routers.
 IN_FLOAT32 = ("A_log", "e_score_correction_bias")
+UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def write_model(
     dtype: DType = DType.float32,
     record: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    changes: Mapping[str, Any] = UNCHANGED,
 ) -> None:
     """Write weights, tied tensors once, with configuration and tokenizer of their `source` model.
 
@@ -78,6 +82,7 @@ def write_model(
         adapter: adapters that are merged into `weights`, written to target/adapter.
         record: provenance, written to hybridrl_export.json with a list of the files.
         shard_bytes: largest size of a weight file of several tensors.
+        changes: of config.json.
 
     Raises:
         OSError: a write failed, or a read of a file in `source`, which is named; `target` is
@@ -88,7 +93,7 @@ def write_model(
         remove(partial)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_around(source, partial, dtype)
+        _copy_around(source, partial, {**changes, "dtype": dtype.value})
         _write_weights(weights, partial, getattr(torch, dtype.value), shard_bytes)
         if adapter is not None:
             adapter.write(partial / ADAPTER_FOLDER)
@@ -98,8 +103,23 @@ def write_model(
         _put_in_place(partial, target)
 
 
-def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
-    """Copy all files except the weights."""
+def write_gathered(weights: GatheredWeights, source: Path, folder: str, **more: Any) -> str | None:
+    """Write a model that all ranks gather as `write_model` does, on rank 0; a collective.
+
+    Returns an error message of the disk, or None.
+    """
+    try:
+        if dist.get_rank() == 0:
+            write_model(weights, source, Path(folder), **more)
+    except OSError as error:
+        return str(error)
+    finally:
+        weights.read_rest()
+    return None
+
+
+def _copy_around(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:
+    """Copy all files except the weights, with `changes` of config.json."""
     for path in sorted(source.iterdir()):
         # With adapter_config.json transformers would look for an adapter beside the whole weights.
         is_ours = path.name in (RECORD, ADAPTER_CONFIG) or path.name.endswith(".index.json")
@@ -109,8 +129,7 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
             (folder / path.name).write_bytes(content)
     config = json.loads((folder / "config.json").read_bytes())
     config.pop("torch_dtype", None)
-    config["dtype"] = dtype.value
-    _write_json(folder / "config.json", config)
+    _write_json(folder / "config.json", config | dict(changes))
     if not (folder / GENERATION_CONFIG_NAME).is_file():  # older models keep it in their config
         read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # As it is: save_pretrained raises an error for some values, such as pad_token_id = -1.

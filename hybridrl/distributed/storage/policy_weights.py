@@ -1,12 +1,14 @@
 """Weights of a policy by their names on the hub: from a checkpoint, or gathered from all ranks."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.config.choices import Accelerator, Init
@@ -14,7 +16,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.experts import parts_of
-from hybridrl.distributed.forward.token_models import TokenLogProbs
+from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
 from hybridrl.distributed.lora import (
     adapter_parameters,
     adapters,
@@ -29,6 +31,7 @@ from hybridrl.models.resolve import plain_folder
 
 # Prefixes of the policy's weights in a checkpoint, and of adapters in peft's.
 PREFIX, PEFT = "actor.weights.", "base_model.model."
+NO_HEAD: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class PolicyWeights(ABC):
@@ -38,9 +41,15 @@ class PolicyWeights(ABC):
     of one are adjacent.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
-        self._buffers = checkpoint_buffers(lm)
-        self._parameters = dict(checkpoint_parameters(lm)) | self._buffers
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        prefix: str = "",
+        head: Mapping[str, nn.Parameter] = NO_HEAD,
+    ) -> None:
+        self._buffers = checkpoint_buffers(lm, prefix)
+        own = {f"{prefix}{name}": param for name, param in checkpoint_parameters(lm)}
+        self._parameters: dict[str, Tensor] = {**own, **head, **self._buffers}
         self._scaling = {f"{name}.weight": layer.scaling for name, layer in adapters(lm).items()}
         self._parts = parts_of(lm, self._parameters)
         self._last: tuple[str, Tensor] | None = None
@@ -151,6 +160,16 @@ class GatheredWeights(PolicyWeights):
         """Join the collectives of the weights that were not read."""
         while self._rest:
             self.read(self._rest[0])
+
+
+class GatheredClassifier(GatheredWeights):
+    """Weights of an idle reward model, likewise, by names of transformers' sequence classifiers."""
+
+    def __init__(self, root: ScalarModel) -> None:
+        free_gathered_weights(root)
+        prefix, head = f"{root.backbone.base_model_prefix}.", {"score.weight": root.head.weight}
+        PolicyWeights.__init__(self, root.backbone, prefix, head)
+        self._sharded, self._rest = self._parameters, list(self.shapes)
 
 
 def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.config.estimators import trains_reward_model
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Workers
@@ -104,7 +105,10 @@ class Saves:
         """Write the trained model as a folder of Hugging Face's format."""
         # Offloaded weights return to the GPU to be gathered: the engine makes room.
         self.state.engine.sleep()
-        problem = self.workers.actor.call("save", str(folder))
+        trained = self.workers.actor
+        if trains_reward_model(self.config) and self.workers.critic is not None:
+            trained = self.workers.critic
+        problem = trained.call("save", str(folder))
         if problem is not None:
             self.warn(
                 f"{folder} could not be written: {problem}\nOnce there is room, `hybridrl export "

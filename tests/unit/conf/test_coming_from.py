@@ -13,7 +13,7 @@ from hybridrl.config.keys import (
 from tests.support.composing import REPO, composed, problems
 from tools.coming_from import PAGE, table
 
-EVERYTHING = ["lora=default", "reward_model=default", "algorithm/loss=dual_clip"]
+EVERYTHING = ["lora=default", "reward_model=default", "teacher=default", "algorithm/loss=dual_clip"]
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
         overrides.append(f"+reward.args.parts={ONE_PART}")
     if group == "reward" and choice in OWN_REWARDS:
         overrides.append(f"reward.function=tests.support.own_rewards.{OWN_REWARDS[choice]}")
-    if group == "algorithm" and choice in ("sft", "dpo", "ipo", "kto"):
+    if group == "algorithm" and choice in ("sft", "dpo", "ipo", "kto", "bradley_terry"):
         overrides.append("rollout.responses_per_prompt=1")
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")

@@ -12,12 +12,13 @@ from tests.support.composing import REPO, examined, made, mistakes, problems
 FOLDER = REPO / "conf" / "algorithm" / "loss"
 LOSSES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 CPU = "hardware=cpu"
+SUPERVISED = ("nll", "dpo", "ipo", "kto", "bradley_terry")
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_composes_and_passes_all_checks(name):
     # Some are refused in reinforcement learning (test_sft_config.py).
-    recipe = ["+recipe=gsm8k_sft"] if name in ("nll", "dpo", "ipo", "kto") else []
+    recipe = ["+recipe=gsm8k_sft"] if name in SUPERVISED else []
     found = examined([CPU, *recipe, f"algorithm/loss={name}"])
     assert found.report.problems == []
     assert found.config.actor.algorithm is found.config.algorithm

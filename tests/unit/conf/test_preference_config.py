@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from hybridrl.config.estimators import trains_policy, uses_critic
 from hybridrl.config.planner.memory import workload
 from hybridrl.controller.worker_group import role_configs
 from hybridrl.data.schedule import update_sizes
@@ -33,7 +34,7 @@ def test_what_has_no_meaning_is_refused(mistake):
     assert made(mistake, *DPO) == [mistake]
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "bradley_terry"])
 def test_in_reinforcement_learning_they_are_refused(loss):
     found = examined(["hardware=cpu", f"algorithm/loss={loss}"]).report.problems
     assert [problem.id for problem in found] == ["likelihood"]
@@ -54,6 +55,14 @@ def test_the_reference_is_at_temperature_1_and_needs_no_penalty():
     assert roles["ref"].temperature == roles["actor"].temperature == 1.0
     assert roles["rollout"].temperature == 0.7
     assert "ref" not in role_configs(examined(["+recipe=gsm8k_sft", "hardware=cpu"]).config)
+
+
+def test_a_reward_model_is_trained_in_the_critics_place():
+    config = examined([*DPO, "algorithm=bradley_terry", "critic.optim.lr=1e-3"]).config
+    roles = role_configs(config)
+    assert roles["critic"].worker.endswith(".RewardTrainer") and "ref" not in roles
+    assert uses_critic(config) and not trains_policy(config, step=9)
+    assert update_sizes(config.actor, 1, examined(DPO).shape).whole_episodes
 
 
 def test_a_reward_is_not_needed():
