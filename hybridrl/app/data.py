@@ -48,7 +48,8 @@ def examine_data(result: Examined) -> "PromptSets | None":
         longest,
         targets_of(config),
     )
-    if prompts is not None and config.teacher is not None and report.usable(["teacher"]):
+    teacher = config.teacher
+    if prompts is not None and teacher is not None and report.usable(["teacher"]) and teacher.paths:
         from hybridrl.data.sources.teachers import with_teachers
 
         try:

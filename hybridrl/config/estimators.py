@@ -24,7 +24,7 @@ KEY = ESTIMATOR
 # Loss of a reward model's scores (policy_losses.py).
 REWARD_LOSS = "bradley_terry"
 # Tries a user's estimator. A path, as it imports torch.
-TRY_ESTIMATOR = "hybridrl.trainer.trial.try_estimator"
+TRY_ESTIMATOR = "hybridrl.app.own_algorithms.try_estimator"
 TRIAL = "its trial on a small batch, one group of which has equal rewards,"
 
 

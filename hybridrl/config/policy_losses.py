@@ -32,7 +32,7 @@ TENSORS = (
 )
 KEY = "algorithm.loss"
 # Tries a user's loss. A path, as it imports torch.
-TRY_LOSS = "hybridrl.trainer.trial.try_loss"
+TRY_LOSS = "hybridrl.app.own_algorithms.try_loss"
 TRIAL = "its trial on a small batch"
 
 

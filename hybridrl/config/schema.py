@@ -266,7 +266,7 @@ class RewardModelConfig(ShardedConfig):
 
 @dataclass(kw_only=True)
 class TeacherConfig(ShardedConfig):
-    """conf/teacher. models is a path, or a mapping of names to paths."""
+    """conf/teacher. models is a path, or a mapping of names to paths; null is refused."""
 
     models: Annotated[Any, FREE]
     init: Init
@@ -285,7 +285,9 @@ class TeacherConfig(ShardedConfig):
     @property
     def paths(self) -> dict[str, str]:
         """Paths of the teachers by name; the only one may have none."""
-        return dict(self.models) if isinstance(self.models, Mapping) else {"": str(self.models)}
+        if isinstance(self.models, Mapping):
+            return {str(name): str(path) for name, path in self.models.items()}
+        return {"": self.models} if isinstance(self.models, str) else {}
 
     @property
     def is_sampled(self) -> bool:

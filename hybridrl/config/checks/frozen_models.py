@@ -25,6 +25,9 @@ OTHER_WAYS = (
     ". Or score the text instead, by a reward function of your own (reward.function) or a server "
     "(reward=http)"
 )
+OWN_TOKENS = (
+    ". Or let it read the text in its own tokens: teacher.tokenizer=own teacher.objective=sampled"
+)
 
 ReadModel = Callable[[str], dict[str, Any]]
 
@@ -101,7 +104,7 @@ def of_key(problem: Problem, key: str) -> Problem:
 
 def path_problem(id_: str, key: str, path: str, expected: str, why: str, model: str) -> Problem:
     """Return the problem of a frozen model's path, whose remedy is another `model`."""
-    remedy = f"Set {key}=<{model}>{OTHER_WAYS if key == REWARD_MODEL_PATH else ''}"
+    remedy = f"Set {key}=<{model}>{OTHER_WAYS if key == REWARD_MODEL_PATH else OWN_TOKENS}"
     return Problem(id_, key, path, expected, why, remedy)
 
 

@@ -20,7 +20,8 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
     named = isinstance(models, Mapping) and models and all(map(_is_path, models.values()))
     if not (_is_path(models) or named):
         expected = "a path, or a path for each name, {math: ..., code: ...}"
-        yield Problem("teacher_models", TEACHERS, models, expected, remedy=f"Set {TEACHERS}=<path>")
+        remedy = f"Set {TEACHERS}=<a folder, the directory of a run, or a name on the hub>"
+        yield Problem("teacher_models", TEACHERS, models, expected, remedy=remedy)
     if not teacher.coef and not teacher.reward_coef:
         why = "with teacher.reward_coef = 0, too, nothing would be learned"
         yield Problem("teacher_coef", "teacher.coef", 0.0, "above 0", why, "Set teacher.coef=1")

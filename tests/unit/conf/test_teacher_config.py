@@ -50,7 +50,7 @@ def test_one_mistake_gets_one_problem(mistake):
 
 
 def test_it_asks_for_its_models():
-    assert named("hardware=cpu", "teacher=default") == [("missing", "teacher.models")]
+    assert named("hardware=cpu", "teacher=default") == [("teacher_models", "teacher.models")]
 
 
 def test_teachers_are_named_models_of_their_own():

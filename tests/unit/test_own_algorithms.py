@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hybridrl.algorithms.token_loss import TokenLoss
+from hybridrl.app.own_algorithms import toy_batch, try_estimator, try_loss
 from hybridrl.config.annotations import NoValue
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.errors import RunStopped
-from hybridrl.trainer.trial import toy_batch, try_estimator, try_loss
 from tests.support.run_configs import run_config
 
 
