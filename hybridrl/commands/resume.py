@@ -126,8 +126,13 @@ def arguments(run: RunOnDisk, overrides: Sequence[str]) -> list[str]:
 def _as_started(override: str, run: RunOnDisk) -> str:
     """Return an override; of a model's path, where a link such as outputs/latest pointed then."""
     key, config = _key(override), leaves(run.manifest["config"])
-    is_path = key in (MODEL, REWARD_MODEL_PATH) or key.startswith(TEACHERS)
-    if not is_path or key not in config:
+    if key == TEACHERS and (named := run.manifest["config"].get("teacher")):
+        paths = named["models"]
+        config[key] = paths
+        if isinstance(paths, dict):
+            pairs = ",".join(f"{name}:{quoted(path)}" for name, path in paths.items())
+            return f"{override.partition('=')[0]}={{{pairs}}}"
+    if key not in (MODEL, REWARD_MODEL_PATH, TEACHERS) or key not in config:
         return override
     return f"{override.partition('=')[0]}={quoted(config[key])}"
 

@@ -148,7 +148,9 @@ def group_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that an estimator that compares responses to a prompt has enough of them."""
     advantage, each = config.algorithm.advantage, config.rollout.responses_per_prompt
     estimator, k = estimator_of(advantage), config.algorithm.pass_k
-    of_group = "rollout.responses_per_prompt"
+    of_group, teacher = "rollout.responses_per_prompt", config.teacher
+    if teacher is not None and not teacher.reward_coef:
+        return  # rewards teach nothing
     if estimator.compares_groups and each < 2:
         why = f"{KEY} = {advantage} compares the responses to a prompt; one alone has advantage 0"
         remedy = f"Set {of_group}=2 or more, or algorithm=ppo"

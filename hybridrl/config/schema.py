@@ -55,6 +55,8 @@ from hybridrl.config.sections import (
     TrainerConfig,
 )
 
+# Most tokens of a chunk of a divergence, which has several float32 numbers for each id.
+DIVERGENCE_TOKENS = 1024
 TENSOR_PARALLEL = "rollout.tensor_parallel_size"
 
 
@@ -288,6 +290,11 @@ class TeacherConfig(ShardedConfig):
         if isinstance(self.models, Mapping):
             return {str(name): str(path) for name, path in self.models.items()}
         return {"": self.models} if isinstance(self.models, str) else {}
+
+    @property
+    def divergence_chunk_tokens(self) -> int:
+        """Tokens whose distributions of policy and teacher exist at one time."""
+        return min(self.log_prob_chunk_tokens, DIVERGENCE_TOKENS)
 
     @property
     def is_sampled(self) -> bool:

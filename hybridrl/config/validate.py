@@ -88,7 +88,7 @@ TRAINING_MODEL_CHECKS = (
     algorithm.lora_problems,
     algorithm.expert_problems,
     algorithm.recurrent_problems,
-    algorithm.sharing_problems,
+    algorithm.forward_problems,
     exact_problems,
 )
 
@@ -137,7 +137,10 @@ def set_steps(config: RunConfig, num_prompts: int, report: Report) -> None:
     """
     if not report.usable(["trainer", "data.prompts_per_step"]) or config.trainer.epochs is None:
         return
-    steps = config.trainer.epochs * num_prompts / config.data.prompts_per_step
+    # Given answers are those of as many prompts as a step has responses.
+    given = 0.0 if config.teacher is None else config.teacher.given_fraction
+    each = 1 + given * (config.rollout.responses_per_prompt - 1)
+    steps = config.trainer.epochs * num_prompts / (config.data.prompts_per_step * each)
     total, before = max(1, math.ceil(steps - _ROUNDING)), config.trainer.total_steps
     for key in (STEPS, *FOLLOWING[STEPS]):
         if report.usable([key]) and value_at(config, key) == before:

@@ -14,7 +14,14 @@ from hybridrl.config.annotations import Unusable, value_at
 from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS, Aggregation, Init, Layout, Targets
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.errors import ABSENT, Problem, shown
-from hybridrl.config.estimators import SETTINGS, estimator_of, is_supervised, taking, uses_critic
+from hybridrl.config.estimators import (
+    SETTINGS,
+    estimator_of,
+    is_supervised,
+    taking,
+    trains_on_answers,
+    uses_critic,
+)
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of, targets_of, uses_reference
 from hybridrl.config.schema import TENSOR_PARALLEL, RunConfig
@@ -220,7 +227,7 @@ VARIANTS = (
     Variant("data.train_files", _is_set("data.train_files"), "data.name"),
     Variant(
         "data.few_shot",
-        lambda c: c.data.few_shot == 0 and not is_supervised(c),
+        lambda c: c.data.few_shot == 0 and not trains_on_answers(c),
         "data.solution_key data.mixture.*.solution_key",
     ),
     *(

@@ -13,7 +13,7 @@ from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.checks.reward_model import NO_REWARD
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.estimators import is_supervised
+from hybridrl.config.estimators import trains_on_answers
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.policy_losses import targets_of
@@ -198,7 +198,7 @@ def check_data(node: str, config: RunConfig) -> "tuple[list[Finding], list[Promp
     """Check inputs.data; return findings and training prompts to try."""
     from hybridrl.data.sources.prompts import examine_prompts
 
-    longest = config.rollout.max_response_tokens if is_supervised(config) else None
+    longest = config.rollout.max_response_tokens if trains_on_answers(config) else None
     limits = config.rollout.max_prompt_tokens, longest
     sets, problems = examine_prompts(config.data, config.model, *limits, targets_of(config))
     if sets is None:

@@ -140,7 +140,7 @@ def _needed(context: CheckContext, slots: int) -> tuple[int, str]:
     if context.on_gpu:
         parts = host_parts(config, shape, frozen).values()
         rank = sum(parts)
-        each = "{}, {} for loading, {} for offload and {} for checkpoints pinned"
+        each = "{}, {} for loading, {} for offload and {} for checkpoints pinned, {} of teachers"
         each = each.format(*map(gib, parts))
     else:
         rank = largest(rank_phases(config, shape, None, frozen)).total

@@ -12,7 +12,7 @@ from pathlib import Path
 from hybridrl.config.checks.sizes import warm_ups
 from hybridrl.config.choices import IN_PARTS
 from hybridrl.config.command.overrides import quoted
-from hybridrl.config.estimators import is_supervised
+from hybridrl.config.estimators import trains_on_answers
 from hybridrl.config.planner.world import num_engines, training_ranks
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
@@ -45,9 +45,9 @@ def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
     config = context.config
     trainers = training_ranks(config)
     prompts = trainers * -(-num_engines(config) // trainers)
-    supervised, longest = is_supervised(config), config.rollout.max_response_tokens
+    answers, longest = trains_on_answers(config), config.rollout.max_response_tokens
     # Reference answers stay as long as they are.
-    tokens = longest if supervised else min(MAX_RESPONSE_TOKENS, longest)
+    tokens = longest if answers else min(MAX_RESPONSE_TOKENS, longest)
     buffer = config.algorithm.overlong.buffer_tokens
     return [
         *(f"{key}={_warm_up(key)}" for key, steps in warm_ups(config).items() if steps >= STEPS),

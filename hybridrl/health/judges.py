@@ -61,11 +61,16 @@ Judge = Callable[[Seen], str | None]
 
 
 def constant_reward(seen: Seen) -> str | None:
-    """Judge that rewards differ by more than float32's rounding."""
-    if not _is_constant(seen, seen.limit):
+    """Judge that rewards that teach differ by more than float32's rounding."""
+    if not _teach(seen) or not _is_constant(seen, seen.limit):
         return None
     mean = seen.get("reward/mean") or 0.0
     return f"every response got the reward {mean:g}: there is nothing to learn from it"
+
+
+def _teach(seen: Seen) -> bool:
+    """Return whether rewards teach, and not teachers alone."""
+    return seen.config.teacher is None or seen.config.teacher.reward_coef > 0
 
 
 def _is_constant(seen: Seen, limit: float) -> bool:
@@ -80,7 +85,7 @@ def unmixed_groups(seen: Seen) -> str | None:
     """
     share = seen.get("reward/mixed_fraction")
     groups = estimator_of(seen.config.algorithm.advantage).compares_groups
-    if not groups or share is None or share > seen.limit:
+    if not groups or not _teach(seen) or share is None or share > seen.limit:
         return None
     if _is_constant(seen, seen.config.health.constant_reward or 0.0):
         return None

@@ -159,6 +159,8 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
     batch = replay.batch
     tensors = {PROMPT_LENGTHS: batch.prompts.lengths, RESPONSE_LENGTHS: batch.responses.lengths}
     for name, value in batch.tensors().items():
+        if name in ("teacher", "teacher_prompts"):  # a replay has no teachers
+            continue
         tensors[name] = value.values if isinstance(value, Ragged) else value
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     replace_file(folder / TENSORS_FILE, lambda new: save_file(tensors, new))

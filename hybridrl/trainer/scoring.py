@@ -29,7 +29,7 @@ from hybridrl.trainer.rewarding import (
     overlong_shaping,
 )
 from hybridrl.trainer.sampling.source import Sampled
-from hybridrl.trainer.teaching import OtherTokens, teacher_fields
+from hybridrl.trainer.teaching import OtherTokens, check_teachers, teacher_fields
 from hybridrl.trainer.timing.phases import Phases
 
 # Forward passes, on the roles that the run has: field of the batch -> role, method.
@@ -133,7 +133,9 @@ class Scoring:
             scheduled = schedule(batch, self._sizes, seed=self._config.seed, step=step)
             outcomes = begin_together(self._teachers, scheduled)()
         self._phases.split("score", outcomes)
-        return scheduled.adding(teacher_log_probs=outcomes[TAUGHT].value)
+        scheduled = scheduled.adding(teacher_log_probs=outcomes[TAUGHT].value)
+        check_teachers(scheduled.batch, step)
+        return scheduled
 
     def _reward(self, sampled: Sampled) -> tuple[Rewarded, dict[str, Tensor], Row]:
         """Score the responses and, for baseline_rewards, the greedy ones."""

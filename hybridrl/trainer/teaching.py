@@ -13,6 +13,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.alignment import Aligned
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.teachers import aligners
+from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.record import Row
 
@@ -34,21 +35,26 @@ class OtherTokens:
     """Responses in the tokens of teachers with other tokenizers, and their log-probs back."""
 
     def __init__(self, config: RunConfig) -> None:
+        assert config.teacher is not None
         self._aligners = aligners(config)
+        paths = config.teacher.paths.values()
+        self._positions = [read_model_config(p).get("max_position_embeddings") for p in paths]
 
     def read(self, batch: RolloutBatch) -> tuple[RolloutBatch, list[Aligned]]:
         """Return the responses as their teachers read them, and their spans.
 
-        A response without a text is the teacher's end of a turn, which is in no span.
+        A response without a text is the teacher's end of a turn, which is in no span. So is what
+        the teacher has no positions for.
         """
         several = "teacher" in batch.added
         chosen = batch.teacher.tolist() if several else [0] * len(batch)
-        pairs = list(zip(chosen, batch.responses.rows(), strict=True))
-        aligned = [self._aligners[index].align(row.tolist()) for index, row in pairs]
-        rows = [
-            one.teacher_ids or [self._aligners[k].teacher_end_id]
-            for k, one in zip(chosen, aligned, strict=True)
-        ]
+        rows, aligned = list[list[int]](), list[Aligned]()
+        given = batch.teacher_prompts.lengths.tolist(), batch.responses.rows()
+        for index, length, response in zip(chosen, *given, strict=True):
+            aligner, positions = self._aligners[index], self._positions[index]
+            spans = aligner.align(response.tolist())
+            aligned.append(spans if positions is None else spans.within(positions - length))
+            rows.append(aligned[-1].teacher_ids or [aligner.teacher_end_id])
         read = unsampled(batch.teacher_prompts, Ragged.from_rows(rows, torch.int32), batch.group_id)
         return (read.adding(teacher=batch.teacher) if several else read), aligned
 
@@ -99,19 +105,24 @@ def teacher_metrics(batch: RolloutBatch, step: int) -> Row:
     Raises:
         RunStopped: a teacher's log-prob is NaN or infinite.
     """
-    mask = batch.response_mask.values
-    log_probs = on_mask(batch.teacher_log_probs.values, mask)
-    if wrong := int((~log_probs.isfinite()).sum()):
-        raise RunStopped(
-            f"step {step}: the teacher's log-probs of {wrong} tokens are NaN or infinite; try "
-            f"fsdp.param_dtype=float32, or another checkpoint"
-        )
-    ratio = log_probs - on_mask(batch.old_log_probs.values, mask)
+    log_probs = check_teachers(batch, step)
+    ratio = log_probs - on_mask(batch.old_log_probs.values, batch.response_mask.values)
     return {
         "teacher/kl": 0.0 - float(ratio.mean()),
         "teacher/log_ratio_max": float(ratio.abs().max()),
         "teacher/preference": _preference(batch, ratio),
     }
+
+
+def check_teachers(batch: RolloutBatch, step: int) -> Tensor:
+    """Return the teachers' log-probs of the sampled tokens; RunStopped if one is not finite."""
+    log_probs = on_mask(batch.teacher_log_probs.values, batch.response_mask.values)
+    if wrong := int((~log_probs.isfinite()).sum()):
+        raise RunStopped(
+            f"step {step}: the teacher's log-probs of {wrong} tokens are NaN or infinite; try "
+            f"fsdp.param_dtype=float32, or another checkpoint"
+        )
+    return log_probs
 
 
 def _preference(batch: RolloutBatch, ratio: Tensor) -> float | None:

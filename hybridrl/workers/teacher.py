@@ -61,8 +61,8 @@ class TeacherWorker(ModelWorker):
     def _load(self, path: str) -> Teacher:
         config = self.config
         lm = ModelConfig(path=path, init=config.init, seed=config.seed, trust_remote_code=False)
-        # Columns are cut for the reshard, which has the policy's weights alone.
-        fsdp = replace(config.fsdp, columns=None)
+        # Cut columns, and kernels that are shared with vLLM, are for the policy alone.
+        fsdp = replace(config.fsdp, columns=None, exact=False)
         model = load_sharded_policy(lm, fsdp, self.mesh, config.log_prob_chunk_tokens)
         self.own(model)
         self.rest()
@@ -152,7 +152,7 @@ class TeacherWorker(ModelWorker):
             top_of=config.top_of,
             vocab=min(len(head.weight), len(teacher.weight)),
             temperature=config.temperature * head.divisor,
-            chunk_tokens=config.log_prob_chunk_tokens,
+            chunk_tokens=config.divergence_chunk_tokens,
             cap=head.cap,
             teacher_cap=teacher.cap,
         )

@@ -23,7 +23,7 @@ TEMPERATURE, COEF = 0.8, 0.7
 # The responses of each of two teachers; one micro-batch has only the second's.
 CHOSEN = [0, 1, 0, 1, 1, 1, 0, 1]
 CASES = {
-    "one rank": (1, {"dp_shard": 1}),
+    "one rank": (1, {"dp_shard": 1, "offload": Offload.idle_all}),
     "two ranks": (2, {"dp_shard": 2, "offload": Offload.idle_all}),
 }
 
@@ -69,7 +69,7 @@ def scored_and_taught(folders, changes, objective, settings):
     dist.all_gather_object(parts, teacher.compute_log_probs(mine))
     (mini,) = mine.mini_batches()
     training = Training(actor.optimizer, actor.policy_loss, spec)
-    actor.begin()
+    actor.begin()  # which offloads the teachers; their heads are copies
     training.accumulate_gradients(*mini)
     full = {name: p.grad.full_tensor() for name, p in actor.model.named_parameters()}
     return dealt.join(parts), full, training.sums

@@ -142,6 +142,6 @@ def stage_of_two(agents: Any, unfit: tuple[str, ...], *, quick: bool) -> list[An
     config = run_config()
     config.cluster.nodes, config.cluster.rendezvous_ports = 2, [29500, 29503]
     shape = model_shape(TINY)
-    case = CheckContext(config, MACHINE, shape, None, (), agents, quick, unfit=frozenset(unfit))
+    case = CheckContext(config, MACHINE, shape, (), (), agents, quick, unfit=frozenset(unfit))
     (report,) = run_stages(case, [(Stage.network, network.check)])
     return report.findings

@@ -212,13 +212,8 @@ def supervised_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Check the load-balancing loss, compilation and placement of experts, and their replay."""
+    """Check the load-balancing loss and placement of experts, and their replay."""
     coef, fsdp, rollout = config.actor.router_balance_coef, config.fsdp, config.rollout
-    if shape.experts is not None and fsdp.compile and fsdp.param_dtype is DType.float32:
-        why = "with fsdp.param_dtype = float32 products of experts cannot be compiled"
-        yield must_be(
-            "compiled_experts", "fsdp.compile", True, "false", why, " or fsdp.param_dtype=bfloat16"
-        )
     key = "actor.router_balance_coef"
     if coef and shape.experts is None:
         yield must_be("no_experts", key, coef, 0, "model.path has no experts to balance")
@@ -245,28 +240,33 @@ def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
             yield must_be("router_replay", "rollout.router_replay", replay, "none", why)
 
 
+def forward_problems(
+    config: RunConfig, shape: ModelShape, owner: str = "model.path"
+) -> Iterator[Problem]:
+    """Find compilation and sharing of sequences that layers of a model do not have."""
+    fsdp, key = config.fsdp, "fsdp.compile"
+    if shape.experts is not None and fsdp.compile and fsdp.param_dtype is DType.float32:
+        why = f"with fsdp.param_dtype = float32 products of experts of {owner} cannot be compiled"
+        yield must_be("compiled_experts", key, True, "false", why, " or fsdp.param_dtype=bfloat16")
+    if shape.recurrent and fsdp.ulysses_size > 1:
+        own = f"recurrent layers of {owner} pass a state from token to token, which ranks cannot "
+        own += "share"
+        yield must_be("recurrent_parts", "fsdp.ulysses_size", fsdp.ulysses_size, 1, own)
+    if fsdp.compile and shape.recurrent and shape.has_state:
+        own = f"recurrent layers of {owner} compute chunks one after the other, whose number "
+        yield must_be("compiled_recurrence", key, True, "false", f"{own}compilation would fix")
+    if fsdp.compile and shape.kind == "gemma4_text":
+        why = f"what layers of {owner} keep for later ones changes when they are recomputed"
+        yield must_be("compiled_sharing", key, True, "false", why)
+
+
 def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Find settings that recurrent layers do not have."""
-    if not shape.recurrent:
-        return
-    why = "recurrent layers of model.path"
-    size = config.fsdp.ulysses_size
-    if size > 1:
-        own = f"{why} pass a state from token to token, which ranks cannot share"
-        yield must_be("recurrent_parts", "fsdp.ulysses_size", size, 1, own)
-    if config.fsdp.compile and shape.has_state:
-        own = f"{why} compute chunks one after the other, whose number compilation would fix"
-        yield must_be("compiled_recurrence", "fsdp.compile", True, "false", own)
-    if (replay := config.rollout.router_replay) is not RouterReplay.none and shape.experts:
-        own = f"vLLM keeps states of {why} in other blocks than tokens, by which experts are known"
+    """Find a replay of experts that recurrent layers do not have."""
+    replay = config.rollout.router_replay
+    if shape.recurrent and replay is not RouterReplay.none and shape.experts:
+        own = "vLLM keeps states of recurrent layers of model.path in other blocks than tokens, by "
+        own += "which experts are known"
         yield must_be("recurrent_replay", "rollout.router_replay", replay, "none", own)
-
-
-def sharing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Find compilation of layers that keep keys and values for later ones beside their outputs."""
-    if config.fsdp.compile and shape.kind == "gemma4_text":
-        why = "what its layers keep for later ones changes when they are recomputed"
-        yield must_be("compiled_sharing", "fsdp.compile", True, "false", why)
 
 
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:

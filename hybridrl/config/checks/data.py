@@ -11,7 +11,7 @@ from typing import Any
 from hybridrl.config.choices import Targets
 from hybridrl.config.command.input_errors import expanded, is_address, reason_of
 from hybridrl.config.errors import ABSENT, Problem
-from hybridrl.config.estimators import is_supervised
+from hybridrl.config.estimators import is_supervised, trains_on_answers
 from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
 
@@ -41,8 +41,9 @@ def reference_problems(config: RunConfig) -> Iterator[Problem]:
     """Check that data sets have worked solutions or answers, if prompts or training show them."""
     data, key = config.data, "data.solution_key"
     why = f"data.few_shot = {data.few_shot} shows" if data.few_shot else ""
-    if is_supervised(config) and targets_of(config) is Targets.answers:
-        why = "algorithm=sft trains on"
+    if trains_on_answers(config) and targets_of(config) is Targets.answers:
+        why = "algorithm=sft" if is_supervised(config) else "teacher.given_fraction"
+        why += " trains on"
     if not why or data.answer_key or data.solution_key:
         return
     lacking = [

@@ -42,6 +42,9 @@ def _own_tokens(config: RunConfig, objective: TeacherObjective) -> Iterator[Prob
     if objective is not TeacherObjective.sampled:
         why = f"{own}: two vocabularies have no divergence, only log-probs of pieces of text"
         yield must_be("teacher_tokens", OBJECTIVE, objective, "sampled", why)
+    if config.rollout.top_p < 1:
+        why = f"{own}: the teacher's probabilities of pieces of text are not cut to the kept tokens"
+        yield must_be("teacher_tokens", "rollout.top_p", config.rollout.top_p, 1, why)
     for key in ("environment", "agent"):
         if vars(config)[key] is not None:
             why = f"{own}: only a response of one turn is read in other tokens"

@@ -134,26 +134,27 @@ def rank_phases(
             critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
             training = policy if role.name == "actor" else critic
             parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
-            if role.name == "actor":
-                parts |= _teaching(config, shape, frozen)[0]
+            parts |= _teaching(config, shape, frozen, role.name)[0]
             phases.append(Phase(f"update {role.name}", parts))
     return phases
 
 
-def _teaching(config: RunConfig, shape: ModelShape, frozen: Frozen) -> tuple[dict[str, int], int]:
-    """Return what the teachers' whole distributions take: parts of the update, and RAM for states.
+def _teaching(
+    config: RunConfig, shape: ModelShape, frozen: Frozen, role: str = ""
+) -> tuple[dict[str, int], int]:
+    """Return what teachers' whole distributions take: parts of a role's update, RAM for states.
 
     The states are of all response tokens that a rank has of a step.
     """
     if config.teacher is None or config.teacher.is_sampled:
         return {}, 0
     teachers, size = [model.shape for model in frozen if model.has_head], config.fsdp.param_dtype
-    chunk = min(config.actor.log_prob_chunk_tokens, workload(config).tokens)
+    chunk = min(config.teacher.divergence_chunk_tokens, workload(config).tokens)
     responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
     tokens = responses * config.rollout.max_response_tokens // max(1, training_ranks(config))
     return {
         "teachers' heads": BYTES[size] * sum(one.vocab * one.hidden for one in teachers),
-        "divergence": DIVERGENCE_BYTES * chunk * shape.vocab,
+        "divergence": DIVERGENCE_BYTES * chunk * shape.vocab * (role == "actor"),
     }, BYTES[size] * tokens * max((one.hidden for one in teachers), default=0)
 
 

@@ -52,6 +52,13 @@ class Aligned(NamedTuple):
     student_counts: Ints
     teacher_counts: Ints
 
+    def within(self, most: int) -> "Aligned":
+        """Return the first spans, of at most `most` tokens of the teacher."""
+        ends = self.teacher_counts.cumsum()
+        kept = int(np.searchsorted(ends, most, side="right"))
+        ids = self.teacher_ids[: ends[kept - 1] if kept else 0]
+        return Aligned(ids, self.student_counts[:kept], self.teacher_counts[:kept])
+
 
 class Aligner:
     """Aligner of a student's responses with a teacher's tokens.

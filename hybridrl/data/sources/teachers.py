@@ -7,11 +7,11 @@ It is text in place of the question, or a list of chat messages.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from hybridrl.config.checks.frozen_models import TEACHERS
+from hybridrl.config.checks.frozen_models import TEACHERS, of_key
 from hybridrl.config.choices import TeacherTokenizer
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig, RunConfig, TeacherConfig
@@ -19,8 +19,12 @@ from hybridrl.data.sources.alignment import Aligner
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.rows import Message, first_faults
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
+from hybridrl.data.sources.turns import AnswerTokens
 from hybridrl.models.resolve import plain_folder
 from hybridrl.models.vocabulary import stop_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NAME, READ = "teacher", "teacher_prompt"
 
@@ -36,7 +40,7 @@ def with_teachers(config: RunConfig, prompts: PromptSets) -> PromptSets:
         return prompts
     if teacher.tokenizer is TeacherTokenizer.own:
         aligners(config)  # refuses tokenizers that it cannot read
-    renderers = [_renderer(config, teacher, path) for path in teacher.paths.values()]
+    renderers = [_renderer(config, teacher, name) for name in teacher.paths]
     assigned, faults = list[Prompt](), list[str]()
     for prompt in prompts.train:
         try:
@@ -50,11 +54,12 @@ def with_teachers(config: RunConfig, prompts: PromptSets) -> PromptSets:
         raise ConfigError(
             f"{TEACHERS} = {teacher.models}: {len(faults)} of {len(prompts.train)} rows cannot be "
             f"given to a teacher.\n{first_faults(faults)}\nCorrect the columns `{NAME}` and "
-            f"`{READ}`, or name teachers by the data sets of data.mixture."
+            f"`{READ}`, name teachers by the data sets of data.mixture, or raise "
+            f"rollout.max_prompt_tokens."
         )
     own = load_tokenizer(config.model).chat_template
     differs = teacher.tokenizer is TeacherTokenizer.student and any(
-        load_tokenizer(_model(config, path)).chat_template != own for path in teacher.paths.values()
+        _tokenizer(config, name).chat_template != own for name in teacher.paths
     )
     measures = prompts.measures | {"data/teacher_template": float(differs)}
     return replace(prompts, train=assigned, measures=measures)
@@ -70,18 +75,48 @@ def aligners(config: RunConfig) -> list[Aligner]:
     assert teacher is not None
     student = load_tokenizer(config.model)
     ends = stop_token_ids(plain_folder(config.model.path))
-    others = [load_tokenizer(_model(config, path)) for path in teacher.paths.values()]
-    return [Aligner(student, other, ends, int(other.eos_token_id)) for other in others]
+    return [
+        Aligner(student, _tokenizer(config, name), ends, _end_of_turn(config, name))
+        for name in teacher.paths
+    ]
 
 
-def _renderer(config: RunConfig, teacher: TeacherConfig, path: str) -> Renderer:
+def _end_of_turn(config: RunConfig, name: str) -> int:
+    """Return the token that ends an answer in a teacher's chat template."""
+    assert config.teacher is not None
+    options, tokenizer = config.data.chat_template_kwargs, _tokenizer(config, name)
+    renderer = Renderer(tokenizer, options)
+    answers = AnswerTokens(_model(config, config.teacher.paths[name]), tokenizer, options)
+    asked = [{"role": "user", "content": "1 + 1"}]
+    try:
+        prompt = renderer.render(asked)
+        turn = answers.turn(asked, prompt, "2")
+    except TemplateError as error:
+        raise ConfigError(f"{_key(name)}: its chat template refuses a question: {error}") from error
+    return answers.encode(renderer.encode([prompt]), [turn])[0][-1]
+
+
+def _key(name: str) -> str:
+    return f"{TEACHERS}.{name}".rstrip(".")
+
+
+def _tokenizer(config: RunConfig, name: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a teacher."""
+    assert config.teacher is not None
+    try:
+        return load_tokenizer(_model(config, config.teacher.paths[name]))
+    except ConfigError as error:
+        raise ConfigError(*(of_key(problem, _key(name)) for problem in error.problems)) from error
+
+
+def _renderer(config: RunConfig, teacher: TeacherConfig, name: str) -> Renderer:
     is_own = teacher.tokenizer is TeacherTokenizer.own
-    model = _model(config, path) if is_own else config.model
-    return Renderer(load_tokenizer(model), config.data.chat_template_kwargs)
+    tokenizer = _tokenizer(config, name) if is_own else load_tokenizer(config.model)
+    return Renderer(tokenizer, config.data.chat_template_kwargs)
 
 
 def _model(config: RunConfig, path: str) -> ModelConfig:
-    return replace(config.model, path=path, trust_remote_code=False)
+    return replace(config.model, path=path)
 
 
 def _index(prompt: Prompt, names: Sequence[str]) -> int:

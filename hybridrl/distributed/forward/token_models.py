@@ -67,8 +67,8 @@ class TokenLogProbs(nn.Module):
 
     @torch.no_grad()
     def gathered_head(self, dtype: torch.dtype) -> "Head":
-        """Return the head in a dtype, gathered from all ranks; a collective."""
-        weight = self.lm.get_output_embeddings().weight.to(dtype)
+        """Return a copy of the head in a dtype, gathered from all ranks; a collective."""
+        weight = self.lm.get_output_embeddings().weight.to(dtype, copy=True)
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return Head(whole, self.logits_divisor, self.cap)
 

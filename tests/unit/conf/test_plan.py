@@ -76,7 +76,7 @@ def test_the_estimate_is_near_the_steps_that_were_measured(gpus, vocab, prompts,
     ]
     model = QWEN2_5["1.5B"] | {"vocab_size": vocab}
     found = examined(overrides, machine=machine, model=model)
-    parts = step_seconds(found.config, found.shape, None, H200)
+    parts = step_seconds(found.config, found.shape, (), H200)
     for name, seconds in measured.items():
         assert parts[name] == pytest.approx(seconds, rel=0.15), name
     assert sum(parts.values()) == pytest.approx(7.875 if gpus == 4 else 4.12, rel=0.15)
@@ -192,7 +192,7 @@ def test_the_memory_of_absent_gpus_counts_in_a_dry_run_alone():
 
 def test_a_supervised_step_is_its_update():
     found = examined(["+recipe=gsm8k_sft", "hardware=gpu"], machine=GPU_NODE)
-    parts = step_seconds(found.config, found.shape, None, GPU_NODE.gpus[0])
+    parts = step_seconds(found.config, found.shape, (), GPU_NODE.gpus[0])
     assert parts.keys() <= {"update actor", "exchange of weights and gradients", "other"}
 
 
@@ -287,7 +287,7 @@ def gathers(*overrides, count=4, gib=141):
     machine = on(count, gib)
     found = examined(given, machine=machine, model=QWEN2_5["1.5B"])
     assert found.report.problems == []
-    case = MemoryCase(found.config, found.shape, None, machine)
+    case = MemoryCase(found.config, found.shape, (), machine)
     return found.config.fsdp.reshard_after_forward, found.config.hardware.reason, case
 
 

@@ -30,6 +30,8 @@ teacher_coef teacher.coef teacher.coef=0 | nothing would be learned
 teacher_models teacher.models teacher.models=[/a,/b] | {{math: ..., code: ...}}
 teacher_tokens teacher.objective teacher.tokenizer=own {WHOLE} | no divergence
 teacher_tokens environment teacher.tokenizer=own environment=calculator | of one turn
+no_solutions data.solution_key {WHOLE} teacher.given_fraction=0.5 data.answer_key=null reward=none \
+    eval.rules={{}} | teacher.given_fraction trains on
 teacher_objective actor.epochs {WHOLE} actor.epochs=2 | teacher.objective=sampled
 given_answers rollout.schedule {WHOLE} teacher.given_fraction=0.5 rollout.schedule=partial \
     | not sampled
@@ -62,6 +64,20 @@ def test_teachers_are_named_models_of_their_own():
         ("teacher code", "teacher.models.code", "embedded"),
     ]
     assert [model.shape.hidden for model in found.frozen] == [256, 128]
+
+
+def test_groups_are_not_asked_for_where_rewards_teach_nothing():
+    assert taught("rollout.responses_per_prompt=1").report.problems == []
+    alone = taught("rollout.responses_per_prompt=1", "teacher.reward_coef=1").report.problems
+    assert [problem.id for problem in alone] == ["group_size"]
+
+
+def test_its_layers_are_checked_as_the_policys_are():
+    """Of a mixture in float32 that would be compiled."""
+    changes = {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    found = taught("fsdp.compile=true", **changes).report.problems
+    assert [problem.id for problem in found] == ["compiled_experts"]
+    assert "teacher.models = /big" in found[0].why
 
 
 def test_one_that_reads_too_little_is_refused():
