@@ -123,8 +123,8 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
     config = load_resolved(facts["config"])
     if config.teacher is not None and "advantages" not in batch.added:
         raise ConfigError(
-            f"{folder} holds given answers, whose loss is the divergence from teachers, and a replay "
-            f"has no teachers.\nLook at them in the run's data, or set teacher.given_fraction=0."
+            f"{folder} holds given answers, whose loss is the divergence from teachers, which a "
+            f"replay has not.\nLook at them in the run's data, or set teacher.given_fraction=0."
         )
     return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, config)
 

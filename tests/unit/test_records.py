@@ -136,6 +136,7 @@ def test_a_table_has_a_row_per_token_and_null_where_there_is_no_number(tmp_path)
         "rollout_log_prob": [0.0, None, -1.0],
         "old_log_prob": [-0.5, -0.25, -0.125],
         "ref_log_prob": [None] * 3,
+        "teacher_log_prob": [None, None, None],
         "new_log_prob": [0.0, 1.0, 2.0],
         "entropy": [0.5, 1.5, 2.5],
         "advantage": [1.0, 0.0, 2.0],

@@ -236,6 +236,9 @@ def test_any_key_may_be_garbage_without_hiding_the_others():
         "data.system_prompt",
         "data.solution_key",
         "data.curriculum",
+        "data.chosen_key",
+        "data.rejected_key",
+        "data.label_key",
         "model.path",
     }
     for key in leaves(tree):

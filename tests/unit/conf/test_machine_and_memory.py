@@ -234,6 +234,7 @@ def test_host_memory_that_is_not_pinned_must_fit_the_node_too():
         "loading": 4 * 151_936 * 896 // 8,
         "offload": 0,
         "checkpoint staging": 0,
+        "teachers' states": 0,
     }
     node = Node("tight", 16, 32 * GIB, gpus=(H200,) * 8)
     problem = only(*overrides, machine=Machine((node,)))

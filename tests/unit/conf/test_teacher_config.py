@@ -30,8 +30,6 @@ teacher_coef teacher.coef teacher.coef=0 | nothing would be learned
 teacher_models teacher.models teacher.models=[/a,/b] | {{math: ..., code: ...}}
 teacher_tokens teacher.objective teacher.tokenizer=own {WHOLE} | no divergence
 teacher_tokens environment teacher.tokenizer=own environment=calculator | of one turn
-no_solutions data.solution_key {WHOLE} teacher.given_fraction=0.5 data.answer_key=null reward=none \
-    eval.rules={{}} | teacher.given_fraction trains on
 teacher_objective actor.epochs {WHOLE} actor.epochs=2 | teacher.objective=sampled
 given_answers rollout.schedule {WHOLE} teacher.given_fraction=0.5 rollout.schedule=partial \
     | not sampled
@@ -64,6 +62,15 @@ def test_teachers_are_named_models_of_their_own():
         ("teacher code", "teacher.models.code", "embedded"),
     ]
     assert [model.shape.hidden for model in found.frozen] == [256, 128]
+
+
+def test_given_answers_need_answers():
+    given = WHOLE, "teacher.given_fraction=0.5", "data.answer_key=null", "reward=none"
+    problems = taught(*given).report.problems
+    (problem,) = [problem for problem in problems if problem.id == "no_solutions"]
+    assert problem.key == "data.solution_key"
+    assert "teacher.given_fraction trains on" in problem.why
+    assert not taught(*given[:2], "data.solution_key=answer").report.problems
 
 
 def test_groups_are_not_asked_for_where_rewards_teach_nothing():

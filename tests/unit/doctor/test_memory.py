@@ -33,9 +33,7 @@ def gpu(cpu):
     """Qwen2.5-0.5B on 8 GPUs, everything idle offloaded."""
     found = examined(OFFLOADED, machine=GPU_NODE)
     assert found.shape is not None
-    return CheckContext(
-        found.config, GPU_NODE, found.shape, None, OFFLOADED, cpu.agents, quick=False
-    )
+    return CheckContext(found.config, GPU_NODE, found.shape, (), OFFLOADED, cpu.agents, quick=False)
 
 
 def needed_ram(context):
