@@ -20,6 +20,7 @@ from hybridrl.config.estimators import (
     is_supervised,
     taking,
     trains_on_answers,
+    trains_reward_model,
     uses_critic,
 )
 from hybridrl.config.planner.world import is_nested
@@ -95,6 +96,14 @@ VARIANTS = (
         _OF_SAMPLES,
         ": supervised fine-tuning samples no responses to train on",
         "set algorithm=grpo",
+    ),
+    Variant(
+        "algorithm.loss.function",
+        trains_reward_model,
+        "actor.optim actor.entropy_coef actor.router_balance_coef lora critic.value_clip "
+        "critic.worker trainer.critic_warmup_steps",
+        ": a reward model is trained in the critic's place, and the policy is not",
+        "set critic.optim, or algorithm=dpo",
     ),
     Variant("algorithm.kl.coef", 0, "algorithm.kl"),
     Variant(

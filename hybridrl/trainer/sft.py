@@ -61,7 +61,9 @@ class SFT:
         """Compute eval/nll: the mean of -log p over tokens of held-out reference answers, nats."""
         batch = reference_batch(prompts)
         log_probs = self.updates.log_probs(batch)
-        return {"eval/nll": -float(masked_mean(log_probs.values, batch.response_mask.values))}
+        # Own losses may compare pairs without a reference.
+        mask = batch.preferred if "preferred" in batch.added else batch.response_mask
+        return {"eval/nll": -float(masked_mean(log_probs.values, mask.values))}
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,10 @@ class Preferences(SFT):
             metrics["eval/nll"] = -float(masked_mean(log_probs.values, batch.preferred.values))
         if batch.episode is not None:
             ratios = log_probs.like(log_probs.values.double() - ref.values.double())
-            better, worse = torch.stack([row.sum() for row in ratios.rows()]).view(-1, 2).unbind(1)
+            sums = torch.stack([row.sum() for row in ratios.rows()])
+            if self.config.algorithm.loss.function == "ipo":  # which compares means over tokens
+                sums /= ratios.lengths
+            better, worse = sums.view(-1, 2).unbind(1)
             metrics["eval/preference_accuracy"] = float((better > worse).double().mean())
         return metrics
 

@@ -14,6 +14,7 @@ from hybridrl.distributed.fsdp import load_sharded_critic, load_sharded_reward_m
 from hybridrl.distributed.storage.export import write_gathered
 from hybridrl.distributed.storage.policy_weights import GatheredClassifier
 from hybridrl.models.resolve import model_folder, read_object
+from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.workers.base import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker, TrainedWorker
 from hybridrl.workers.training import LossStats
@@ -91,11 +92,16 @@ class RewardTrainer(TrainedWorker):
         """Write an HF sequence classifier with one label; return an error of the disk, or None."""
         self.begin()
         source = model_folder(self.config.model)
-        kind = read_object(source / "config.json")["model_type"]
+        config = read_object(source / "config.json")
+        # Families of which transformers has no classifier can be loaded by `RewardModelWorker`.
+        other = config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        kind, padding = config["model_type"], config.get("pad_token_id")
         changes = {
-            "architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[kind]],
+            "architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, other)],
             "id2label": {"0": "LABEL_0"},
             "label2id": {"LABEL_0": 0},
+            # transformers looks for a response's last token before its padding.
+            "pad_token_id": None if padding in stop_token_ids(source) else padding,
         }
         return write_gathered(GatheredClassifier(self.model), source, folder, changes=changes)
 

@@ -100,6 +100,7 @@ def load_and_save(model: Path, run_dir: Path) -> dict[str, Any]:
             "hardware": {"accelerator": "cpu"},
             "model": plain(model_config(model)),
             "lora": None,
+            "algorithm": {"loss": {"function": "ppo_clip"}},
         }
         now = datetime.now(UTC).isoformat(timespec="seconds")
         files = {name: record for each in everyones for name, record in each.items()}

@@ -86,7 +86,7 @@ def test_a_fault_is_named_with_its_row(change, says, tmp_path):
     assert "text or messages that end with the assistant's in `rejected`" in fault
 
 
-@pytest.mark.parametrize("label", [1, "yes", None])
+@pytest.mark.parametrize("label", [2, "yes", None])
 def test_a_label_is_true_or_false(label, tmp_path):
     config = config_of(tmp_path, LABELLED | {"label": label}, LABELLED)
     (fault,) = examine_prompts(config, model_of(tmp_path), 50, 50, Targets.labels)[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridrl.config.choices import Targets
 from hybridrl.config.command.input_errors import expanded, reason_of
 from hybridrl.config.errors import Problem
-from hybridrl.config.estimators import is_supervised
+from hybridrl.config.estimators import is_supervised, trains_reward_model
 from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
 
@@ -80,9 +80,12 @@ def _evaluation_problems(config: RunConfig, best: str) -> Iterator[Problem]:
     names += ["length_mean", "truncated_fraction", "failed"]
     if is_supervised(config):
         names += ["nll"] + ["preference_accuracy"] * (targets_of(config) is Targets.pairs)
+    if trains_reward_model(config):
+        names = ["preference_accuracy"]
     own = best.removeprefix("-").removeprefix("eval/")
     # Accuracies of tags depend on the data.
     may_be_of_a_tag = own.startswith("accuracy_") and own != "accuracy_greedy"
+    may_be_of_a_tag &= not trains_reward_model(config)
     if own not in names and not may_be_of_a_tag:
         near = difflib.get_close_matches(own, names, n=1)
         given = ", ".join(f"eval/{known}" for known in names)

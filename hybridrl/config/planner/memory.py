@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.config.choices import Offload, SleepMode
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.estimators import trains_reward_model, uses_critic
 from hybridrl.config.planner.machine import GIB, Machine
 from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
@@ -81,7 +81,8 @@ def roles_of(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> list[
     lora, adapters = config.lora, 0
     if lora is not None:
         adapters = shape.adapter_parameters(lora.rank, lora.target_modules)
-    roles = [Role("actor", shape.parameters + adapters, adapters or shape.parameters)]
+    trained = 0 if trains_reward_model(config) else adapters or shape.parameters
+    roles = [Role("actor", shape.parameters + adapters, trained)]
     if uses_critic(config):
         # The backbone and a scalar head with bias.
         parameters = shape.backbone_parameters + shape.hidden + 1

@@ -13,7 +13,7 @@ Units:    seconds, bytes, operations
 import math
 
 from hybridrl.config.choices import Accumulation, Offload, SleepMode
-from hybridrl.config.estimators import is_supervised, uses_critic
+from hybridrl.config.estimators import is_supervised, trains_reward_model, uses_critic
 from hybridrl.config.planner.flops import (
     H100,
     DataSheet,
@@ -72,7 +72,8 @@ def step_seconds(
     }
     parts = rollout | training | {"sleep of vLLM": _sleep(config, shape, gpu)}
     if is_supervised(config):  # samples only for evaluation
-        parts = {name: training[name] for name in ("update actor", EXCHANGE, "offload")}
+        update = "update critic" if trains_reward_model(config) else "update actor"
+        parts = {name: training[name] for name in (update, EXCHANGE, "offload")}
     if engine_ranks(config) and config.rollout.max_versions:  # the slower ranks decide
         parts = max(rollout, training, key=lambda lane: sum(lane.values()))
     outside = sum(parts.values()) * OUTSIDE / (1 - OUTSIDE)

@@ -208,9 +208,9 @@ def _response_of(values: dict[str, Any], column: str) -> tuple[list[Message], st
 
 def _label_of(values: dict[str, Any], column: str) -> bool:
     value = _value(values, column)
-    if not isinstance(value, bool):
+    if value not in (True, False):  # 1 and 0, too
         raise ValueError(f"`{column}` is {kind_of(value)}, expected true or false")
-    return value
+    return bool(value)
 
 
 def _prompt_of(values: dict[str, Any], column: str) -> str | list[Message]:

@@ -110,10 +110,13 @@ class Saves:
             trained = self.workers.critic
         problem = trained.call("save", str(folder))
         if problem is not None:
-            self.warn(
-                f"{folder} could not be written: {problem}\nOnce there is room, `hybridrl export "
-                f"{self.run_dir} <folder>` writes it from the last checkpoint."
+            advice = (
+                f"`hybridrl export {self.run_dir} <folder>` writes it from the last checkpoint."
             )
+            if trained is self.workers.critic:
+                total = self.config.trainer.total_steps + 1
+                advice = f"`hybridrl resume {self.run_dir} trainer.total_steps={total}` writes it."
+            self.warn(f"{folder} could not be written: {problem}\nOnce there is room, {advice}")
         elif not (folder / "config.json").is_file():
             self.warn(
                 f"{folder} does not exist on this node: it is on "
