@@ -19,6 +19,8 @@ SUPERVISED = ("nll", "dpo", "ipo", "kto", "bradley_terry")
 def test_every_loss_composes_and_passes_all_checks(name):
     # Some are refused in reinforcement learning (test_sft_config.py).
     recipe = ["+recipe=gsm8k_sft"] if name in SUPERVISED else []
+    if name == "bradley_terry":  # that recipe has settings of the policy
+        recipe = ["algorithm=bradley_terry", "rollout.responses_per_prompt=1"]
     found = examined([CPU, *recipe, f"algorithm/loss={name}"])
     assert found.report.problems == []
     assert found.config.actor.algorithm is found.config.algorithm
