@@ -277,7 +277,7 @@ def prepare(checked: Checked, setup: SetupTimes, folder: Path) -> Prepared | Non
         return None
     model_folder(config.model)  # downloads once, not in every worker
     for model in named_models(config):
-        (resolve_model if model.weights else plain_folder)(model.path)
+        (resolve_model if model.has_weights else plain_folder)(model.path)
     make_paths_absolute(config)
     if problems := [*stored_weight_problems(result, on_hub=True)]:
         raise ConfigError(*problems)

@@ -98,7 +98,7 @@ def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
     models = []
     if report.usable(["model.path", "model.init"]) and config.model.init is Init.pretrained:
         models.append(("model.path", config.model.path, result.shape))
-    models += [(model.key, model.path, model.shape) for model in result.frozen if model.weights]
+    models += [(model.key, model.path, model.shape) for model in result.frozen if model.has_weights]
     for key, path, shape in models:
         if shape is not None and is_on_hub(path) == on_hub:
             for problem in weight_problems(resolve_model(path), shape):

@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.frozen_models import (
-    Named,
     frozen_model,
     named_models,
     policy_shape,
@@ -26,7 +25,7 @@ from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.planner.description import is_described
 from hybridrl.config.planner.fitting import Change
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.shape import Frozen, FrozenModel, ModelShape
+from hybridrl.config.planner.shape import Frozen, FrozenModel, ModelShape, NamedModel
 from hybridrl.config.reward_parts import set_parts
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys, without_shared
@@ -87,7 +86,7 @@ def examine(
     machine = machine_of(config, machine)
     derive(config, machine, report)
 
-    named = list[Named]()
+    named = list[NamedModel]()
     with suppress(Unusable):  # a path is missing
         named = named_models(config)
 

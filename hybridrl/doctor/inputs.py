@@ -87,7 +87,7 @@ def _caches(context: CheckContext) -> list[Finding]:
 def _model_paths(context: CheckContext) -> dict[str, bool]:
     """Return the run's models, with True for those that need weights."""
     own = {context.config.model.path: context.config.model.init is Init.pretrained}
-    return own | {model.path: model.weights for model in named_models(context.config)}
+    return own | {model.path: model.has_weights for model in named_models(context.config)}
 
 
 def _hub_names(context: CheckContext) -> dict[str, tuple[str, bool]]:

@@ -46,8 +46,8 @@ def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
     """
     known = trained_model(config.model, weights=config.model.init is Init.pretrained)
     for model in named_models(config):
-        folder = (resolve_model if model.weights else plain_folder)(model.path)
-        known[model.key] = _of(model.key, model.path, folder, weights=model.weights)
+        folder = (resolve_model if model.has_weights else plain_folder)(model.path)
+        known[model.key] = _of(model.key, model.path, folder, weights=model.has_weights)
     return known
 
 

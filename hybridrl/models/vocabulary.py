@@ -79,7 +79,7 @@ def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
     try:
         file = plain_folder(path) / FILE
     except ConfigError as error:
-        raise ConfigError(*(of_key(problem, key) for problem in error.problems)) from error
+        raise of_key(error, key) from error
     if not file.is_file():
         raise ConfigError(
             f"{key} = {path} has no {FILE}, by which vocabularies are compared.\n"

@@ -97,11 +97,7 @@ def _heading(
     if config.model.init is Init.random:
         yield "weights", f"random, from model.seed = {config.model.seed}"
     for model in frozen:
-        weight = ""
-        if config.reward_model is not None and not model.has_head:
-            weight = f", weight {config.reward_model.weight:g}"
-        about = f"{model.path}: {model.shape.kind}, {model.parameters:,} parameters{weight}"
-        yield model.name.replace("_", " "), about
+        yield model.described(f": {model.shape.kind}, {model.parameters:,} parameters")
 
 
 def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:

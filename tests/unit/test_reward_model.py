@@ -71,7 +71,9 @@ def test_the_header_names_it():
     )
     facts = folder, "", PromptSets([], [], []), 10
     shape = model_shape(TINY)
-    models = [FrozenModel("reward_model", "", "/rm", False, True, False, shape)]
+    models = [
+        FrozenModel(name="reward_model", key="", path="/rm", has_head=False, weight=1, shape=shape)
+    ]
     lines = header_lines(config, *facts, models)
     size = count_text(shape.backbone_parameters + shape.hidden)
     assert ("reward model", f"/rm, {size} parameters, weight 1") in lines

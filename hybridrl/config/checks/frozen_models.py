@@ -6,14 +6,14 @@ models/vocabulary.py compares the vocabularies.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridrl.config.checks.algorithm import forward_problems
 from hybridrl.config.checks.sizes import length_problems, sequence_head_problems
 from hybridrl.config.choices import Init, TeacherTokenizer
 from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.config.planner.shape import FrozenModel, ModelShape
+from hybridrl.config.planner.shape import FrozenModel, ModelShape, NamedModel
 from hybridrl.config.schema import RunConfig
 
 REWARD_MODEL_PATH = "reward_model.model.path"
@@ -33,33 +33,37 @@ OWN_TOKENS = (
 ReadModel = Callable[[str], dict[str, Any]]
 
 
-class Named(NamedTuple):
-    """A frozen model that a config names; attributes as in `FrozenModel`."""
-
-    name: str
-    key: str
-    path: str
-    has_head: bool
-    weights: bool
-    own_tokens: bool = False
-
-
-def named_models(config: RunConfig) -> list[Named]:
+def named_models(config: RunConfig) -> list[NamedModel]:
     """Return the frozen models that a config names."""
     named = []
     if (reward := config.reward_model) is not None:
-        named.append(Named("reward_model", REWARD_MODEL_PATH, reward.model.path, False, True))
+        path, weight = reward.model.path, reward.weight
+        named.append(
+            NamedModel(
+                name="reward_model", key=REWARD_MODEL_PATH, path=path, has_head=False, weight=weight
+            )
+        )
     if (teacher := config.teacher) is not None:
-        has_head, weights = True, teacher.init is Init.pretrained
-        how = has_head, weights, teacher.tokenizer is TeacherTokenizer.own
         named += [
-            Named(f"teacher {name}".strip(), f"{TEACHERS}.{name}".rstrip("."), path, *how)
+            NamedModel(
+                name=f"teacher {name}".strip(),
+                key=teacher_key(name),
+                path=path,
+                has_head=True,
+                has_weights=teacher.init is Init.pretrained,
+                own_tokens=teacher.tokenizer is TeacherTokenizer.own,
+            )
             for name, path in teacher.paths.items()
         ]
     return named
 
 
-def frozen_model(model: Named, read_model: ReadModel) -> FrozenModel:
+def teacher_key(name: str) -> str:
+    """Return the config key of a teacher's path; the only teacher may have no name."""
+    return f"{TEACHERS}.{name}" if name else TEACHERS
+
+
+def frozen_model(model: NamedModel, read_model: ReadModel) -> FrozenModel:
     """Return a frozen model with its sizes; `read_model` gives its config.json.
 
     Raises:
@@ -67,14 +71,14 @@ def frozen_model(model: Named, read_model: ReadModel) -> FrozenModel:
     """
     try:
         if model.has_head:
-            return FrozenModel(*model, policy_shape(model.path, read_model))
+            return FrozenModel(**vars(model), shape=policy_shape(model.path, read_model))
         config = read_model(model.path)
         shape = model_shape(config)
     except ConfigError as error:
-        raise ConfigError(*(of_key(problem, model.key) for problem in error.problems)) from error
+        raise of_key(error, model.key) from error
     if problem := _head_problem(model.path, config):
         raise ConfigError(problem)
-    return FrozenModel(*model, shape)
+    return FrozenModel(**vars(model), shape=shape)
 
 
 def policy_shape(path: str, read_model: ReadModel) -> ModelShape:
@@ -93,8 +97,12 @@ def policy_shape(path: str, read_model: ReadModel) -> ModelShape:
     return model_shape(config)
 
 
-def of_key(problem: Problem, key: str) -> Problem:
-    """Return a problem of model.path as one of another model's path."""
+def of_key(error: ConfigError, key: str) -> ConfigError:
+    """Return the problems of model.path as those of another model's path."""
+    return ConfigError(*(_of_key(problem, key) for problem in error.problems))
+
+
+def _of_key(problem: Problem, key: str) -> Problem:
     texts = {name: text for name, text in vars(problem).items() if isinstance(text, str)}
     embedded = "model=embedded, the tiny model that comes with hybridrl"
     for name, text in texts.items():

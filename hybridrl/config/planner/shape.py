@@ -207,16 +207,17 @@ class ModelShape:
         return widths
 
 
-class FrozenModel(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
     """A frozen model beside the policy that scores responses: the reward model, or a teacher.
 
     Attributes:
         name: of its role, and of which it is, in tables.
         key: config key of its path.
         path: a folder, or a name on the hub.
-        shape: its sizes.
         has_head: true with a language-modelling head; else it has one for a single score.
-        weights: true if its weights are read, not drawn.
+        weight: factor of such a score.
+        has_weights: true if its weights are read, not drawn.
         own_tokens: true if it reads the text in tokens of its own, not the policy's.
     """
 
@@ -224,8 +225,15 @@ class FrozenModel(NamedTuple):
     key: str
     path: str
     has_head: bool
-    weights: bool
-    own_tokens: bool
+    weight: float | None = None
+    has_weights: bool = True
+    own_tokens: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModel(NamedModel):
+    """The same, with its sizes."""
+
     shape: ModelShape
 
     @property
@@ -234,6 +242,11 @@ class FrozenModel(NamedTuple):
         if self.has_head:
             return self.shape.parameters
         return self.shape.backbone_parameters + self.shape.hidden
+
+    def described(self, sizes: str) -> tuple[str, str]:
+        """Return name and description, with a text of its sizes, for tables and headers."""
+        weight = "" if self.weight is None else f", weight {self.weight:g}"
+        return self.name.replace("_", " "), f"{self.path}{sizes}{weight}"
 
 
 Frozen = Sequence[FrozenModel]

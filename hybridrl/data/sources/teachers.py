@@ -1,4 +1,4 @@
-"""What teachers read: which one scores a prompt's responses, and a prompt of its own if it has one.
+"""Teachers of a run's prompts: which one scores the responses, and a prompt of its own, if any.
 
 A row's column `teacher` names its teacher, else its data set in data.mixture does. A column
 `teacher_prompt` is what the teacher reads in place of the prompt, such as the question with a hint.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from hybridrl.config.checks.frozen_models import TEACHERS, of_key
+from hybridrl.config.checks.frozen_models import TEACHERS, of_key, teacher_key
 from hybridrl.config.choices import TeacherTokenizer
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig, RunConfig, TeacherConfig
@@ -38,9 +38,13 @@ def with_teachers(config: RunConfig, prompts: PromptSets) -> PromptSets:
     teacher = config.teacher
     if teacher is None:
         return prompts
-    if teacher.tokenizer is TeacherTokenizer.own:
-        aligners(config)  # refuses tokenizers that it cannot read
-    renderers = [_renderer(config, teacher, name) for name in teacher.paths]
+    student, options = load_tokenizer(config.model), config.data.chat_template_kwargs
+    tokenizers = _tokenizers(config)
+    is_own = teacher.tokenizer is TeacherTokenizer.own
+    if is_own:
+        _aligners(config, student, tokenizers)  # refuses tokenizers that it cannot read
+    readers = tokenizers.values() if is_own else [student] * len(tokenizers)
+    renderers = [Renderer(tokenizer, options) for tokenizer in readers]
     assigned, faults = list[Prompt](), list[str]()
     for prompt in prompts.train:
         try:
@@ -57,10 +61,8 @@ def with_teachers(config: RunConfig, prompts: PromptSets) -> PromptSets:
             f"`{READ}`, name teachers by the data sets of data.mixture, or raise "
             f"rollout.max_prompt_tokens."
         )
-    own = load_tokenizer(config.model).chat_template
-    differs = teacher.tokenizer is TeacherTokenizer.student and any(
-        _tokenizer(config, name).chat_template != own for name in teacher.paths
-    )
+    templates = {tokenizer.chat_template for tokenizer in tokenizers.values()}
+    differs = not is_own and templates != {student.chat_template}
     measures = prompts.measures | {"data/teacher_template": float(differs)}
     return replace(prompts, train=assigned, measures=measures)
 
@@ -71,52 +73,52 @@ def aligners(config: RunConfig) -> list[Aligner]:
     Raises:
         ConfigError: the bytes of a tokenizer's tokens are not known.
     """
-    teacher = config.teacher
-    assert teacher is not None
-    student = load_tokenizer(config.model)
+    return _aligners(config, load_tokenizer(config.model), _tokenizers(config))
+
+
+def _aligners(
+    config: RunConfig,
+    student: "PreTrainedTokenizerBase",
+    tokenizers: Mapping[str, "PreTrainedTokenizerBase"],
+) -> list[Aligner]:
     ends = stop_token_ids(plain_folder(config.model.path))
     return [
-        Aligner(student, _tokenizer(config, name), ends, _end_of_turn(config, name))
-        for name in teacher.paths
+        Aligner(student, tokenizer, ends, _end_of_turn(config, name, tokenizer))
+        for name, tokenizer in tokenizers.items()
     ]
 
 
-def _end_of_turn(config: RunConfig, name: str) -> int:
+def _end_of_turn(config: RunConfig, name: str, tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the token that ends an answer in a teacher's chat template."""
-    assert config.teacher is not None
-    options, tokenizer = config.data.chat_template_kwargs, _tokenizer(config, name)
+    options, asked = config.data.chat_template_kwargs, [{"role": "user", "content": "1 + 1"}]
     renderer = Renderer(tokenizer, options)
-    answers = AnswerTokens(_model(config, config.teacher.paths[name]), tokenizer, options)
-    asked = [{"role": "user", "content": "1 + 1"}]
     try:
+        answers = AnswerTokens(_model(config, name), tokenizer, options)
         prompt = renderer.render(asked)
         turn = answers.turn(asked, prompt, "2")
+    except ConfigError as error:
+        raise of_key(error, teacher_key(name)) from error
     except TemplateError as error:
-        raise ConfigError(f"{_key(name)}: its chat template refuses a question: {error}") from error
+        why = f"{teacher_key(name)}: its chat template refuses a question: {error}"
+        raise ConfigError(why) from error
     return answers.encode(renderer.encode([prompt]), [turn])[0][-1]
 
 
-def _key(name: str) -> str:
-    return f"{TEACHERS}.{name}".rstrip(".")
-
-
-def _tokenizer(config: RunConfig, name: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a teacher."""
+def _tokenizers(config: RunConfig) -> dict[str, "PreTrainedTokenizerBase"]:
+    """Load the tokenizers of the teachers, by name."""
     assert config.teacher is not None
-    try:
-        return load_tokenizer(_model(config, config.teacher.paths[name]))
-    except ConfigError as error:
-        raise ConfigError(*(of_key(problem, _key(name)) for problem in error.problems)) from error
+    tokenizers = {}
+    for name in config.teacher.paths:
+        try:
+            tokenizers[name] = load_tokenizer(_model(config, name))
+        except ConfigError as error:
+            raise of_key(error, teacher_key(name)) from error
+    return tokenizers
 
 
-def _renderer(config: RunConfig, teacher: TeacherConfig, name: str) -> Renderer:
-    is_own = teacher.tokenizer is TeacherTokenizer.own
-    tokenizer = _tokenizer(config, name) if is_own else load_tokenizer(config.model)
-    return Renderer(tokenizer, config.data.chat_template_kwargs)
-
-
-def _model(config: RunConfig, path: str) -> ModelConfig:
-    return replace(config.model, path=path)
+def _model(config: RunConfig, name: str) -> ModelConfig:
+    assert config.teacher is not None
+    return replace(config.model, path=config.teacher.paths[name])
 
 
 def _index(prompt: Prompt, names: Sequence[str]) -> int:

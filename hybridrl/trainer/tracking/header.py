@@ -1,6 +1,5 @@
 """Header of a run: model, data, method, batch, steps, in a few lines."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.choices import IN_PARTS, Init, RewardSignature
@@ -45,7 +44,7 @@ def header_lines(
         ("hardware", f"{config.hardware.accelerator.value}: {reason}"),
         ("model", _model(config, parameters)),
         ("adapters", _adapters(config, adapter_parameters)),
-        *_frozen(config, frozen),
+        *(model.described(_size(model.parameters)) for model in frozen),
         *input_lines(config, prompts),
         ("method", _method(config)),
         ("workers", _workers(config)),
@@ -115,14 +114,6 @@ def _model(config: RunConfig, parameters: int) -> str:
     dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
     weights = ", random weights" if config.model.init is Init.random else ""
     return f"{config.model.path}{_size(parameters)}{weights}, {dtypes}"
-
-
-def _frozen(config: RunConfig, models: Frozen) -> Iterator[tuple[str, str]]:
-    for model in models:
-        weight = ""
-        if config.reward_model is not None and not model.has_head:
-            weight = f", weight {config.reward_model.weight:g}"
-        yield model.name.replace("_", " "), f"{model.path}{_size(model.parameters)}{weight}"
 
 
 def _adapters(config: RunConfig, parameters: int) -> str:

@@ -7,11 +7,12 @@ import sys
 import pytest
 from rich.console import Console
 
-from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH, Named, frozen_model
+from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH, frozen_model
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.load import examine
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.shape import NamedModel
 from hybridrl.models.resolve import read_model_config
 from hybridrl.plan.tables import plan
 from tests.support.composing import (
@@ -116,7 +117,9 @@ def test_no_reward_without_a_reward_model_is_refused():
 
 
 def test_a_path_that_is_nowhere_is_told_of_the_reward_model():
-    of_nowhere = Named("reward_model", REWARD_MODEL_PATH, "/nowhere", has_head=False, weights=True)
+    of_nowhere = NamedModel(
+        name="reward_model", key=REWARD_MODEL_PATH, path="/nowhere", has_head=False
+    )
     with pytest.raises(ValueError) as caught:
         frozen_model(of_nowhere, read_model_config)
     text = str(caught.value)
