@@ -107,7 +107,7 @@ def rank_phases(
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
         process["checkpoint staging"] = staged_bytes(config, shape)
-        process["teachers' states"] = _teaching(config, shape, frozen)[1]
+        process["teachers' states"] = _teacher_states(config, frozen)
     rollout = rollout_parts(config, shape, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
     buckets = {"buckets": 2 * min(config.rollout.reshard_bucket_mb * MIB, *weights.values())}
@@ -135,28 +135,29 @@ def rank_phases(
             critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
             training = policy if role.name == "actor" else critic
             parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
-            parts |= _teaching(config, shape, frozen, role.name)[0]
+            if config.teacher is not None and (teachers := _compared(config, frozen)):
+                heads = sum(teacher.vocab * teacher.hidden for teacher in teachers)
+                parts["teachers' heads"] = BYTES[config.fsdp.param_dtype] * heads
+                if role.name == "actor":
+                    tokens = min(config.teacher.divergence_chunk_tokens, work.tokens)
+                    parts["divergence"] = DIVERGENCE_BYTES * tokens * shape.vocab
             phases.append(Phase(f"update {role.name}", parts))
     return phases
 
 
-def _teaching(
-    config: RunConfig, shape: ModelShape, frozen: Frozen, role: str = ""
-) -> tuple[dict[str, int], int]:
-    """Return what teachers' whole distributions take: parts of a role's update, RAM for states.
-
-    The states are of all response tokens that a rank has of a step.
-    """
-    if config.teacher is None or config.teacher.is_sampled:
-        return {}, 0
-    teachers, size = [model.shape for model in frozen if model.has_head], config.fsdp.param_dtype
-    chunk = min(config.teacher.divergence_chunk_tokens, workload(config).tokens)
+def _teacher_states(config: RunConfig, frozen: Frozen) -> int:
+    """Return the RAM for teachers' states of all response tokens that a rank has of a step."""
     responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
     tokens = responses * config.rollout.max_response_tokens // max(1, training_ranks(config))
-    return {
-        "teachers' heads": BYTES[size] * sum(one.vocab * one.hidden for one in teachers),
-        "divergence": DIVERGENCE_BYTES * chunk * shape.vocab * (role == "actor"),
-    }, BYTES[size] * tokens * max((one.hidden for one in teachers), default=0)
+    widest = max((teacher.hidden for teacher in _compared(config, frozen)), default=0)
+    return BYTES[config.fsdp.param_dtype] * tokens * widest
+
+
+def _compared(config: RunConfig, frozen: Frozen) -> list[ModelShape]:
+    """Return the teachers whose distributions are compared over the vocabulary."""
+    if config.teacher is None or config.teacher.is_sampled:
+        return []
+    return [model.shape for model in frozen if model.has_head]
 
 
 def workload(config: RunConfig) -> Workload:
@@ -205,7 +206,7 @@ def host_parts(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> dic
         "loading": MASTER_BYTES * weight // config.fsdp.shards,
         "offload": pinned_bytes(config, shape, frozen),
         "checkpoint staging": staged_bytes(config, shape),
-        "teachers' states": _teaching(config, shape, frozen)[1],
+        "teachers' states": _teacher_states(config, frozen),
     }
 
 
