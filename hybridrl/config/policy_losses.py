@@ -60,7 +60,7 @@ class PolicyLoss(NamedTuple):
 
     @property
     def targets(self) -> Targets:
-        """What of the data a supervised run with this loss trains on, by the loss's tensors."""
+        """Kind of the responses that a supervised run with this loss trains on, by its tensors."""
         if "preferred" not in self.tensors:
             return Targets.answers
         return Targets.labels if "kl_baseline" in self.tensors else Targets.pairs

@@ -218,11 +218,10 @@ class Preferences(SFT):
             metrics["eval/nll"] = -float(masked_mean(log_probs.values, batch.preferred.values))
         if batch.episode is not None:
             ratios = log_probs.like(log_probs.values.double() - ref.values.double())
-            sums = torch.stack([row.sum() for row in ratios.rows()])
+            sums = _sums(ratios)
             if self.config.algorithm.loss.function == "ipo":  # which compares means over tokens
                 sums /= ratios.lengths
-            better, worse = sums.view(-1, 2).unbind(1)
-            metrics["eval/preference_accuracy"] = float((better > worse).double().mean())
+            metrics["eval/preference_accuracy"] = _preference_accuracy(sums)
         return metrics
 
 
@@ -235,8 +234,18 @@ class RewardModels(SFT):
         A score is on a response's last token, 0 on the others.
         """
         scores = self.updates.scores(reference_batch(prompts))
-        better, worse = torch.stack([row.sum() for row in scores.rows()]).view(-1, 2).unbind(1)
-        return {"eval/preference_accuracy": float((better > worse).double().mean())}
+        return {"eval/preference_accuracy": _preference_accuracy(_sums(scores))}
+
+
+def _sums(values: Ragged) -> Tensor:
+    """Return [B], the sums of rows."""
+    return torch.stack([row.sum() for row in values.rows()])
+
+
+def _preference_accuracy(responses: Tensor) -> float:
+    """Return the share of pairs whose better response, the first, has more; `responses` is [2P]."""
+    better, worse = responses.view(-1, 2).unbind(1)
+    return float((better > worse).double().mean())
 
 
 def _but(step: int, own: ScheduledBatch, scheduled: Scheduled) -> Scheduled:

@@ -121,7 +121,7 @@ class ActorWorker(TrainedWorker):
                     largest = training.maxima.pop("exact_log_ratio_max", largest)
                     training.maxima["first_log_ratio_max"] = largest
         if self.teacher is not None:
-            self.teacher.heads = []  # of its next step's weights there are new copies
+            self.teacher.free_heads()
         metrics = {f"actor/{name}": value for name, value in training.report().items()}
         routing = self.routing.report(whole_sequences=self.sequence_group is None)
         return metrics | {f"router/{name}": value for name, value in routing.items()}

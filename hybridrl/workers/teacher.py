@@ -138,6 +138,10 @@ class TeacherWorker(ModelWorker):
 
         return compute
 
+    def free_heads(self) -> None:
+        """Free the copies of heads, which the next `compute_log_probs` makes again."""
+        self.heads = []
+
     def divergence(self, states: Tensor, head: Head, of_teacher: Tensor, teacher: Head) -> Tensor:
         """Compute the objective's divergence of each token, [R] float32, nats."""
         config = self.config
