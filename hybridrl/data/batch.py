@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from hybridrl.data.images import ImageRows, image_rows
 from hybridrl.data.ragged import Ragged, concat
 
 PROMPTS = ("prompts", "teacher_prompts")  # ragged fields with tokens of prompts
@@ -118,6 +119,7 @@ class RolloutBatch:
             episode may have several, with one reward, which is placed on the last. None: each
             response is an episode.
         conversation: what environments and programs say of the responses.
+        images: those of each response's tokens. None if no row has any.
         added: fields that phases add, by name; read them as attributes.
         engines: throughput in the call that sampled them: of an engine, or of all in their order.
         environment_s: seconds that the engines waited for the environments in that call.
@@ -136,6 +138,7 @@ class RolloutBatch:
     token_versions: Ragged | None = None
     episode: Tensor | None = None
     conversation: ConversationOutcome | None = None
+    images: ImageRows | None = None
     added: Mapping[str, Values] = field(default_factory=dict)
     engines: CallStats = ()
     environment_s: float = 0.0
@@ -228,15 +231,17 @@ class RolloutBatch:
             else _at(rows, value)
             for name, value in self.tensors().items()
         }
-        return self._with(tensors)
+        return self._with(tensors, rows)
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """Return the responses `indices`, in that order, with all fields."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        return self._with({name: _at(rows, value) for name, value in self.tensors().items()})
+        return self._with({name: _at(rows, value) for name, value in self.tensors().items()}, rows)
 
-    def _with(self, tensors: Mapping[str, Values]) -> "RolloutBatch":
-        return self.of(tensors, engines=self.engines, environment_s=self.environment_s)
+    def _with(self, tensors: Mapping[str, Values], rows: Tensor | None = None) -> "RolloutBatch":
+        images = self.images if rows is None or self.images is None else self.images.select(rows)
+        others: dict[str, Any] = {"engines": self.engines, "environment_s": self.environment_s}
+        return self.of(tensors, images=images, **others)
 
     def tensors(self) -> dict[str, Values]:
         """Return all fields with one value per response or token by name, those of parts, too."""
@@ -284,7 +289,9 @@ class RolloutBatch:
             else:
                 whole = torch.cat(values)
                 joined[name] = whole if order is None else whole[order]
-        return cls.of(joined)
+        images = ImageRows.concat([part.images or ImageRows.none(len(part)) for part in parts])
+        rows = images.rows if order is None else images.select(order).rows
+        return cls.of(joined, images=image_rows(rows))
 
 
 def _at(rows: Tensor, value: Values) -> Values:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridrl.data.batch import CallStats, EngineStats, RolloutBatch
+from hybridrl.data.images import PromptImages, image_rows
 from hybridrl.data.partition import balance
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.shardable import Piece, Shardable
@@ -65,6 +66,7 @@ class Request(NamedTuple):
         engine: index of the engine that samples it, or ANY.
         in_pieces: its tokens are returned as they are sampled, not at its end alone.
         must_finish: it is sampled to its end, whatever ends the other requests of the call.
+        images: of `prompt`, which has their placeholders expanded.
     """
 
     request_id: str
@@ -75,6 +77,7 @@ class Request(NamedTuple):
     engine: int = ANY
     in_pieces: bool = False
     must_finish: bool = False
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Requests(Shardable):
     @property
     def prompts(self) -> Ragged:
         """Ragged int32, the prompt of each request."""
-        prompts, rows = _distinct(self.requests)
+        prompts, _, rows = _distinct(self.requests)
         return prompts.select(torch.from_numpy(rows))
 
     def pieces(self, num_shards: int) -> list[list[Piece]]:
@@ -125,7 +128,12 @@ class Requests(Shardable):
             for engine, result in enumerate(results)
         ]
         joined = RolloutBatch.concat(batches, rows.argsort())
-        return replace(joined, engines=tuple(stats for batch in results for stats in batch.engines))
+        images = image_rows(one.images for one in self.requests)  # the driver's: none came back
+        return replace(
+            joined,
+            images=images,
+            engines=tuple(stats for batch in results for stats in batch.engines),
+        )
 
     @staticmethod
     def assemble(contents: Sequence["_Packed"]) -> "Requests":
@@ -135,7 +143,15 @@ class Requests(Shardable):
         columns = packed.rows, packed.ids, packed.seeds, packed.max_tokens, packed.must_finish
         rows = zip(*(column.tolist() for column in columns), strict=True)
         requests = [
-            Request(name, prompts[row], seed, longest, packed.params, must_finish=must)
+            Request(
+                name,
+                prompts[row],
+                seed,
+                longest,
+                packed.params,
+                must_finish=must,
+                images=packed.images[row],
+            )
             for row, name, seed, longest, must in rows
         ]
         return replace(packed.call, requests=requests)
@@ -145,11 +161,12 @@ class Requests(Shardable):
         requests = [self.requests[row] for row in part]
         params = self.requests[0].params if self.requests else SamplingParams(temperature=1.0)
         assert all(one.params is params for one in requests), "requests of a batch share params"
-        prompts, rows = _distinct(requests)
+        prompts, images, rows = _distinct(requests)
         return _Packed(
             call=replace(self, requests=(), group_id=self.group_id[part], expected_tokens=None),
             params=params,
             prompts=prompts,
+            images=images,
             rows=rows,
             ids=np.array([one.request_id for one in requests], str),
             seeds=np.array([one.seed for one in requests], np.int64),
@@ -169,11 +186,12 @@ class Requests(Shardable):
 
 
 class _Packed(NamedTuple):
-    """Requests of an engine as arrays; `rows` are the rows of their prompts in `prompts`."""
+    """Requests of an engine as arrays; `rows` are those of their prompts and images."""
 
     call: Requests
     params: SamplingParams
     prompts: Ragged
+    images: list[PromptImages | None]
     rows: NDArray[np.int64]
     ids: NDArray[np.str_]
     seeds: NDArray[np.int64]
@@ -181,12 +199,15 @@ class _Packed(NamedTuple):
     must_finish: NDArray[np.bool_]
 
 
-def _distinct(requests: Sequence[Request]) -> tuple[Ragged, NDArray[np.int64]]:
-    """Return the prompts of requests, one that they share once, and the row of each request."""
-    prompts = {id(one.prompt): one.prompt for one in requests}
-    index = {key: row for row, key in enumerate(prompts)}
+def _distinct(
+    requests: Sequence[Request],
+) -> tuple[Ragged, list[PromptImages | None], NDArray[np.int64]]:
+    """Return the prompts of requests, one that they share once, its images, each request's row."""
+    distinct = {id(one.prompt): one for one in requests}
+    index = {key: row for row, key in enumerate(distinct)}
     rows = np.array([index[id(one.prompt)] for one in requests], np.int64)
-    return Ragged.from_rows([*prompts.values()], torch.int32), rows
+    prompts = Ragged.from_rows([one.prompt for one in distinct.values()], torch.int32)
+    return prompts, [one.images for one in distinct.values()], rows
 
 
 # Samples responses.
