@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.planner.description import as_data
 from hybridrl.config.planner.families import (
+    VISION,
     not_adapted,
     partial_rotation,
     rope_types,
     setting_problem,
+    text_part,
     unsupported,
 )
 from hybridrl.config.planner.shape import ExpertShape, LayerShape, ModelShape
@@ -32,13 +34,16 @@ from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
 from hybridrl.distributed.forward.layers import (
     LAYER_TYPES,
     check_layers,
+    decoder,
     hand_on_bounds,
     layer_types,
+    text_config,
 )
 from hybridrl.distributed.forward.recurrent import CONVOLUTION, RECURRENCES
 from hybridrl.distributed.forward.routing import has_experts, router_of
 from hybridrl.distributed.forward.token_models import divisor_and_cap
 from hybridrl.distributed.probe import PROBE, Probe
+from hybridrl.distributed.weights import class_with_head, settled
 
 # Keys of config.json, hidden_<word>, that name a family's activation.
 ACTIVATIONS = ("act", "activation")
@@ -51,7 +56,7 @@ def describe(config: Mapping[str, Any]) -> ModelShape:
         ConfigError: transformers does not have the model, or it is not one that is trained here.
     """
     kind = config["model_type"]
-    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING or kind not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION}:
         raise ConfigError(unsupported(config, "transformers has no language model of that type"))
     model = _built(config)
     if model.config.model_type != kind:
@@ -69,9 +74,10 @@ def describe(config: Mapping[str, Any]) -> ModelShape:
     except Exception as error:
         why = error.texts[0] if isinstance(error, ConfigError) else f"its run failed: {error}"
         raise ConfigError(unsupported(config, why.rstrip("."))) from error
-    part = partial_rotation(config)
+    text = text_part(config)
+    part = partial_rotation(text)
     is_whole = probe.rotated == shape.largest_attention.head_dim
-    if part is not None and is_whole and "proportional" not in rope_types(config):
+    if part is not None and is_whole and "proportional" not in rope_types(text):
         why = "transformers' model rotates whole heads"
         raise ConfigError(setting_problem("partial_rotary_factor", part, "1", why))
     return shape
@@ -85,18 +91,23 @@ def _built(config: Mapping[str, Any]) -> PreTrainedModel:
     """
     usual: dict[str, Any] = {}
     try:
-        usual = CONFIG_MAPPING[config["model_type"]]().to_dict()
+        usual = dict(text_part(CONFIG_MAPPING[config["model_type"]]().to_dict()))
         decoded = PretrainedConfig._decode_special_floats(dict(config))  # of infinity
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(decoded)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                settings,
-                dtype=torch.bfloat16,
-                attn_implementation="eager",
-                trust_remote_code=False,
-            ).eval()
+            model = (
+                class_with_head(config["model_type"])
+                .from_config(
+                    settled(settings),
+                    dtype=torch.bfloat16,
+                    attn_implementation="eager",
+                    trust_remote_code=False,
+                )
+                .eval()
+            )
     except Exception as error:
-        absent = [key for key, value in usual.items() if key in config and config[key] is None]
+        text = text_part(config)
+        absent = [key for key, value in usual.items() if key in text and text[key] is None]
         absent = [key for key in absent if type(usual[key]) is int]
         lacks = f"config.json lacks {', '.join(absent)}"
         why = f"config.json is wrong: transformers cannot build its model: {error}"
@@ -105,10 +116,13 @@ def _built(config: Mapping[str, Any]) -> PreTrainedModel:
         if absent:
             problem = Problem("model_lacks", "model.path", why=lacks)
         raise ConfigError(problem) from error
-    act, known = config.get("hidden_act"), [usual.get(f"hidden_{key}") for key in ACTIVATIONS]
+    act, known = (
+        text_part(config).get("hidden_act"),
+        [usual.get(f"hidden_{key}") for key in ACTIVATIONS],
+    )
     if act not in (None, "silu", *known):
         raise ConfigError(setting_problem("hidden_act", act, "silu", "vLLM's model has no other"))
-    model.config._attn_implementation = PROBE
+    text_config(model)._attn_implementation = PROBE
     model.tie_weights()
     return model
 
@@ -129,14 +143,14 @@ def _check_calls(model: PreTrainedModel, probe: Probe) -> None:
 
 
 def _shape(model: PreTrainedModel, probe: Probe, kept: list[tuple[int, int]]) -> ModelShape:
-    config: dict[str, Any] = model.config.to_dict()
+    config: dict[str, Any] = text_config(model).to_dict()
     alike: dict[object, list[int]] = {}  # layers with equal parameters and attention
-    for index, layer in enumerate(model.base_model.layers):
+    for index, layer in enumerate(decoder(model).layers):
         sizes = tuple((name, tuple(param.shape)) for name, param in layer.named_parameters())
         alike.setdefault((sizes, probe.attention.get(index)), []).append(index)
     order = {index: kind for kind, same in enumerate(alike.values()) for index in same}
     return ModelShape(
-        kind=config["model_type"],
+        kind=model.config.model_type,
         hidden=config["hidden_size"],
         intermediate=config["intermediate_size"],
         vocab=config["vocab_size"],
@@ -153,7 +167,7 @@ def _layer_shape(
     model: PreTrainedModel, probe: Probe, kept: list[tuple[int, int]], same: list[int]
 ) -> LayerShape:
     """Return the shape of layers of one kind, given their numbers."""
-    layers, index = model.base_model.layers, same[0]
+    layers, index = decoder(model).layers, same[0]
     mixture = any(map(has_experts, layers))
     whole, low = (sum(sizes) // len(same) for sizes in zip(*(kept[i] for i in same), strict=True))
     return LayerShape(
@@ -201,9 +215,9 @@ def _linear_layers(
 
 def _matrices(model: PreTrainedModel, index: int) -> dict[str, tuple[int, ...]]:
     """Return a layer's matrices, by their names in a layer of a checkpoint."""
-    prefix = f"{model.base_model_prefix}.layers.{index}."
-    parameters = model.base_model.layers[index].named_parameters()
-    held = checkpoint_tensors(model, {f"{prefix}{name}": p.shape for name, p in parameters})
+    parameters, layer = dict(model.named_parameters()), decoder(model).layers[index]
+    own = {*layer.parameters()}
+    held = checkpoint_tensors(model, {n: p.shape for n, p in parameters.items() if p in own})
     return {
         tensor.name.partition(f".layers.{index}.")[2]: tensor.shape
         for tensors in held.values()

@@ -205,7 +205,7 @@ def replace_experts(model: PreTrainedModel) -> None:
     """
     named = model.named_modules()
     owners = {name: module for name, module in named if "experts" in module._modules}
-    config: dict[str, Any] = model.config.to_dict()
+    config: dict[str, Any] = model.config.get_text_config().to_dict()
     choice, splits = None, False
     for path, owner in owners.items():
         name = next(name for name in ROUTERS if name in owner._modules)

@@ -33,7 +33,7 @@ from hybridrl.distributed import position
 from hybridrl.distributed.experts import column_dim
 from hybridrl.distributed.forward.attention import warn_of_padding
 from hybridrl.distributed.forward.exact import share_operations, use_fixed_products
-from hybridrl.distributed.forward.layers import layer_function
+from hybridrl.distributed.forward.layers import decoder, layer_function
 from hybridrl.distributed.forward.routing import has_experts, keep_routing, pick_recorded
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
 from hybridrl.distributed.lora import (
@@ -75,7 +75,7 @@ def load_sharded_policy(
         share_operations(lm, fsdp.tensor_parallel_size)
     keeps = not fsdp.activation_checkpointing
     root = TokenLogProbs(lm, chunk_tokens, keep_logits=keeps, exact=fsdp.exact)
-    _shard(root, root.lm.base_model.layers, fsdp, mesh)
+    _shard(root, decoder(root.lm).layers, fsdp, mesh)
     device = device_of(mesh)
     _fill(root, first_weights(model, lm, _shapes(root), device), device)
     if lora is not None:
@@ -115,7 +115,7 @@ def _empty_scalar_model(
     """Shard an empty model, with its head in float32: bfloat16 has only three digits."""
     root = ScalarModel(empty_model(AutoModel, folder), bias=bias)
     fully_shard(root.head, mesh=sharding_mesh(mesh), reshard_after_forward=False)
-    _shard(root, root.backbone.layers, fsdp, mesh)
+    _shard(root, decoder(root.backbone).layers, fsdp, mesh)
     return root
 
 

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.config.planner.shape import AttentionShape
 from hybridrl.distributed.forward.attention import BOUNDS, check_arguments, of_one_size
-from hybridrl.distributed.forward.layers import ATTENTION
+from hybridrl.distributed.forward.layers import ATTENTION, decoder
 from hybridrl.distributed.forward.recurrent import pack_recurrences, recurrent_functions
 from hybridrl.distributed.torch_compat import real_tensors, storage_id, tree_leaves, tree_map
 
@@ -48,9 +48,9 @@ class Probe:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.attention: dict[int, AttentionShape] = {}
-        self.mixing: list[set[str]] = [set() for _ in model.base_model.layers]
+        self.mixing: list[set[str]] = [set() for _ in decoder(model).layers]
         self.latent: dict[int, int] = {}
-        self.linear: list[dict[str, nn.Linear]] = [{} for _ in model.base_model.layers]
+        self.linear: list[dict[str, nn.Linear]] = [{} for _ in decoder(model).layers]
         self.rotated = 0
         self._layer = -1
         self._in_recurrence = False
@@ -58,7 +58,7 @@ class Probe:
         # Bytes of tensors in bfloat16, and of others, that each layer keeps.
         self._bytes = [[0, 0] for _ in self.linear]
         self._held: list[Tensor] = []
-        self._base: Any = model.base_model
+        self._base: Any = decoder(model)
         AttentionInterface.register(PROBE, self._attend)
         for name, module in self._base.named_modules():
             if name.endswith("rotary_emb"):

@@ -16,12 +16,13 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedModel,
 )
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import check_settings
+from hybridrl.config.planner.families import VISION, check_settings
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.experts import (
@@ -31,22 +32,25 @@ from hybridrl.distributed.experts import (
     replace_experts,
 )
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
+from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds, text_config
 from hybridrl.distributed.forward.routers import Router
 from hybridrl.distributed.lora import LoRALinear, checkpoint_buffers, checkpoint_parameters
 from hybridrl.distributed.torch_compat import real_tensors
 from hybridrl.models.resolve import model_folder
 from hybridrl.models.weight_files import PICKLED, weight_files
 
-Auto = type[AutoModel] | type[AutoModelForCausalLM]
+Auto = type[AutoModel] | type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]
+# Attention by part of a model. Towers have transformers' own, each image by itself.
+ATTENTION = {"": PACKED_ATTENTION, "text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
 # Shapes of whole tensors, by checkpoint name.
 Shapes = Mapping[str, torch.Size]
 
-# Prefix in folders of models that take images.
-LANGUAGE_MODEL = "model.language_model."
-# Prefix and tied names of the supported models. Folders of a backbone have no prefix, and of two
-# tied tensors a folder may have either.
-PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
+# Prefix of names in a model with a head; a folder of a backbone has none. Folders of models that
+# take images have more, before the head, too.
+PREFIX, LANGUAGE_MODEL = "model.", "language_model."
+TEXT_PREFIXES = (f"{PREFIX}{LANGUAGE_MODEL}", PREFIX, f"{LANGUAGE_MODEL}{PREFIX}", LANGUAGE_MODEL)
+# Of two tied tensors a folder may have either.
+EMBEDDING, HEADS = "embed_tokens.weight", ("lm_head.weight", f"{LANGUAGE_MODEL}lm_head.weight")
 
 
 class Stack:
@@ -120,9 +124,9 @@ def stored_weights(
 def _stored(stored: Mapping[str, Any], part: CheckpointTensor, *, tied: bool) -> Any:
     """Return a tensor of a folder under one of its names; None if it has none of this shape."""
     name = part.name
-    own = name.removeprefix(PREFIX)
-    names = [name, own, f"{LANGUAGE_MODEL}{own}", *([TIED[name]] if tied and name in TIED else [])]
-    for other in names:
+    own = name.removeprefix(LANGUAGE_MODEL).removeprefix(PREFIX).removeprefix(LANGUAGE_MODEL)
+    heads = HEADS if tied and own == EMBEDDING else ()
+    for other in [name, own, *(f"{prefix}{own}" for prefix in TEXT_PREFIXES), *heads]:
         if other in stored and _shape(stored[other]) == part.shape:
             return stored[other]
     return None
@@ -166,7 +170,7 @@ def first_weights(
 ) -> FirstWeights:
     """Open or draw the weights of an empty model, according to model.init."""
     if model.init is Init.random:
-        std = float(lm.config.initializer_range)
+        std = float(text_config(lm).initializer_range)
         vectors = first_vectors(lm, shapes, model.seed)
         return RandomWeights(shapes, std, model.seed, device, vectors)
     return stored_weights(model_folder(model), lm, shapes, tied=lm.config.tie_word_embeddings)
@@ -221,11 +225,13 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     check_settings(config.to_dict())
     register_packed_attention()
+    if auto is AutoModelForCausalLM:
+        auto = class_with_head(config.model_type)
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(
-            config,
+            settled(config),
             dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION,
+            attn_implementation=ATTENTION,
             trust_remote_code=False,
         )
     check_layers(model)
@@ -233,6 +239,18 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
     hand_on_bounds(model)
     model.tie_weights()
     return model
+
+
+def class_with_head(kind: str) -> Auto:
+    """Return transformers' class that builds a family's causal language model, images included."""
+    return AutoModelForImageTextToText if kind in VISION else AutoModelForCausalLM
+
+
+def settled(config: Any) -> Any:
+    """Return transformers' configuration, where vLLM reads another part of it than transformers."""
+    if config.model_type == "mistral3":
+        config.tie_word_embeddings = config.text_config.tie_word_embeddings
+    return config
 
 
 def checkpoint_sources(folder: Path) -> list[CheckpointTensor]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridrl.distributed.process_memory import garbage_collection_off
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
-from hybridrl.distributed.weights import TIED
+from hybridrl.distributed.weights import HEADS
 from hybridrl.reshard.transfers import (
     Chunk,
     Chunker,
@@ -126,7 +126,7 @@ def build_plans(
     written = {(c.source, c.parameter in unrounded) for trace in checked for c in trace.copies}
     read = {source for source, _ in written}
     # An engine reads no head that is tied to its embedding; one of its own would lack weights.
-    known = read | {*TIED.values()}
+    known = read | {*HEADS}
     unread = [source.name for source in sources if source.name not in known]
     if read and unread:
         raise ValueError(f"the rollout engine's model has no place for {', '.join(unread)}")

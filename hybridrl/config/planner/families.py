@@ -4,6 +4,7 @@ No family needs to be here: what a model computes is derived from transformers' 
 (distributed/description.py). docs/models.md says what is asked of one.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +21,14 @@ ON_CPUS = (
     *("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", "gpt_oss"),
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h"),
     *("glm4_moe_lite", "deepseek_v3", "gemma4_text"),
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3"),
 )
+# Families that take images: a language model, below it what makes its states of an image, and the
+# type of the language model where config.json names none.
+VISION = {kind: f"{kind}_text" for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")}
+VISION |= {"mistral3": "mistral"}
+# Keys of config.json with tokens that stand for images and videos, or around them.
+PLACEHOLDERS = re.compile(r"(image|video|vision)(_start|_end)?_token_(id|index)")
 # Families of which rollout.exact shares every operation with vLLM, and the kind of their norms in
 # exact_kernels.py.
 EXACT = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), 0) | {"gemma3_text": 2}
@@ -32,7 +40,6 @@ _TEXT_MODEL = (
 REFUSED = {
     "cohere2": "vLLM's model has windows that are one token longer",
     "gemma3": "only its text models (gemma3_text) are trained, not images",
-    "qwen3_5": f"only its text models (qwen3_5_text) are trained, not images: {_TEXT_MODEL}",
     "qwen3_5_moe": f"only its text models (qwen3_5_moe_text) are trained: {_TEXT_MODEL}",
     "gemma4": "only its text models (gemma4_text) are trained, not images and sounds",
 }
@@ -62,7 +69,9 @@ _NO_WINDOW = "vLLM's model attends to all tokens"
 REFUSED_SETTINGS = (
     Setting("attn_logit_softcapping", "packed attention does not cap its scores"),
     Setting("use_bidirectional_attention", "attention here is causal"),
-    Setting("attention_bias", "vLLM's model leaves the bias of o_proj out", ("qwen3",)),
+    Setting(
+        "attention_bias", "vLLM's model leaves the bias of o_proj out", ("qwen3", "qwen3_vl_text")
+    ),
     Setting("attention_bias", "vLLM's model leaves biases out", _WITHOUT_BIAS),
     Setting("use_sliding_window", _NO_WINDOW, ("qwen3_moe", "qwen2_moe")),
     Setting("sliding_window", _NO_WINDOW, ("mixtral", "olmoe")),
@@ -145,8 +154,29 @@ def check_settings(config: Mapping[str, Any]) -> None:
         if quantization.get("quant_method") == "mxfp4":
             remedy = f"Set model.path to FOLDER, after\n  {_TO_BFLOAT16}"
         raise ConfigError(Problem("quantized", "model.path", ABSENT, expected, why, remedy))
-    for key, value, expected, reason in _unsupported(config, kind):
+    text = text_part(config)
+    for key, value, expected, reason in _unsupported(text, text["model_type"]):
         raise ConfigError(setting_problem(key, value, expected, reason))
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says of the language model: all of it without images."""
+    kind = str(config.get("model_type"))
+    if kind not in VISION:
+        return config
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        return {"model_type": VISION[kind], **text}
+    # Qwen2.5-VL's folders on the hub have no such part.
+    return {**config, "vision_config": None, "model_type": VISION[kind]}
+
+
+def placeholder_ids(config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that stand for images or videos or around them, which none may sample."""
+    if config.get("model_type") not in VISION:
+        return []
+    named = (value for key, value in config.items() if PLACEHOLDERS.fullmatch(key))
+    return sorted({value for value in named if type(value) is int})
 
 
 def _unsupported(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, object, str, str]]:

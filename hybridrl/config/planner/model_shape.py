@@ -8,7 +8,7 @@ from typing import Any
 from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.errors import ConfigError, Problem, shown
 from hybridrl.config.planner.description import described
-from hybridrl.config.planner.families import check_settings, largest_position
+from hybridrl.config.planner.families import check_settings, largest_position, text_part
 from hybridrl.config.planner.shape import ModelShape
 
 # Mandatory keys of config.json.
@@ -34,6 +34,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         ConfigError: unsupported architecture, quantized weights, or missing or wrong keys.
     """
     check_settings(config)
+    whole, config = config, text_part(config)
     listed = config.get("layers_block_type") and "num_hidden_layers"  # Nemotron-H has either
     missing = [key for key in REQUIRED if config.get(key) is None and key != listed]
     if missing:
@@ -41,7 +42,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
             Problem("model_lacks", "model.path", why=f"config.json lacks {', '.join(missing)}")
         )
     _refuse(_wrong_sizes(config) or _wrong_relations(config))
-    shape = described(config)
+    shape = described(whole)
     heads, _, head_dim, _ = shape.largest_attention
     if config.get("head_dim") is None and head_dim == shape.hidden // heads:
         _refuse([_undivided(config)] if shape.hidden % heads else [])

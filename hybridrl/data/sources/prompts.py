@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 
 from hybridrl.config.choices import Targets, TooLongPrompts
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.families import text_part
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.sections import DataConfig
 from hybridrl.data.sources.problem_sets import DataSet, left_out_text, load_problem_sets
@@ -370,7 +371,7 @@ def _without_embedding(
     model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]
 ) -> list[str]:
     """Report tokens that were added to the tokenizer and not to the model, answers' as well."""
-    size = read_model_config(model.path).get("vocab_size")
+    size = text_part(read_model_config(model.path)).get("vocab_size")
     if type(size) is not int:
         return []
     largest = [

@@ -44,22 +44,40 @@ KNOWN = (
 )
 
 
+def decoder(model: PreTrainedModel) -> Any:
+    """Return what has the embedding, decoder layers and last norm: all below a head, or a part."""
+    base = model.base_model
+    return base._modules.get("language_model", base)
+
+
+def vision_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """Return what makes states of an image: a tower and perhaps what follows it; [] without."""
+    base, text = model.base_model, decoder(model)
+    return [] if text is base else [part for part in base.children() if part is not text]
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """Return the configuration of a model's language model."""
+    return model.config.get_text_config()
+
+
 def check_layers(model: PreTrainedModel) -> None:
     """Check that a model of transformers, built without data, has only layers of known kinds.
 
     Raises:
         ConfigError: names what is not known.
     """
-    base = model.base_model
+    base = decoder(model)
     if "layers" not in dict(base.named_children()):
         raise ConfigError(f"its {type(base).__name__} has no decoder layers in `layers`")
-    config: dict[str, Any] = model.config.to_dict()
+    config: dict[str, Any] = text_config(model).to_dict()
     others = sorted({*layer_types(model)} - LAYER_TYPES.keys())
     if config.get("attention_chunk_size"):
         others.append("attention_chunk_size")
     for index, layer in enumerate(base.layers):
         others += [f"layers.{index}{part}" for part in _unknown(layer)]
     usual = {base, base.layers, model.get_input_embeddings(), model.get_output_embeddings()}
+    usual |= {model.base_model, *vision_parts(model)}
     for path, module in {*base.named_children(), *model.named_children()}:
         has_weights = next(module.parameters(), None) is not None
         known = path in FURTHER or module in usual or "Norm" in type(module).__name__
@@ -74,9 +92,9 @@ def check_layers(model: PreTrainedModel) -> None:
 
 def layer_types(model: PreTrainedModel) -> list[str]:
     """Return the kind of each decoder layer, as config.json or its model names it."""
-    config: dict[str, Any] = model.config.to_dict()
+    config: dict[str, Any] = text_config(model).to_dict()
     kinds = config.get("layer_types") or config.get("layers_block_type")
-    return kinds or ["full_attention"] * len(model.base_model.layers)
+    return kinds or ["full_attention"] * len(decoder(model).layers)
 
 
 def _unknown(layer: nn.Module) -> Iterator[str]:
@@ -108,10 +126,10 @@ def hand_on_bounds(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: these have experts.
     """
-    for layer in model.base_model.layers:
+    for layer in decoder(model).layers:
         if "self_attn" not in dict(layer.named_children()):
             continue  # its mixer gets the bounds, or refuses to run
-        if _hands_on(layer, model.config.hidden_size):
+        if _hands_on(layer, text_config(model).hidden_size):
             continue
         if has_experts(layer):
             raise ConfigError("its layers with experts keep bounds of sequences from attention")

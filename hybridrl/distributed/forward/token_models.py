@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.forward.layers import layer_function
+from hybridrl.distributed.forward.layers import decoder, layer_function, text_config
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed, sequence_index
 from hybridrl.distributed.forward.recurrent import pack_recurrences
@@ -85,7 +85,7 @@ class TokenLogProbs(nn.Module):
         its number of each token.
         """
         hidden = response_states(self.lm.base_model, packed, recurrent=self.recurrent)
-        routing = take_routing(self.lm.base_model.layers, packed)
+        routing = take_routing(decoder(self.lm).layers, packed)
         weight = self.lm.get_output_embeddings().weight
         own = token_log_probs(
             hidden,
@@ -135,7 +135,7 @@ def divisor_and_cap(lm: PreTrainedModel) -> tuple[float, float | None]:
     Raises:
         ConfigError: logits are something else.
     """
-    cap: float | None = lm.config.to_dict().get("final_logit_softcapping")
+    cap: float | None = text_config(lm).to_dict().get("final_logit_softcapping")
     head, sizes = lm.get_output_embeddings(), (1.0, 30.0)
     other, logits = copy.copy(lm), []
     with real_tensors():
@@ -166,7 +166,11 @@ class ScalarModel(nn.Module):
         self.backbone = backbone
         self.recurrent = bool(pack_recurrences(backbone))
         self.head = nn.Linear(
-            backbone.config.hidden_size, 1, bias=bias, device=backbone.device, dtype=torch.float32
+            text_config(backbone).hidden_size,
+            1,
+            bias=bias,
+            device=backbone.device,
+            dtype=torch.float32,
         )
 
     def forward(self, packed: Packed) -> Tensor:
@@ -177,7 +181,7 @@ class ScalarModel(nn.Module):
         """
         states = response_states(self.backbone, packed, recurrent=self.recurrent)
         numbers = self.head(states.float())
-        take_routing(self.backbone.layers, packed)  # which holds the graph
+        take_routing(decoder(self.backbone).layers, packed)  # which holds the graph
         # A copy: FSDP2 hooks backward to this output, which must not be a view.
         return gather_sequence(numbers.squeeze(-1).clone(), packed)
 
@@ -194,7 +198,7 @@ def response_states(backbone: PreTrainedModel, packed: Packed, *, recurrent: boo
             raise ValueError("recurrent layers are not shared between ranks (fsdp.ulysses_size)")
         sharing = {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}
     if packed.routed_experts is not None:
-        layers = sum(map(has_experts, backbone.layers))
+        layers = sum(map(has_experts, decoder(backbone).layers))
         sharing["routed_experts"] = packed.routed_experts.unflatten(2, (layers, -1))
     output = backbone(
         input_ids=packed.input_ids,
