@@ -4,7 +4,7 @@ from functools import partial
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.sources.rows import column_text
+from hybridrl.data.sources.values import column_text
 from hybridrl.trainer.rewarding import FunctionRewards
 from hybridrl.trainer.tracking.console import RunConsole
 

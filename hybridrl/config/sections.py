@@ -107,6 +107,7 @@ class MixturePart(Section):
     eval_files: Any
     prompt_key: str | None
     answer_key: str | None
+    images_key: str | None
     solution_key: str | None
     num_eval_problems: Annotated[
         int | None, at_least_one("null means data.num_eval_problems"), FREE
@@ -123,6 +124,7 @@ class DataConfig(Section):
     eval_files: Any
     prompt_key: str
     answer_key: str | None
+    images_key: str | None
     num_eval_problems: Annotated[int | None, at_least_one("null evaluates all problems"), FREE]
     system_prompt: str | None
     chat_template_kwargs: dict[str, Any]

@@ -18,9 +18,11 @@ from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.images import image_rows
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule
 from hybridrl.data.seeds import derive_seed
+from hybridrl.data.sources.image_tokens import processed
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.record import Row, Trained
@@ -105,7 +107,8 @@ def reference_batch(prompts: Sequence[Prompt]) -> RolloutBatch:
     read = Ragged.from_rows([prompt.token_ids for prompt, _, _ in rows], torch.int32)
     responses = Ragged.from_rows([ids for _, ids, _ in rows], torch.int32)
     ids = torch.tensor([prompt.prompt_id for prompt, _, _ in rows])
-    batch = unsampled(read, responses, ids)
+    images = image_rows(processed(prompt.images for prompt, _, _ in rows))
+    batch = replace(unsampled(read, responses, ids), images=images)
     if len(rows) > len(prompts):
         batch = replace(batch, episode=torch.arange(len(prompts)).repeat_interleave(2))
     elif all(prompt.is_desired is None for prompt in prompts):

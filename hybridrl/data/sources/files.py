@@ -10,7 +10,8 @@ from typing import Any
 
 from hybridrl.config.checks.data import file_problems
 from hybridrl.config.command.input_errors import parse_json
-from hybridrl.data.sources.rows import Columns, Problem, Row, kind_of, problems_of
+from hybridrl.data.sources.rows import Columns, Problem, Row, problems_of
+from hybridrl.data.sources.values import kind_of
 from hybridrl.models.resolve import HUB_ERRORS, hub_snapshot
 
 # Default folders, in order, of data sets with several folders.

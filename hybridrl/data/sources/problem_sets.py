@@ -13,6 +13,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections import SOURCE_KEYS, DataConfig, MixturePart
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.files import Split, hub_files, read_problems
+from hybridrl.data.sources.images import keys_of
 from hybridrl.data.sources.order import most_drawn
 from hybridrl.data.sources.problems import held_out_problems, labelled, pair, train_problems
 from hybridrl.data.sources.rows import Columns, Problem, Row, problems_of
@@ -33,7 +34,7 @@ _OWN_KEYS = [field.name for field in fields(MixturePart) if field.name != "weigh
 # In a data set, answer_key: null is the shared one.
 _OWN_KEY = re.compile(rf"\bdata\.(?!answer_key=null)({'|'.join(_OWN_KEYS)})\b")
 
-# Normalised texts of a question: one per chat message, without system messages.
+# Normalised texts of a question: one per chat message, without system messages; keys of its images.
 Question = tuple[str, ...]
 
 
@@ -191,7 +192,7 @@ def _read(data: DataSet, targets: Targets | None) -> list[str]:
 
 def _columns(config: DataConfig, split: Split, targets: Targets | None) -> Columns:
     """Return the columns that a split needs."""
-    columns = Columns(config.prompt_key, config.answer_key)
+    columns = Columns(config.prompt_key, config.answer_key, images_key=config.images_key)
     if targets is Targets.pairs:
         chosen, rejected = config.chosen_key, config.rejected_key
         columns = columns._replace(chosen_key=chosen, rejected_key=rejected)
@@ -276,12 +277,12 @@ def _sample(problems: list[Problem], count: int | None) -> list[Problem]:
 
 
 def question_of(problem: Problem) -> Question:
-    """Return the question for comparisons, with white space and case normalised."""
+    """Return the question and its images, with white space and case normalised."""
     if isinstance(problem.prompt, str):
         texts = [problem.prompt]
     else:
         texts = [m["content"] for m in problem.prompt if m["role"] != "system"]
-    return tuple(" ".join(text.split()).casefold() for text in texts)
+    return *(" ".join(text.split()).casefold() for text in texts), *keys_of(problem.prompt)
 
 
 def without(problems: Iterable[Problem], questions: Collection[Question]) -> list[Problem]:

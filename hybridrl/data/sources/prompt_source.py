@@ -70,7 +70,7 @@ class PromptSource:
     def fingerprint(self) -> dict[str, str]:
         """SHA-256 of all prompts in order.
 
-        `tokens` hashes token ids and prompt ids; `rows` hashes examples and difficulties.
+        `tokens` hashes token ids, prompt ids and images; `rows` examples and difficulties.
         """
         tokens, rows = hashlib.sha256(), hashlib.sha256()
         encode = json.JSONEncoder(sort_keys=True, default=str).encode
@@ -79,6 +79,7 @@ class PromptSource:
             for prompt in members:
                 tokens.update(array("q", (prompt.prompt_id, *prompt.token_ids)).tobytes())
                 tokens.update(b"\n")
+                tokens.update("".join(prompt.asked[1:]).encode())
                 rows.update(encode((prompt.example, prompt.difficulty)).encode())
         return {"tokens": tokens.hexdigest(), "rows": rows.hexdigest()}
 
@@ -100,7 +101,7 @@ class PromptSource:
         ids = self._ids
         start = bisect_right(ids, prompt.prompt_id)
         others = (self._by_id[ids[(start + n) % len(ids)]] for n in range(len(ids)))
-        return next((other for other in others if other.token_ids != prompt.token_ids), prompt)
+        return next((other for other in others if other.asked != prompt.asked), prompt)
 
     @cached_property
     def _ids(self) -> list[int]:

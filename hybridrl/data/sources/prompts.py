@@ -1,7 +1,7 @@
 """Prompts of a run: problems rendered by the chat template, tokenised and counted."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.families import text_part
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.sections import DataConfig
+from hybridrl.data.sources.image_tokens import ImageProcessor, PromptFiles
+from hybridrl.data.sources.images import images_in
 from hybridrl.data.sources.problem_sets import DataSet, left_out_text, load_problem_sets
 from hybridrl.data.sources.rows import Message, Problem, first_faults, with_examples
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
@@ -28,8 +30,9 @@ class Prompt:
 
     Attributes:
         prompt_id: unique over training and held-out prompts, stable over the run.
-        token_ids: of the rendered prompt; at most rollout.max_prompt_tokens.
-        text: the rendered prompt.
+        token_ids: of the rendered prompt, those of images expanded; at most
+            rollout.max_prompt_tokens.
+        text: the rendered prompt, with one placeholder for each image.
         question: the problem without template, for display.
         example: the row with `answer`, if the data has one, and `dataset`, its data set's name;
             argument of rewards.
@@ -45,6 +48,7 @@ class Prompt:
         teacher: index of the teacher that scores its responses.
         teacher_ids: what that one reads in place of token_ids; empty if nothing else.
         has_answer: false if the data has no answers, whatever columns `example` has.
+        images: None without.
     """
 
     prompt_id: int
@@ -63,6 +67,12 @@ class Prompt:
     teacher_ids: list[int] = field(default_factory=list)
     rejected_ids: list[int] = field(default_factory=list)
     is_desired: bool | None = None
+    images: PromptFiles | None = None
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What the prompt asks: its text, and the keys of its images."""
+        return self.text, *(file.key for file in (self.images.files if self.images else ()))
 
     @property
     def responses(self) -> list[tuple[list[int], bool]]:
@@ -142,7 +152,7 @@ def load_prompts(
     tokenizer, options = load_tokenizer(model), config.chat_template_kwargs
     renderer = Renderer(tokenizer, options)
     answers = None if max_answer_tokens is None else AnswerTokens(model, tokenizer, options)
-    rendered = _rendered(config, sets, renderer, answers)
+    rendered = _rendered(config, sets, renderer, answers, ImageProcessor(model))
     kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
     for name, (train, held_out) in rendered.items():
         _note_unknown_tokens(kept, [*train, *held_out], renderer)
@@ -160,8 +170,8 @@ def load_prompts(
         raise ConfigError(*faults)
     for summary in kept.data_sets:
         kept.notes.extend(_notes(summary, sets[summary.name]))
-    known = {prompt.text for prompt in kept.train}
-    shared = sum(prompt.text in known for prompt in kept.held_out)
+    known = {prompt.asked for prompt in kept.train}
+    shared = sum(prompt.asked in known for prompt in kept.held_out)
     kept.measures["data/duplicate_fraction"] = 1 - len(known) / len(kept.train)
     kept.measures["data/overlap_fraction"] = shared / len(kept.held_out)
     kept.measures["data/no_generation_marker"] = float(renderer.lacks_marker)
@@ -183,7 +193,11 @@ def examine_prompts(
 
 
 def _rendered(
-    config: DataConfig, sets: dict[str, DataSet], renderer: Renderer, answers: AnswerTokens | None
+    config: DataConfig,
+    sets: dict[str, DataSet],
+    renderer: Renderer,
+    answers: AnswerTokens | None,
+    processor: ImageProcessor,
 ) -> dict[str, tuple[list[Prompt], list[Prompt]]]:
     """Render the training and held-out prompts of each data set by name.
 
@@ -198,9 +212,10 @@ def _rendered(
         halves.append({})
         for name, data in sets.items():
             problems = half_of(data)
-            halves[-1][name], refused = _prompts_of(data, problems, renderer, next_id, answers)
+            prompts, refused = _prompts_of(data, problems, renderer, next_id, answers)
+            halves[-1][name], unseen = _with_images(prompts, processor)
             next_id += len(problems)
-            faults += map(data.with_own_keys, refused)
+            faults += map(data.with_own_keys, refused + unseen)
     if faults:
         raise ConfigError(*faults)
     return {name: (halves[0][name], halves[1][name]) for name in sets}
@@ -262,6 +277,33 @@ def _prompts_of(
         )
         for index, problem in enumerate(problems)
     ], []
+
+
+def _with_images(
+    prompts: list[Prompt], processor: ImageProcessor
+) -> tuple[list[Prompt], list[str]]:
+    """Return prompts with their images, and messages for a ConfigError.
+
+    Where some have images, the others have no placeholders either.
+    """
+    images = [images_in(prompt.messages) for prompt in prompts]
+    if not any(images):
+        return prompts, []
+    seen, faults = list[Prompt](), list[str]()
+    for prompt, own in zip(prompts, images, strict=True):
+        try:
+            ids, tokens = processor.expanded(prompt.token_ids, own)
+        except ValueError as fault:
+            faults.append(f"{prompt.where}: {fault}")
+            continue
+        files = PromptFiles(own, tokens, processor) if own else None
+        seen.append(replace(prompt, token_ids=ids, images=files))
+    if not faults:
+        return seen, []
+    return [], [
+        f"{len(faults)} of {len(prompts)} prompts with images cannot be read by the model.\n"
+        f"{first_faults(faults)}\nCorrect these rows, or leave them out."
+    ]
 
 
 def _keep_short(

@@ -1,17 +1,29 @@
 """Problems from the rows of a source, with columns mapped by name and faults with their place."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridrl.data.sources.images import Slots, with_images, without_bytes
+from hybridrl.data.sources.values import (
+    ABSENT,
+    answer_of,
+    column_names,
+    kind_of,
+    label_of,
+    look_up,
+    number_of,
+    value_of,
+)
+
+# Column of images without data.images_key, which rows may lack.
+IMAGES = "images"
 # One chat message has at least these two texts.
 Message = dict[str, str]
 
 MAX_FAULTS_SHOWN = 3
-_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,7 @@ class Columns(NamedTuple):
     chosen_key: str | None = None
     rejected_key: str | None = None
     label_key: str | None = None
+    images_key: str | None = None
 
 
 class Row(NamedTuple):
@@ -101,9 +114,10 @@ def problems_of(
     if missing := _missing_columns(key, source, rows, columns):
         return [], missing
     problems, faults = [], list(unreadable)
+    folder = source.parent if isinstance(source, Path) else Path()
     for row in rows:
         try:
-            problems.append(_problem(row, columns))
+            problems.append(_problem(row, columns, folder))
         except ValueError as fault:
             faults.append(f"{row.where}: {fault}")
     if not faults:
@@ -137,26 +151,31 @@ def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Col
     """Return a message for each mapped column that no row of the source has."""
     return [
         f"data.{name} = {column}: {source} (from {key}) has no such column.\n"
-        f"Its columns: {', '.join(_column_names(rows[0].values))}. Set data.{name} to one of them."
+        f"Its columns: {', '.join(column_names(rows[0].values))}. Set data.{name} to one of them."
         + " If the rows have no answers, set data.answer_key=null."
         * (name == "answer_key")
         for name, column in columns._asdict().items()
-        if column and rows and all(_lookup(row.values, column) is _ABSENT for row in rows)
+        if column and rows and all(look_up(row.values, column) is ABSENT for row in rows)
         if name != "prompt_key" or not _has_prompt(rows[0].values, columns.chosen_key)
+        if (name, column) != ("images_key", IMAGES)
     ]
 
 
 def _has_prompt(values: dict[str, Any], column: str | None) -> bool:
     """Return whether a column of responses holds a list with the prompt's messages as well."""
-    value = None if column is None else _lookup(values, column)
+    value = None if column is None else look_up(values, column)
     return isinstance(value, list) and len(value) > 1
 
 
-def _problem(row: Row, columns: Columns) -> Problem:
+def _problem(row: Row, columns: Columns, folder: Path) -> Problem:
     """Convert one row; raise a ValueError if a value is missing, empty or of a wrong type."""
     values, difficulty = row.values, columns.curriculum
-    prompt, solution, rejected = _responses_of(values, columns)
-    answer = "" if columns.answer_key is None else _answer_of(values, columns.answer_key)
+    text, solution, rejected = _responses_of(values, columns)
+    images = look_up(values, columns.images_key) if columns.images_key else ABSENT
+    prompt = with_images(text, images, folder)
+    if prompt is not text:
+        values = without_bytes(values)
+    answer = "" if columns.answer_key is None else answer_of(values, columns.answer_key)
     tags = values["tags"] if isinstance(values.get("tags"), dict) else {}
     return Problem(
         prompt,
@@ -165,9 +184,9 @@ def _problem(row: Row, columns: Columns) -> Problem:
         {name: str(value) for name, value in tags.items() if value is not None},
         row.where,
         solution,
-        0.0 if difficulty is None else _number_of(values, difficulty),
+        0.0 if difficulty is None else number_of(values, difficulty),
         rejected,
-        None if columns.label_key is None else _label_of(values, columns.label_key),
+        None if columns.label_key is None else label_of(values, columns.label_key),
     )
 
 
@@ -179,7 +198,7 @@ def _responses_of(values: dict[str, Any], columns: Columns) -> tuple[str | list[
     if columns.chosen_key is None:
         solution = columns.solution_key
         prompt = _prompt_of(values, columns.prompt_key)
-        return prompt, "" if solution is None else _answer_of(values, solution), ""
+        return prompt, "" if solution is None else answer_of(values, solution), ""
     before, better = _response_of(values, columns.chosen_key)
     worse = ""
     if columns.rejected_key is not None:
@@ -198,6 +217,8 @@ def _response_of(values: dict[str, Any], column: str) -> tuple[list[Message], st
     if isinstance(value, str):
         return [], value
     *before, last = value
+    if isinstance(last["content"], Slots) and last["content"].given:
+        raise ValueError(f"the last message of `{column}` has an image")
     if last["role"] != "assistant" or not last["content"].strip():
         kind = f"from the {last['role']}" if last["content"].strip() else "empty"
         raise ValueError(f"the last message of `{column}` is {kind}")
@@ -206,86 +227,24 @@ def _response_of(values: dict[str, Any], column: str) -> tuple[list[Message], st
     return before, last["content"]
 
 
-def _label_of(values: dict[str, Any], column: str) -> bool:
-    value = _value(values, column)
-    if value not in (True, False):  # 1 and 0, too
-        raise ValueError(f"`{column}` is {kind_of(value)}, expected true or false")
-    return bool(value)
-
-
 def _prompt_of(values: dict[str, Any], column: str) -> str | list[Message]:
-    value = _value(values, column)
+    value = value_of(values, column)
     if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, list) or not value:
         raise ValueError(f"`{column}` is {kind_of(value)}")
     if not all(map(_is_message, value)):
         raise ValueError(f"`{column}` is a list, but not of messages with texts `role`, `content`")
-    return [{name: text for name, text in m.items() if text is not None} for m in value]
+    return [
+        {name: _text(text) for name, text in message.items() if text is not None}
+        for message in value
+    ]
 
 
-def _answer_of(values: dict[str, Any], column: str) -> str:
-    value = _value(values, column)
-    if type(value) not in (str, int, float) or not str(value).strip():
-        raise ValueError(f"`{column}` is {kind_of(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"`{column}` is {value}")
-    return str(value)
-
-
-def _number_of(values: dict[str, Any], column: str) -> float:
-    value = _value(values, column)
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"`{column}` is {kind_of(value)}, expected a number")
-    return number
+def _text(content: Any) -> Any:
+    return Slots.of_parts(content) if isinstance(content, list) else content
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(name), str) for name in ("role", "content")
-    )
-
-
-def _value(values: dict[str, Any], column: str) -> Any:
-    value = _lookup(values, column)
-    if value is _ABSENT:
-        raise ValueError(f"there is no `{column}`")
-    return value
-
-
-def _lookup(values: dict[str, Any], column: str) -> Any:
-    """Return a column's value, or _ABSENT; a full match has precedence over a path with dots."""
-    if column in values:
-        return values[column]
-    value: Any = values
-    for part in column.split("."):
-        value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
-    return value
-
-
-def column_text(values: dict[str, Any], column: str) -> str:
-    """Return a column's text; empty if there is none."""
-    value = _lookup(values, column)
-    return value if isinstance(value, str) and value.strip() else ""
-
-
-def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of all columns, with fields of structs as paths: a, b.c, b.d."""
-    names = []
-    for name, value in values.items():
-        nested = isinstance(value, dict) and value
-        names += _column_names(value, f"{prefix}{name}.") if nested else [prefix + name]
-    return names
-
-
-def kind_of(value: Any) -> str:
-    """Describe a value for messages."""
-    if value in ([], {}) or (isinstance(value, str) and not value.strip()):
-        return "empty"
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
-    names |= {list: "a list", dict: "an object", type(None): "null"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    kinds = {"role": str, "content": str | list}
+    return isinstance(value, dict) and all(isinstance(value.get(n), k) for n, k in kinds.items())

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError, shown
 from hybridrl.config.schema import ModelConfig
+from hybridrl.data.sources.images import ImageText, images_in
 from hybridrl.data.sources.rows import Message
 from hybridrl.models.resolve import VOCABULARIES, plain_folder
 
@@ -120,8 +121,14 @@ def rendered(
     Raises:
         jinja2.TemplateError: the template raises for these messages.
     """
+    seen = [
+        {**message, "content": message["content"].parts}
+        if isinstance(message["content"], ImageText)
+        else message
+        for message in messages
+    ]
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        text = tokenizer.apply_chat_template(seen, tokenize=False, **options)
     except _TEMPLATE_ERRORS as error:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
     assert isinstance(text, str)
@@ -163,6 +170,8 @@ class Renderer:
         """
         is_begun = messages[-1]["role"] == "assistant"
         if not self.has_template:
+            if images_in(messages):
+                raise TemplateError("there is none, and it says how images stand in a text")
             return plain_text(messages).removesuffix("\n" * is_begun)
         begin = "continue_final_message" if is_begun else "add_generation_prompt"
         return rendered(self._tokenizer, messages, **{begin: True}, **self._options)

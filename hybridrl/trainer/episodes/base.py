@@ -20,6 +20,7 @@ from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.partition import balance
 from hybridrl.data.requests import Request, Requests, SamplingParams, total_stats
 from hybridrl.data.seeds import sample_seed
+from hybridrl.data.sources.image_tokens import processed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.episodes.responses import Group, Response
 
@@ -61,6 +62,7 @@ class Wanted:
     def requests(self, config: RolloutConfig) -> Requests:
         """Return the requests for responses of one turn, in order."""
         samples = range(self.first, self.first + self.each)
+        images = processed(prompt.images for prompt in self.prompts)
         return Requests(
             [
                 Request(
@@ -69,8 +71,9 @@ class Wanted:
                     seed=sample_seed(config.seed, self.step, prompt.prompt_id, sample),
                     max_tokens=config.max_response_tokens,
                     params=self.params,
+                    images=own,
                 )
-                for prompt in self.prompts
+                for prompt, own in zip(self.prompts, images, strict=True)
                 for sample in samples
             ],
             torch.tensor([one.prompt_id for one in self.prompts]).repeat_interleave(self.each),

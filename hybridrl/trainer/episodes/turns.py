@@ -14,9 +14,11 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import CallStats, ConversationOutcome, RolloutBatch
+from hybridrl.data.images import image_rows
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.requests import Generate, Request, Requests, SamplingParams
 from hybridrl.data.seeds import sample_seed
+from hybridrl.data.sources.image_tokens import processed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.episodes.base import Grown, Until, response_name
 from hybridrl.trainer.episodes.responses import Group, Place, Response, unfinished, with_responses
@@ -97,6 +99,7 @@ class TurnEpisodes:
             response_mask=ragged("mask", torch.bool),
             rollout_log_probs=ragged("log_probs", torch.float32),
             group_id=torch.tensor([index for index, _ in rows]),
+            images=image_rows(processed(group.prompt.images for _, group in rows)),
             weight_version=torch.tensor([int(response.versions[-1]) for response in responses]),
             truncated=torch.tensor([response.truncated for response in responses]),
             token_versions=ragged("versions", torch.int32),
@@ -137,8 +140,8 @@ class TurnEpisodes:
         """Return requests whose prompts are prompts with their responses so far."""
         is_cut, most = math.isfinite(budget), self.config.max_response_tokens
         params = replace(params, stop_token_ids=self.turns.stop_token_ids)
-        requests = []
-        for g, k in places:
+        requests, images = [], processed(groups[g].prompt.images for g, _ in places)
+        for (g, k), own in zip(places, images, strict=True):
             group, response = groups[g], groups[g].responses[k]
             request = Request(
                 request_id=response_name(group.step, group.prompt, group.first_sample + k),
@@ -148,6 +151,7 @@ class TurnEpisodes:
                 params=params,
                 engine=group.engine,
                 must_finish=is_cut and g < needed,
+                images=own,
             )
             requests.append(request)
         return Requests(
