@@ -8,28 +8,37 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.data.images import PromptImages
 from hybridrl.data.sources.images import ImageFile, Size
 from hybridrl.models.resolve import plain_folder, read_model_config
 
 if TYPE_CHECKING:
-    from transformers import ProcessorMixin
+    from torch import Tensor
+
+    from hybridrl.data.images import PromptImages
 
 # What a processor returns of texts.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 class ImageProcessor:
-    """Processor of a model, which is loaded when an image is there."""
+    """Image processor of a model.
+
+    Raises:
+        ConfigError: the model takes no images, or its folder has no usable processor.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
-        self._model = model
+        self._processor = _loaded(model.path)
+        self._placeholder = self._processor.image_token_id
+        settings = json.dumps(
+            self._processor.image_processor.to_dict(), sort_keys=True, default=str
+        )
+        self._settings = hashlib.sha256(settings.encode()).hexdigest()[:16]
         # Tokens of an image by its size.
         self._tokens: dict[Size, list[int]] = {}
 
@@ -52,8 +61,10 @@ class ImageProcessor:
         rows = (next(each) if token == self._placeholder else [token] for token in ids)
         return [token for row in rows for token in row], [*map(len, tokens)]
 
-    def processed(self, files: Sequence[ImageFile]) -> PromptImages:
+    def processed(self, files: Sequence[ImageFile]) -> "PromptImages":
         """Read images and return their tensors."""
+        from hybridrl.data.images import PromptImages
+
         features, ids = self._run([file.open() for file in files])
         assert ids == [token for file in files for token in self._tokens_of(file.size)]
         keys = tuple(f"{self._settings}-{file.key}" for file in files)
@@ -66,7 +77,7 @@ class ImageProcessor:
             self._tokens[size] = self._run([Image.new("RGB", size)])[1]
         return self._tokens[size]
 
-    def _run(self, images: list[Any]) -> tuple[dict[str, Any], list[int]]:
+    def _run(self, images: Sequence[object]) -> tuple[dict[str, "Tensor"], list[int]]:
         """Return the tensors of images, and their tokens."""
         text = self._processor.image_token * len(images)
         made = self._processor(
@@ -75,40 +86,26 @@ class ImageProcessor:
         features = {name: value for name, value in made.items() if name not in _OF_TEXT}
         return features, made["input_ids"][0].tolist()
 
-    @cached_property
-    def _processor(self) -> "ProcessorMixin":
-        path = self._model.path
-        if "vision_config" not in read_model_config(path):
-            raise ConfigError(
-                f"data.images_key: rows have images, but model.path = {path} takes none (its "
-                "config.json has no vision_config).\nChoose a model that sees, such as "
-                "model=embedded_vision, or leave the images out: data.images_key=null"
-            )
-        from hybridrl.models.processors import load_processor
 
-        try:
-            return load_processor(plain_folder(path))
-        except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-            reason = str(error).strip().splitlines()
-            raise ConfigError(
-                f"model.path = {path}: its image processor cannot be loaded "
-                f"({reason[0] if reason else type(error).__name__}).\n"
-                "The folder needs preprocessor_config.json or processor_config.json; copy those of "
-                "the model."
-            ) from error
-
-    @cached_property
-    def _placeholder(self) -> int:
-        return self._processor.image_token_id
-
-    @cached_property
-    def _settings(self) -> str:
-        """Hash of the processor's settings."""
-        settings = json.dumps(
-            self._processor.image_processor.to_dict(), sort_keys=True, default=str
+def _loaded(path: str) -> Any:
+    if "vision_config" not in read_model_config(path):
+        raise ConfigError(
+            f"data.images_key: rows have images, but model.path = {path} takes none (its "
+            "config.json has no vision_config).\nChoose a model that sees, such as "
+            "model=embedded_vision, or leave the images out: data.images_key=null"
         )
-        text = json.dumps(settings, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    from hybridrl.models.processors import load_processor
+
+    try:
+        return load_processor(plain_folder(path))
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"model.path = {path}: its image processor cannot be loaded "
+            f"({reason[0] if reason else type(error).__name__}).\n"
+            "The folder needs preprocessor_config.json or processor_config.json; copy those of the "
+            "model."
+        ) from error
 
 
 class PromptFiles:
@@ -127,16 +124,16 @@ class PromptFiles:
         self._processor = processor
         self._processed: ref[PromptImages] | None = None
 
-    def processed(self) -> PromptImages:
+    def processed(self) -> "PromptImages":
         """Return the images' tensors: the same object for as long as someone holds it."""
-        known = self._processed and self._processed()
+        known = None if self._processed is None else self._processed()
         if known is None:
             known = self._processor.processed(self.files)
             self._processed = ref(known)
         return known
 
 
-def processed(prompts: Iterable[PromptFiles | None]) -> list[PromptImages | None]:
+def processed(prompts: Iterable[PromptFiles | None]) -> "list[PromptImages | None]":
     """Return the images of prompts, processed together."""
     ordered = list(prompts)
     distinct = list({id(one): one for one in ordered if one is not None}.values())

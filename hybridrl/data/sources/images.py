@@ -1,14 +1,13 @@
 """Images of problems: read and checked by row, and where they stand in messages.
 
-An image is a path (seen from the file that names it), a data: URL, bytes, or an object with one of
-these (`{"bytes": ..., "path": ...}` of the hub, `{"image": ...}`). It stands in the column
-data.images_key, or in a part of a chat message.
+One is a path (seen from the file that names it), a data: URL, bytes, or the hub's object of bytes
+and path. It stands in the column data.images_key, or in a part of a chat message.
 """
 
 import binascii
 import hashlib
 from base64 import b64decode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -76,7 +75,7 @@ class ImageText(str):
         self.images = tuple(images)
         return self
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return ImageText, (str(self), self.images)
 
     @property
@@ -95,14 +94,14 @@ def images_in(messages: Sequence[Mapping[str, str]]) -> tuple[ImageFile, ...]:
     return tuple(image for text in texts if isinstance(text, ImageText) for image in text.images)
 
 
-def read_image(value: Any, folder: Path) -> ImageFile:
+def read_image(value: object, folder: Path) -> ImageFile:
     """Read and decode an image; ValueError with what is wrong."""
     source = _source(value, folder)
+    where = f"image of {len(source):,} bytes" if isinstance(source, bytes) else f"image {source}"
     try:
         content = _content(source)
     except OSError as error:
-        raise ValueError(f"image {source}: {error.strerror}") from error
-    where = f"image of {len(content):,} bytes" if isinstance(source, bytes) else f"image {source}"
+        raise ValueError(f"{where}: {error.strerror}") from error
     return ImageFile(source, _decoded_size(content, where), hashlib.sha256(content).hexdigest())
 
 
@@ -120,7 +119,7 @@ def _decoded_size(content: bytes, where: str) -> Size:
     return size
 
 
-def _source(value: Any, folder: Path) -> Path | bytes:
+def _source(value: object, folder: Path) -> Path | bytes:
     """Return the path or bytes of an image; ValueError if it is something else."""
     if isinstance(value, bytes):
         return value
@@ -140,7 +139,7 @@ def _source(value: Any, folder: Path) -> Path | bytes:
     return folder / Path(name).expanduser()
 
 
-def _inner(value: Mapping[str, Any]) -> Any:
+def _inner(value: Mapping[str, object]) -> object:
     return next((value[name] for name in _NAMES if value.get(name) is not None), None)
 
 
@@ -154,12 +153,12 @@ class Slots(str):
     Each MARK is an image: its value, or None for one of the column.
     """
 
-    given: tuple[Any, ...]
+    given: tuple[object, ...]
 
     @classmethod
     def of_parts(cls, parts: Sequence[Any]) -> Self:
         """Join the parts of a message; ValueError for parts that are neither text nor image."""
-        texts, given = list[str](), list[Any]()
+        texts, given = list[str](), list[object]()
         for part in parts:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind == "text" and isinstance(part.get("text"), str):
@@ -175,7 +174,7 @@ class Slots(str):
         return slots
 
 
-def with_images(prompt: Prompt, column: Any, folder: Path) -> Prompt:
+def with_images(prompt: Prompt, column: object, folder: Path) -> Prompt:
     """Return a row's prompt with its images read; the same object if it has none.
 
     Those of the column, if it is not ABSENT, stand at MARKs, or without MARKs before the first
@@ -217,7 +216,7 @@ def without_bytes(value: Any) -> Any:
     return value[:_SHOWN] if is_data else value
 
 
-def keys_of(prompt: Prompt) -> Iterator[str]:
-    """Yield the keys of the images in a question or its messages."""
+def keys_of(prompt: Prompt) -> tuple[str, ...]:
+    """Return the keys of the images in a question or its messages."""
     messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    yield from (image.key for image in images_in(messages))
+    return tuple(image.key for image in images_in(messages))

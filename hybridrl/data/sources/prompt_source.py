@@ -79,7 +79,7 @@ class PromptSource:
             for prompt in members:
                 tokens.update(array("q", (prompt.prompt_id, *prompt.token_ids)).tobytes())
                 tokens.update(b"\n")
-                tokens.update("".join(prompt.asked[1:]).encode())
+                tokens.update("".join(prompt.image_keys).encode())
                 rows.update(encode((prompt.example, prompt.difficulty)).encode())
         return {"tokens": tokens.hexdigest(), "rows": rows.hexdigest()}
 
@@ -101,7 +101,8 @@ class PromptSource:
         ids = self._ids
         start = bisect_right(ids, prompt.prompt_id)
         others = (self._by_id[ids[(start + n) % len(ids)]] for n in range(len(ids)))
-        return next((other for other in others if other.asked != prompt.asked), prompt)
+        asked = prompt.token_ids, prompt.image_keys
+        return next((one for one in others if (one.token_ids, one.image_keys) != asked), prompt)
 
     @cached_property
     def _ids(self) -> list[int]:

@@ -13,7 +13,7 @@ from hybridrl.config.planner.families import text_part
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.sections import DataConfig
 from hybridrl.data.sources.image_tokens import ImageProcessor, PromptFiles
-from hybridrl.data.sources.images import images_in
+from hybridrl.data.sources.images import images_in, keys_of
 from hybridrl.data.sources.problem_sets import DataSet, left_out_text, load_problem_sets
 from hybridrl.data.sources.rows import Message, Problem, first_faults, with_examples
 from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
@@ -70,9 +70,9 @@ class Prompt:
     images: PromptFiles | None = None
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """What the prompt asks: its text, and the keys of its images."""
-        return self.text, *(file.key for file in (self.images.files if self.images else ()))
+    def image_keys(self) -> tuple[str, ...]:
+        """Hashes of its images."""
+        return tuple(file.key for file in self.images.files) if self.images else ()
 
     @property
     def responses(self) -> list[tuple[list[int], bool]]:
@@ -152,7 +152,9 @@ def load_prompts(
     tokenizer, options = load_tokenizer(model), config.chat_template_kwargs
     renderer = Renderer(tokenizer, options)
     answers = None if max_answer_tokens is None else AnswerTokens(model, tokenizer, options)
-    rendered = _rendered(config, sets, renderer, answers, ImageProcessor(model))
+    sees = any(keys_of(p.prompt) for each in sets.values() for p in (*each.train, *each.held_out))
+    processor = ImageProcessor(model) if sees else None
+    rendered = _rendered(config, sets, renderer, answers, processor)
     kept, faults = PromptSets([], [], [], template=renderer.description), list[str]()
     for name, (train, held_out) in rendered.items():
         _note_unknown_tokens(kept, [*train, *held_out], renderer)
@@ -170,8 +172,8 @@ def load_prompts(
         raise ConfigError(*faults)
     for summary in kept.data_sets:
         kept.notes.extend(_notes(summary, sets[summary.name]))
-    known = {prompt.asked for prompt in kept.train}
-    shared = sum(prompt.asked in known for prompt in kept.held_out)
+    known = {(prompt.text, prompt.image_keys) for prompt in kept.train}
+    shared = sum((prompt.text, prompt.image_keys) in known for prompt in kept.held_out)
     kept.measures["data/duplicate_fraction"] = 1 - len(known) / len(kept.train)
     kept.measures["data/overlap_fraction"] = shared / len(kept.held_out)
     kept.measures["data/no_generation_marker"] = float(renderer.lacks_marker)
@@ -197,7 +199,7 @@ def _rendered(
     sets: dict[str, DataSet],
     renderer: Renderer,
     answers: AnswerTokens | None,
-    processor: ImageProcessor,
+    processor: ImageProcessor | None,
 ) -> dict[str, tuple[list[Prompt], list[Prompt]]]:
     """Render the training and held-out prompts of each data set by name.
 
@@ -213,9 +215,12 @@ def _rendered(
         for name, data in sets.items():
             problems = half_of(data)
             prompts, refused = _prompts_of(data, problems, renderer, next_id, answers)
-            halves[-1][name], unseen = _with_images(prompts, processor)
+            if processor is not None:
+                prompts, unseen = _with_images(prompts, processor)
+                refused += unseen
+            halves[-1][name] = prompts
             next_id += len(problems)
-            faults += map(data.with_own_keys, refused + unseen)
+            faults += map(data.with_own_keys, refused)
     if faults:
         raise ConfigError(*faults)
     return {name: (halves[0][name], halves[1][name]) for name in sets}
@@ -282,26 +287,21 @@ def _prompts_of(
 def _with_images(
     prompts: list[Prompt], processor: ImageProcessor
 ) -> tuple[list[Prompt], list[str]]:
-    """Return prompts with their images, and messages for a ConfigError.
-
-    Where some have images, the others have no placeholders either.
-    """
-    images = [images_in(prompt.messages) for prompt in prompts]
-    if not any(images):
-        return prompts, []
+    """Return prompts with their images, if they have any, and messages for a ConfigError."""
     seen, faults = list[Prompt](), list[str]()
-    for prompt, own in zip(prompts, images, strict=True):
+    for prompt in prompts:
+        files = images_in(prompt.messages)
         try:
-            ids, tokens = processor.expanded(prompt.token_ids, own)
+            ids, tokens = processor.expanded(prompt.token_ids, files)
         except ValueError as fault:
             faults.append(f"{prompt.where}: {fault}")
             continue
-        files = PromptFiles(own, tokens, processor) if own else None
-        seen.append(replace(prompt, token_ids=ids, images=files))
+        images = PromptFiles(files, tokens, processor) if files else None
+        seen.append(replace(prompt, token_ids=ids, images=images))
     if not faults:
         return seen, []
     return [], [
-        f"{len(faults)} of {len(prompts)} prompts with images cannot be read by the model.\n"
+        f"{len(faults)} of {len(prompts)} prompts cannot be read by the model's image processor.\n"
         f"{first_faults(faults)}\nCorrect these rows, or leave them out."
     ]
 

@@ -239,6 +239,7 @@ def test_any_key_may_be_garbage_without_hiding_the_others():
         "data.chosen_key",
         "data.rejected_key",
         "data.label_key",
+        "data.images_key",
         "model.path",
     }
     for key in leaves(tree):
