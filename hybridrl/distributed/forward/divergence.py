@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.choices import Divergence, TopOf
-from hybridrl.distributed.forward.log_probs import add_product, cap_
+from hybridrl.distributed.forward.log_probs import add_product, ban_, cap_
 
 
 class _Settings(NamedTuple):
@@ -44,6 +44,7 @@ class _Settings(NamedTuple):
     chunk_tokens: int
     cap: float | None
     teacher_cap: float | None
+    banned: Tensor | None
 
 
 def divergence(
@@ -61,6 +62,7 @@ def divergence(
     chunk_tokens: int,
     cap: float | None = None,
     teacher_cap: float | None = None,
+    banned: Tensor | None = None,
 ) -> Tensor:
     """Compute D of each token, [R] float32, with gradients of `hidden` and `weight`.
 
@@ -72,11 +74,14 @@ def divergence(
         vocab: tokens that both models have; rows of the heads after these are padding.
         temperature: divides the logits of both models, after their caps.
         cap, teacher_cap: the products x become cap tanh(x / cap).
+        banned: [K] int64, tokens that neither model samples.
     """
     assert 0 < vocab <= min(len(weight), len(teacher_weight)), f"{vocab=} of smaller heads"
     assert kind is not Divergence.jensen_shannon or 0 < beta < 1, f"{beta=} of {kind}"
     top_k = vocab if top_k is None else min(top_k, vocab)
-    settings = _Settings(kind, beta, top_k, top_of, temperature, chunk_tokens, cap, teacher_cap)
+    settings = _Settings(
+        kind, beta, top_k, top_of, temperature, chunk_tokens, cap, teacher_cap, banned
+    )
     teacher = teacher_hidden.detach(), teacher_weight.detach()[:vocab]
     # A slice of all rows would still copy the gradient.
     weight = weight if vocab == len(weight) else weight[:vocab]
@@ -103,8 +108,8 @@ class _Divergence(torch.autograd.Function):
         return torch.cat(
             [
                 _values(
-                    _log_softmax(_logits(states, weight, settings.cap), settings),
-                    _log_softmax(_logits(others, teacher_weight, settings.teacher_cap), settings),
+                    _log_softmax(_logits(states, weight, settings.cap, settings.banned), settings),
+                    _log_softmax(_of_teacher(others, teacher_weight, settings), settings),
                     settings,
                 )
                 for states, others in chunks
@@ -118,8 +123,8 @@ class _Divergence(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         for start in range(0, len(hidden), settings.chunk_tokens):
             part = slice(start, start + settings.chunk_tokens)
-            logits = _logits(hidden[part], weight, settings.cap)
-            of_teacher = _logits(teacher_hidden[part], teacher_weight, settings.teacher_cap)
+            logits = _logits(hidden[part], weight, settings.cap, settings.banned)
+            of_teacher = _of_teacher(teacher_hidden[part], teacher_weight, settings)
             log_q = _log_softmax(of_teacher, settings)
             del of_teacher
             gradient = _gradient_(_log_softmax(logits, settings), log_q, settings)
@@ -138,8 +143,12 @@ class _Divergence(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _logits(states: Tensor, weight: Tensor, cap: float | None) -> Tensor:
-    return cap_(states @ weight.T, cap)
+def _logits(states: Tensor, weight: Tensor, cap: float | None, banned: Tensor | None) -> Tensor:
+    return ban_(cap_(states @ weight.T, cap), banned)
+
+
+def _of_teacher(states: Tensor, weight: Tensor, settings: _Settings) -> Tensor:
+    return _logits(states, weight, settings.teacher_cap, settings.banned)
 
 
 def _log_softmax(logits: Tensor, settings: _Settings) -> Tensor:

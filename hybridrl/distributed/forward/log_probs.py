@@ -66,6 +66,7 @@ def token_log_probs(
     exact: bool = False,
     kept: Kept | None = None,
     cap: float | None = None,
+    banned: Tensor | None = None,
 ) -> ResponseLogProbs:
     """Compute log-probs of `targets` under softmax(hidden @ weight.T / temperature), in chunks.
 
@@ -76,11 +77,12 @@ def token_log_probs(
         exact: compute the log-probs by vLLM's kernel.
         kept: sets of tokens, to which the distributions are cut.
         cap: the products x become cap tanh(x / cap).
+        banned: [K] int64, tokens that are never sampled.
     """
     # A Function cannot detect it: its inputs require gradients anyway.
     keeps = keep_logits and torch.is_grad_enabled() and hidden.dtype != torch.float32
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps, exact, kept, cap
+        hidden, weight, targets, temperature, chunk_tokens, entropy, keeps, exact, kept, cap, banned
     )
     return ResponseLogProbs(log_probs, None if entropy is Entropy.omit else entropies)
 
@@ -101,11 +103,13 @@ class _TokenLogProbs(torch.autograd.Function):
         exact: bool,
         kept: Kept | None,
         cap: float | None,
+        banned: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         parts, all_logits = [], []
         chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
         for index, (states, ids) in enumerate(chunks):
-            logits = cut_(cap_(states @ weight.T, cap), kept, index * chunk_tokens)
+            logits = ban_(cap_(states @ weight.T, cap), banned)
+            logits = cut_(logits, kept, index * chunk_tokens)
             rows = softmax_rows(logits, ids, temperature)
             if exact:
                 shared = exact_log_probs(logits, ids, temperature, is_cut=kept is not None)
@@ -117,7 +121,7 @@ class _TokenLogProbs(torch.autograd.Function):
         rows = Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, targets, *rows)
         ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
-        ctx.cap = cap
+        ctx.cap, ctx.banned = cap, banned
         ctx.logits = all_logits
         ctx.differentiates_entropy = entropy is Entropy.differentiate
         if not ctx.differentiates_entropy:
@@ -139,7 +143,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if all_logits:
                 logits = all_logits.pop(0)
             else:
-                logits = cut_(cap_(hidden[part] @ weight.T, ctx.cap), ctx.kept, start)
+                logits = ban_(cap_(hidden[part] @ weight.T, ctx.cap), ctx.banned)
+                logits = cut_(logits, ctx.kept, start)
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).clamp_(-1, 1).square_()
             gradient = logits_gradient_(
                 logits,
@@ -159,7 +164,7 @@ class _TokenLogProbs(torch.autograd.Function):
             # Ranks reduce the same tensors, so there is a gradient even without response tokens.
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9
 
 
 def add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:
@@ -185,6 +190,11 @@ class Rows(NamedTuple):
 def cap_(logits: Tensor, cap: float | None) -> Tensor:
     """Replace logits x by cap tanh(x / cap), in their dtype, as vLLM does."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def ban_(logits: Tensor, banned: Tensor | None) -> Tensor:
+    """Set the logits of tokens that are never sampled to CUT."""
+    return logits if banned is None else logits.index_fill_(-1, banned, CUT)
 
 
 def cut_(logits: Tensor, kept: Kept | None, first: int) -> Tensor:
