@@ -228,6 +228,7 @@ class ActorConfig(ShardedConfig):
     ]
     router_balance_coef: Annotated[float, Range("a negative loss favours few experts", 0)]
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
+    train_vision: bool
     optim: OptimConfig
 
 

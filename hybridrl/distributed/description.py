@@ -34,14 +34,13 @@ from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
 from hybridrl.distributed.forward.layers import (
     LAYER_TYPES,
     check_layers,
-    decoder,
     hand_on_bounds,
     layer_types,
-    text_config,
 )
 from hybridrl.distributed.forward.recurrent import CONVOLUTION, RECURRENCES
 from hybridrl.distributed.forward.routing import has_experts, router_of
 from hybridrl.distributed.forward.token_models import divisor_and_cap
+from hybridrl.distributed.forward.vision import decoder, text_config
 from hybridrl.distributed.probe import PROBE, Probe
 from hybridrl.distributed.weights import class_with_head, settled
 

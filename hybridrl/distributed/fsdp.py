@@ -10,7 +10,7 @@ model. That memory is also enough for the gathered weights of a forward.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.errors import ConfigError
@@ -33,9 +33,10 @@ from hybridrl.distributed import position
 from hybridrl.distributed.experts import column_dim
 from hybridrl.distributed.forward.attention import warn_of_padding
 from hybridrl.distributed.forward.exact import share_operations, use_fixed_products
-from hybridrl.distributed.forward.layers import decoder, layer_function
+from hybridrl.distributed.forward.layers import layer_function
 from hybridrl.distributed.forward.routing import has_experts, keep_routing, pick_recorded
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs, compile_layer
+from hybridrl.distributed.forward.vision import decoder, freeze_vision, tower_blocks
 from hybridrl.distributed.lora import (
     adapters,
     add_adapters,
@@ -55,12 +56,14 @@ def load_sharded_policy(
     mesh: DeviceMesh,
     chunk_tokens: int,
     lora: LoRAConfig | None = None,
+    *,
+    train_vision: bool = False,
 ) -> TokenLogProbs:
     """Load a causal LM, sharded, with float32 master weights; a collective over all ranks.
 
     Each rank reads its own shards; of random weights one whole tensor exists at a time on each
     device. Dropout is off, so that equal tokens always get equal log-probs. Logits are computed for
-    `chunk_tokens` at one time. With `lora` only the adapters are trained.
+    `chunk_tokens` at one time. With `lora` only the adapters are trained; a tower is frozen or not.
 
     Raises:
         ConfigError: the architecture is not supported, the checkpoint lacks weights, or
@@ -70,12 +73,14 @@ def load_sharded_policy(
     _check_columns(lm, fsdp, mesh)
     if lora is not None:
         add_adapters(lm, lora)
+    if not train_vision:
+        freeze_vision(lm)
     if fsdp.exact:
         use_fixed_products()
         share_operations(lm, fsdp.tensor_parallel_size)
     keeps = not fsdp.activation_checkpointing
     root = TokenLogProbs(lm, chunk_tokens, keep_logits=keeps, exact=fsdp.exact)
-    _shard(root, decoder(root.lm).layers, fsdp, mesh)
+    _shard(root, root.lm, fsdp, mesh)
     device = device_of(mesh)
     _fill(root, first_weights(model, lm, _shapes(root), device), device)
     if lora is not None:
@@ -114,8 +119,9 @@ def _empty_scalar_model(
 ) -> ScalarModel:
     """Shard an empty model, with its head in float32: bfloat16 has only three digits."""
     root = ScalarModel(empty_model(AutoModel, folder), bias=bias)
+    freeze_vision(root.backbone)
     fully_shard(root.head, mesh=sharding_mesh(mesh), reshard_after_forward=False)
-    _shard(root, decoder(root.backbone).layers, fsdp, mesh)
+    _shard(root, root.backbone, fsdp, mesh)
     return root
 
 
@@ -187,9 +193,7 @@ def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
             )
 
 
-def _shard(
-    root: nn.Module, layers: Iterable[nn.Module], fsdp: FSDPConfig, mesh: DeviceMesh
-) -> None:
+def _shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
     """Wrap each layer, then the root with the rest (embedding, final norm, head)."""
     param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -199,8 +203,16 @@ def _shard(
         mp_policy=policy,
         shard_placement_fn=_placement(root, fsdp),
     )
+    uncast = replace(policy, cast_forward_inputs=False)  # rotations of a tower stay in float32
+    for block in tower_blocks(model):
+        trained = next(block.parameters()).requires_grad
+        if trained and fsdp.activation_checkpointing:
+            _checkpoint(block)
+        # Nothing goes back through a frozen block and frees what stayed gathered.
+        again = fsdp.reshard_after_forward or not trained
+        wrap(block, reshard_after_forward=again, mp_policy=uncast)
     num_routed = 0
-    for layer in layers:
+    for layer in decoder(model).layers:
         if (attention := dict(layer.named_children()).get("self_attn")) is not None:
             size = vars(attention).get("qk_head_dim", vars(attention).get("head_dim"))
             warn_of_padding(device_of(mesh), param_dtype, size)
@@ -219,16 +231,21 @@ def _shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def _checkpoint(layer: Any) -> None:
+    """Compute a layer's forward again in backward: inside FSDP2's hooks, whatever its mode."""
+    layer.forward = partial(
+        checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+    )
+
+
 def _set_forward(layer: Any, fsdp: FSDPConfig) -> None:
     """Set a decoder layer's forward: compiled, checkpointed, returning what its router did."""
     if fsdp.compile:
         compile_layer(layer)
     elif has_experts(layer):
         layer.forward = partial(layer_function(layer), layer)
-    if fsdp.activation_checkpointing:  # inside FSDP2's hooks, independent of train mode
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
+    if fsdp.activation_checkpointing:
+        _checkpoint(layer)
 
 
 def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Shard]:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hybridrl.config.schema import LoRAConfig
+from hybridrl.distributed.forward.vision import decoder
 
 # Of an adapter's output, times a factor, to that of its layer.
 Addition = Callable[[Tensor, Tensor, float], Tensor]
@@ -45,11 +47,13 @@ def add_update(result: Tensor, update: Tensor, scaling: float) -> Tensor:
     return result + update * scaling
 
 
-def add_adapters(lm: nn.Module, lora: LoRAConfig) -> None:
-    """Freeze a model and add adapters to the layers in lora.target_modules."""
+def add_adapters(lm: PreTrainedModel, lora: LoRAConfig) -> None:
+    """Freeze a model and add adapters to its text layers that are in lora.target_modules."""
     lm.requires_grad_(False)
+    text = {*decoder(lm).layers.modules()}
     for name, module in list(lm.named_modules()):
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in lora.target_modules:
+        is_target = isinstance(module, nn.Linear) and module in text
+        if is_target and name.rpartition(".")[2] in lora.target_modules:
             lm.set_submodule(name, LoRALinear(module, lora.rank, lora.alpha / lora.rank))
 
 

@@ -12,8 +12,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.config.planner.shape import AttentionShape
 from hybridrl.distributed.forward.attention import BOUNDS, check_arguments, of_one_size
-from hybridrl.distributed.forward.layers import ATTENTION, decoder
+from hybridrl.distributed.forward.layers import ATTENTION
 from hybridrl.distributed.forward.recurrent import pack_recurrences, recurrent_functions
+from hybridrl.distributed.forward.vision import decoder
 from hybridrl.distributed.torch_compat import real_tensors, storage_id, tree_leaves, tree_map
 
 PROBE = "hybridrl_probe"

@@ -60,8 +60,7 @@ def shards_of(lm: nn.Module) -> list[NamedShard]:
     while no weights are gathered.
     """
     factors = adapter_parameters(lm)
-    named = [(*item, bool(factors)) for item in checkpoint_parameters(lm, tied_twice=True)]
-    named += [(*item, False) for item in factors.items()]
+    named = [*checkpoint_parameters(lm, tied_twice=True), *factors.items()]
     mesh = named[0][1].device_mesh
     buffers = [
         NamedShard(name, tuple(buffer.shape), partial(_rows, lm, name, mesh), frozen=True)
@@ -77,8 +76,9 @@ def _rows(lm: nn.Module, name: str, mesh: DeviceMesh) -> Tensor:
     return buffer[size * mesh.get_local_rank(-1) :][:size]
 
 
-def _shard(lm: nn.Module, name: str, param: nn.Parameter, frozen: bool) -> NamedShard:
+def _shard(lm: nn.Module, name: str, param: nn.Parameter) -> NamedShard:
     """Return a parameter's shard; of transformers' own fused experts as of `Experts`."""
+    frozen = not param.requires_grad
     dim, local = param.placements[-1].dim, partial(local_tensor, param)
     owner = lm.get_submodule(name.rpartition(".")[0]) if name.endswith(GATE_UP) else None
     if owner is None or isinstance(owner, Experts):

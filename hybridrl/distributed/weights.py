@@ -32,8 +32,9 @@ from hybridrl.distributed.experts import (
     replace_experts,
 )
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds, text_config
+from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
 from hybridrl.distributed.forward.routers import Router
+from hybridrl.distributed.forward.vision import text_config
 from hybridrl.distributed.lora import LoRALinear, checkpoint_buffers, checkpoint_parameters
 from hybridrl.distributed.torch_compat import real_tensors
 from hybridrl.models.resolve import model_folder

@@ -51,7 +51,12 @@ class ActorWorker(TrainedWorker):
         super().__init__(config, mesh)
         self.own(
             load_sharded_policy(
-                config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
+                config.model,
+                config.fsdp,
+                mesh,
+                config.log_prob_chunk_tokens,
+                config.lora,
+                train_vision=config.train_vision,
             )
         )
         for module in self.model.modules():

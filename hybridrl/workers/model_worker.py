@@ -18,6 +18,7 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
 from hybridrl.distributed.forward.packing import Packed, States, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
+from hybridrl.distributed.forward.vision import ImagePacker
 from hybridrl.distributed.fsdp import gathered_once, parameters_in_checkpoint
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable, offloadable_weights
@@ -76,7 +77,8 @@ class ModelWorker(Worker):
         routed_experts: Ragged | None = None,
     ) -> Packed:
         """Pack this rank's part of a micro-batch, on the device, with its experts if given."""
-        return pack(micro, self.device, self.sequence_group, states, routed_experts)
+        images: ImagePacker | None = vars(self.model)["images"]
+        return pack(micro, self.device, self.sequence_group, states, routed_experts, images)
 
     def on_device(self, values: Ragged) -> Tensor:
         """Copy the flat values of a field of the batch to the device."""

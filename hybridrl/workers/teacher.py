@@ -159,4 +159,5 @@ class TeacherWorker(ModelWorker):
             chunk_tokens=config.divergence_chunk_tokens,
             cap=head.cap,
             teacher_cap=teacher.cap,
+            banned=head.banned,
         )

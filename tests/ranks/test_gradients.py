@@ -80,14 +80,20 @@ def expected_policy_gradients(folder):
     return policy_gradients(model, training_batch())
 
 
-def policy_gradients(model, batch, weights=None):
-    """Of the sum over tokens, each with the weight of its response; by default of the mean."""
+def policy_gradients(model, batch, weights=None, images=lambda row, ids: {}, banned=()):
+    """Of the sum over tokens, each with the weight of its response; by default of the mean.
+
+    `images`: more arguments of the model for a row; logits of `banned` tokens are very low.
+    """
     if weights is None:
         weights = [1 / int(batch.response_mask.values.sum())] * len(batch)
     total, weights = 0.0, iter(weights)
     fields = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs")
-    for prompt, response, mask, old, ref, advantage in rows(batch, *fields, "advantages"):
-        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
+    named = enumerate(rows(batch, *fields, "advantages"))
+    for row, (prompt, response, mask, old, ref, advantage) in named:
+        ids = torch.cat([prompt, response])[None]
+        logits = model(input_ids=ids, **images(row, ids)).logits[0]
+        logits = logits.index_fill(-1, torch.tensor(banned, dtype=torch.int64), -1e30)
         log_p = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
         log_prob = log_p.gather(-1, response[:, None])[:, 0]
         ratio = (log_prob - old).exp()

@@ -140,6 +140,7 @@ def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
         "router_replay": RouterReplay.none,
         "router_balance_coef": 0.0,
         "log_prob_chunk_tokens": 7,
+        "train_vision": False,
         "optim": optim_config(),
     }
     return ActorConfig(**(values | changes))

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.families import placeholder_ids
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.distributed.forward.layers import decoder, vision_parts
+from hybridrl.distributed.forward.vision import decoder, vision_parts
 from hybridrl.distributed.weights import checkpoint_sources, empty_model, stored_weights
 from tests.support.tiny_vision import IDS, PAD, TEXT, VISION, tiny_vision_folder, tiny_vision_model
 

@@ -16,6 +16,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.attention import BOUNDS
 from hybridrl.distributed.forward.recurrent import CONVOLUTION, RECURRENCES
 from hybridrl.distributed.forward.routing import has_experts, layer_forward
+from hybridrl.distributed.forward.vision import decoder, text_config, vision_parts
 
 ATTENTION = "attention"
 # Kinds of layers in config.json, and the functions that read other tokens in one: no others may be
@@ -42,23 +43,6 @@ KNOWN = (
     ("experts", {*EXPERTS}),
     ("router", {"scale", "per_expert_scale"}),
 )
-
-
-def decoder(model: PreTrainedModel) -> Any:
-    """Return what has the embedding, decoder layers and last norm: all below a head, or a part."""
-    base = model.base_model
-    return base._modules.get("language_model", base)
-
-
-def vision_parts(model: PreTrainedModel) -> list[nn.Module]:
-    """Return what makes states of an image: a tower and perhaps what follows it; [] without."""
-    base, text = model.base_model, decoder(model)
-    return [] if text is base else [part for part in base.children() if part is not text]
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """Return the configuration of a model's language model."""
-    return model.config.get_text_config()
 
 
 def check_layers(model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
 """Packing of a micro-batch into one model input, or one rank's shard of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup, shard_sizes
+from hybridrl.distributed.forward.vision import SIZES, ImagePacker, PackedImages
 
 
 class States(Enum):
@@ -54,7 +55,8 @@ class Packed:
 
     Attributes:
         input_ids: [1, N] int64.
-        position_ids: [1, N] int64, counted from 0 in each sequence.
+        position_ids: [1, N] int64, counted from 0 in each sequence. With images of some models
+            [4, 1, N], with positions in time, height and width behind these.
         cu_seq_lens: [B + 1] int32, start of each sequence; the last is N.
         max_length: length of the longest sequence.
         state_index: [R] int64, for each response token the position before it, whose hidden state
@@ -63,6 +65,7 @@ class Packed:
             last ones.
         routed_experts: [1, N, L K], `RolloutBatch.routed_experts`; None: not used.
         kept: sets of the response tokens; None: all tokens.
+        images: None on all ranks if no rank's responses have any.
         shard: None if one rank has the whole input. Otherwise cu_seq_lens and max_length are those
             of the whole input, all else is this rank's shard; state_index counts within it.
     """
@@ -75,6 +78,7 @@ class Packed:
     response_ids: Tensor
     routed_experts: Tensor | None = None
     kept: Kept | None = None
+    images: PackedImages | None = None
     shard: SequenceShard | None = None
 
 
@@ -84,13 +88,15 @@ def pack(
     group: SequenceGroup | None = None,
     states: States = States.predicting,
     routed_experts: Ragged | None = None,
+    images: ImagePacker | None = None,
 ) -> Packed:
     """Pack prompts and responses on `device`; with a group, this rank's shard of them.
 
-    `routed_experts` are those of the batch, if the model uses them.
+    `routed_experts` are those of the batch, if the model uses them; `images` packs its images.
 
     Raises:
-        ValueError: a prompt is empty, so the response's first token has no predicting state.
+        ValueError: a prompt is empty, so the response's first token has no predicting state; or the
+            model takes no images.
     """
     prompts, responses, lengths = batch.prompts, batch.responses, batch.num_tokens
     if bool((prompts.lengths == 0).any()):
@@ -115,7 +121,7 @@ def pack(
         parts, shard = _cut(parts, group)
         routed = None if routed is None else _cut_routed(routed, shard)
     moved = to_device(torch.cat(parts), device).split([len(part) for part in parts])
-    return Packed(
+    packed = Packed(
         input_ids=moved[0][None],
         position_ids=moved[1][None],
         cu_seq_lens=moved[4].to(torch.int32),
@@ -126,6 +132,24 @@ def pack(
         kept=_kept(batch, shard, device) if states is States.predicting else None,
         shard=shard,
     )
+    return packed if batch.images is None else _with_images(packed, input_ids, batch, images)
+
+
+def _with_images(
+    packed: Packed, input_ids: Tensor, batch: RolloutBatch, images: ImagePacker | None
+) -> Packed:
+    """Add the images of a batch with tokens `input_ids`, [N] on the CPU."""
+    assert batch.images is not None
+    if images is None or packed.shard is not None:
+        raise ValueError("a model without a tower, and ranks that share sequences, take no images")
+    rows, device, positions = batch.images.rows, packed.input_ids.device, packed.position_ids
+    joined, order = images.pack(rows)
+    # Transformers reads sizes in pixels one by one.
+    moved = {k: x if k == SIZES else to_device(x, device) for k, x in joined.items()}
+    grid = images.positions(input_ids.split(batch.num_tokens.tolist()), rows)
+    if grid is not None:
+        positions = torch.cat([positions, to_device(grid, device)])[:, None]
+    return replace(packed, position_ids=positions, images=PackedImages(moved, order))
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -20,12 +20,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.forward.layers import decoder, layer_function, text_config
+from hybridrl.config.planner.families import placeholder_ids
+from hybridrl.distributed.forward.layers import layer_function
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.forward.packing import Packed, sequence_index
 from hybridrl.distributed.forward.recurrent import pack_recurrences
 from hybridrl.distributed.forward.routing import has_experts, take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
+from hybridrl.distributed.forward.vision import decoder, image_packer, image_states, text_config
 from hybridrl.distributed.torch_compat import mark_dynamic, real_tensors, tree_leaves, tree_map
 
 
@@ -36,11 +38,13 @@ class Head(NamedTuple):
         weight: [V, H].
         divisor: of the products.
         cap: see `divisor_and_cap`.
+        banned: [K] int64, tokens that are never sampled.
     """
 
     weight: Tensor
     divisor: float
     cap: float | None
+    banned: Tensor | None = None
 
 
 # A function of the states that predict response tokens, [R, H], and the head: [R] float32.
@@ -54,6 +58,8 @@ class TokenLogProbs(nn.Module):
     log_probs.py.
     """
 
+    banned: Tensor | None
+
     def __init__(
         self, lm: PreTrainedModel, chunk_tokens: int, *, keep_logits: bool, exact: bool = False
     ) -> None:
@@ -64,13 +70,19 @@ class TokenLogProbs(nn.Module):
         self.keep_logits = keep_logits
         self.exact = exact
         self.recurrent = bool(pack_recurrences(lm))
+        self.images = image_packer(lm)
+        banned = placeholder_ids(lm.config.to_dict())
+        self.register_buffer("banned", torch.tensor(banned) if banned else None, persistent=False)
 
     @torch.no_grad()
     def gathered_head(self, dtype: torch.dtype) -> "Head":
         """Return a copy of the head in a dtype, gathered from all ranks; a collective."""
         weight = self.lm.get_output_embeddings().weight.to(dtype, copy=True)
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return Head(whole, self.logits_divisor, self.cap)
+        return self._head(whole)
+
+    def _head(self, weight: Tensor) -> "Head":
+        return Head(weight, self.logits_divisor, self.cap, self.banned)
 
     def forward(
         self,
@@ -98,11 +110,12 @@ class TokenLogProbs(nn.Module):
             keep_logits=self.keep_logits,
             exact=self.exact,
             kept=packed.kept,
+            banned=self.banned,
         )
         entropies = None if own.entropy is None else gather_sequence(own.entropy, packed)
         further = None
         if target is not None:
-            further = target(hidden, Head(weight, self.logits_divisor, self.cap))
+            further = target(hidden, self._head(weight))
         log_probs = gather_sequence(own.log_probs, packed)
         return ResponseLogProbs(log_probs, entropies, routing, hidden.detach(), further)
 
@@ -165,6 +178,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.recurrent = bool(pack_recurrences(backbone))
+        self.images = image_packer(backbone)
         self.head = nn.Linear(
             text_config(backbone).hidden_size,
             1,
@@ -200,6 +214,8 @@ def response_states(backbone: PreTrainedModel, packed: Packed, *, recurrent: boo
     if packed.routed_experts is not None:
         layers = sum(map(has_experts, decoder(backbone).layers))
         sharing["routed_experts"] = packed.routed_experts.unflatten(2, (layers, -1))
+    if packed.images is not None:
+        sharing["mm_encoder_outputs"] = {"image": image_states(backbone, packed.images)}
     output = backbone(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
