@@ -149,8 +149,10 @@ class Probe:
         with real_tensors():
             tokens = states.shape[1]
             real = torch.zeros(1, tokens, 1, dtype=states.dtype)
-            kwargs.pop("position_ids", None)
-            output = forward(real, torch.arange(tokens)[None], *args[1:], **kwargs)
+            given = kwargs.pop("position_ids") if "position_ids" in kwargs else args[0]
+            # [1, N], or with a dim of kinds of positions before.
+            positions = torch.arange(tokens).expand(given.shape)
+            output = forward(real, positions, *args[1:], **kwargs)
         self.rotated = max(self.rotated, tree_leaves(output)[0].shape[-1])
         return tree_map(lambda tensor: tensor.to("meta"), output)
 
