@@ -235,7 +235,8 @@ def _choice(gate: nn.Module, config: Mapping[str, Any]) -> Choice:
         generator = torch.Generator().manual_seed(0)
         other = _random(gate, generator)
         hidden = next(param.shape[1] for param in other.parameters() if param.dim() > 1)
-        states = torch.randn(64, hidden, generator=generator)
+        # Logits of about 1: scores of large ones are 0 or 1, and equal.
+        states = torch.randn(64, hidden, generator=generator) * hidden**-0.5
         with suppress(Exception):  # it returns other things, or wants more
             _, weights, ids = other(states)
             for choice in _choices(ids.shape[1], config):

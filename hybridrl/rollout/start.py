@@ -73,11 +73,15 @@ def engine_options(
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
-    if recurrent:  # as the trainer's
-        options["mamba_ssm_cache_dtype"] = "float32"
+    more: dict[str, Any] = {}
+    if recurrent:
+        options["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's
+        more["gdn_prefill_backend"] = "triton"  # FlashInfer's is compiled at its first use
     if config.lora is not None:
         # Part of the key of vLLM's compilation cache, which does not cover the adapters.
-        options["additional_config"] = {"adapters": [config.lora.rank, config.lora.target_modules]}
+        more["adapters"] = [config.lora.rank, config.lora.target_modules]
+    if more:
+        options["additional_config"] = more
     return options | (_on_gpu(config) if device_type == "cuda" else _on_cpu(config))
 
 
