@@ -88,7 +88,13 @@ def _prompt_lines(
         ids = prompt.token_ids
         shown = [*ids[:IDS], "...", *ids[-IDS:]] if len(ids) > 2 * IDS else ids
         yield f"{prompt.where}: {len(ids)} tokens, {' '.join(map(str, shown))}"
-        yield f"  {tokenizer.decode(ids)!r}"
+        if prompt.images is None:
+            yield f"  {tokenizer.decode(ids)!r}"
+            continue
+        yield f"  {prompt.text!r}"
+        for file, tokens in zip(prompt.images.files, prompt.images.tokens, strict=True):
+            source = f"{file.source}, " if isinstance(file.source, Path) else ""
+            yield f"  image: {source}{file.size.width} x {file.size.height} pixels, {tokens} tokens"
     yield f"{prompts.measures['data/unknown_fraction']:.1%} unknown tokens in all prompts"
     findings = Health(config, []).examine(dict(prompts.measures), prompts.details)
     yield from (finding.text for finding in findings)
@@ -99,6 +105,12 @@ def _length_lines(
 ) -> Iterator[str]:
     """Yield lengths of prompts and reference answers, in tokens, beside their limits."""
     every = [*prompts.train, *prompts.held_out]
+    if tokens := [count for prompt in every if prompt.images for count in prompt.images.tokens]:
+        seeing = sum(prompt.images is not None for prompt in every)
+        yield (
+            f"images: {len(tokens):,} in {seeing:,} of {len(every):,} prompts; median "
+            f"{median(tokens):.0f}, most {max(tokens)} tokens"
+        )
     answers = [prompt.answer_ids for prompt in every]  # of supervised fine-tuning
     if not any(answers):
         texts = [prompt.answer for prompt in every if prompt.answer]

@@ -5,7 +5,8 @@ Every file may be missing, cut off by a kill, or still growing. docs/records.md 
 
 import math
 import re
-from collections import Counter
+from base64 import b64encode
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -24,6 +25,8 @@ MIN_RESPONSES = 2
 TOKEN_CHARACTERS = 90
 # Shares of the budget.
 RESPONSES, TOKENS, TIMELINE = 0.55, 0.35, 0.1
+# Images are not compressed further: a smaller share, in addition.
+IMAGES = 0.2
 KINDS = ("training", "sampled", "greedy")
 # Columns of tokens/*.parquet that are no numbers of a token.
 TOKEN_KEYS = ("response", "position", "token_id", "token")
@@ -46,13 +49,15 @@ def read_run(folder: Path, budget: int) -> Data:
     on_disk, notes = Counter[str](), list[str]()
     tokens = _tokens(folder, budget * TOKENS, on_disk, notes)
     steps = [step for step in read_metrics(folder / TIMELINE_FILE) if "sections" in step]
+    responses = _responses(folder, budget * RESPONSES, tokens, on_disk)
     on_disk["timeline"], size = len(steps), sum(len(str(step)) for step in steps)
     return {
         "rows": read_metrics(folder / METRICS_FILE),
         "points": min(MAX_POINTS, budget // POINT_CHARACTERS),
-        "responses": _responses(folder, budget * RESPONSES, tokens, on_disk),
+        "responses": responses,
         "tokens": tokens,
         "experts": _experts(folder),
+        "images": _images(folder, responses, budget * IMAGES),
         "timeline": _evenly(steps, budget * TIMELINE / max(size, 1)),
         "found": on_disk,
         "notes": notes,
@@ -82,7 +87,10 @@ def thinned(run: Data, share: float) -> Data:
         if len(records) < run["found"][name]:
             every = f"{run['found'][name]:,}; the folder has all of them"
             notes.append(f"{name.capitalize()}: {len(records):,} of {every}.")
-    texts = [dict(zip(PROMPT, prompt, strict=True)) for prompt in prompts]
+    texts = [
+        dict(zip(PROMPT, prompt, strict=False)) | {"images": [run["images"][n] for n in prompt[-1]]}
+        for prompt in prompts
+    ]
     whole = {"prompts": texts, "experts": run["experts"]}
     return {"series": curves, **whole, **kept, "notes": notes}
 
@@ -155,7 +163,7 @@ def _response(record: Mapping[str, Any]) -> Data:
     parts, turns = record.get("parts"), record.get("turns")
     return {
         **{name: record.get(name) for name in same},
-        "prompt": tuple(clip(record.get(name)) for name in PROMPT),
+        "prompt": (*(clip(record.get(name)) for name in PROMPT), (*record.get("images", ()),)),
         "text": clip(record.get("response")),
         "score": number(record.get("score")),
         "length": number(record.get("length")),
@@ -209,6 +217,17 @@ def _experts(folder: Path) -> Data | None:
         return None
     step, path = files[-1]
     return {"step": step, "shares": [row["shares"] for row in read_metrics(path)]}
+
+
+def _images(folder: Path, responses: Sequence[Sequence[Data]], budget: float) -> dict[str, str]:
+    """Read images/ of responses as data: URLs by name, until they have `budget` characters."""
+    kept, used = defaultdict[str, str](str), 0
+    for name in dict.fromkeys(n for of_file in responses for r in of_file for n in r["prompt"][-1]):
+        path = folder / "images" / Path(str(name)).name
+        if path.is_file() and used < budget:
+            kept[name] = f"data:image/jpeg;base64,{b64encode(path.read_bytes()).decode()}"
+            used += len(kept[name])
+    return kept
 
 
 def _token_columns(columns: dict[str, list[Any]]) -> Data:

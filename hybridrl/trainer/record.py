@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,7 +119,7 @@ class RolloutRecord:
 
     `prompt` is what the model read before its first token, with the chat template; `question` is
     the problem without. The length includes the end token. `turns` are those of a conversation,
-    {"role", "text"}; None without an environment.
+    {"role", "text"}; None without an environment. `images` are files below images/.
     """
 
     prompt_id: int
@@ -134,6 +134,14 @@ class RolloutRecord:
     parts: dict[str, float] = field(default_factory=dict)
     turns: list[dict[str, str]] | None = None
     weight_version: int = 0
+    images: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the fields, those of images if there are any."""
+        fields = asdict(self)
+        if not self.images:
+            del fields["images"]
+        return fields
 
 
 @dataclass

@@ -21,6 +21,9 @@ from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import load_prompts
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.models.processors import load_processor
+from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.tracking.rollout_log import rollout_records, write_rollouts, write_thumbnails
+from tests.support.batches import batch_of
 from tests.support.data_configs import data_config, jsonl
 from tests.support.tiny_vision import PAD, VISION, tiny_vision_folder
 
@@ -231,3 +234,17 @@ def test_texts_with_images_survive_a_process(tmp_path):
         {"type": "image"},
         {"type": "text", "text": " b"},
     ]
+
+
+def test_records_name_images_that_are_stored_once_and_scaled_down(load, tmp_path):
+    (tmp_path / "wide.png").write_bytes(png((600, 60)))
+    prompts = load([row(images=["red.png"]), row("w5 <image>", images=["wide.png"])])[:3]
+    rewarded = Rewarded(["", "", ""], [0.0] * 3, [])
+    records = rollout_records(prompts, batch_of([1, 2, 1]), rewarded, set(), [None] * 3, [""] * 3)
+    write_thumbnails(tmp_path, [*prompts, *prompts])
+    write_rollouts(tmp_path, 1, records)
+    lines = (tmp_path / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    names = [json.loads(line).get("images") for line in lines]
+    assert names[2] is None
+    files = {path.name: Image.open(path).size for path in (tmp_path / "images").iterdir()}
+    assert files == {names[0][0]: (64, 32), names[1][0]: (192, 19)}

@@ -59,6 +59,22 @@ def test_a_report_keeps_to_its_size_and_names_what_it_left_out(run, tmp_path):
     assert "src=" not in re.sub(r">[^<]{9999,}<", "", small.read_text())
 
 
+def test_images_of_prompts_are_shown_and_leave_with_them(tmp_path):
+    run = write_run(tmp_path / "run", 10, prompts=4)
+    path = run / "rollouts" / "step_10.jsonl"
+    rows = read_metrics(path)
+    shown = [row | {"images": [f"{row['prompt_id']}.jpg", "absent.jpg"]} for row in rows]
+    write_lines(path, shown[:-1])
+    (run / "images").mkdir()
+    for row in rows:
+        (run / "images" / f"{row['prompt_id']}.jpg").write_bytes(b"jpeg")
+    [data] = json.loads(packed(write_report([run], tmp_path / "r.html"), "data"))["runs"]
+    url = f"data:image/jpeg;base64,{base64.b64encode(b'jpeg').decode()}"
+    with_images = {one["prompt"] for one in data["responses"] if one["kind"] == "training"}
+    assert all(data["prompts"][index]["images"] in ([url, ""], []) for index in with_images)
+    assert sum(data["prompts"][index]["images"] == [url, ""] for index in with_images) == 4
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_of_a_large_run_take_eight_megabytes(tmp_path):
     run = write_run(tmp_path / "run", 1000, words=200, tokens=500, ranks=16, others=100)

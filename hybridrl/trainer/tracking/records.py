@@ -31,6 +31,7 @@ from hybridrl.trainer.tracking.rollout_log import (
     write_evaluation,
     write_experts,
     write_rollouts,
+    write_thumbnails,
 )
 from hybridrl.trainer.tracking.token_log import clipped, pick_rows, token_table, write_tokens
 from hybridrl.trainer.tracking.tracker import Tracker
@@ -96,6 +97,7 @@ class Records(Observer):
             return
         records = self._records(responses)
         self._files.attempt("rollouts/", lambda: write_rollouts(self._run_dir, step, records))
+        self._show_images(responses)
         samples = pick_samples(records)
         self._console.samples(step, samples)
         self._tracker.show("samples", step, samples_text(samples))
@@ -122,6 +124,12 @@ class Records(Observer):
         if self._config.trainer.samples_every_steps:
             kinds = {kind: self._records(one) for kind, one in evaluation.responses.items()}
             self._files.attempt("rollouts/", lambda: write_evaluation(self._run_dir, step, kinds))
+            for one in evaluation.responses.values():
+                self._show_images(one)
+
+    def _show_images(self, responses: Responses) -> None:
+        """Store the images of prompts, scaled down."""
+        self._files.attempt("images/", lambda: write_thumbnails(self._run_dir, responses.prompts))
 
     def after(self, record: StepRecord) -> StepRecord:
         """Add the number of writes that failed; write the timeline of a recorded step."""

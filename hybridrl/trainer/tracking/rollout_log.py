@@ -5,13 +5,14 @@ docs/records.md describes each field.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict
+from io import BytesIO
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.command.secrets import without_secrets
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.sources.images import ImageFile
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.trainer.record import RolloutRecord
@@ -19,6 +20,8 @@ from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.trainer.tracking.tensorboard import code_block
 
+# Longest side of an image, scaled down, in pixels.
+THUMBNAIL = 192
 # Role of the policy's turns, as in chat messages.
 POLICY = "assistant"
 
@@ -56,6 +59,7 @@ def rollout_records(
             parts=parts[index] if parts else {},
             turns=turns_of_row,
             weight_version=versions[index],
+            images=[thumbnail_name(file) for file in prompt.images.files] if prompt.images else [],
         )
         for index, (prompt, text, score, turns_of_row, read_in_row) in enumerate(rows)
     ]
@@ -87,13 +91,30 @@ def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -
     Raises:
         OSError: the write failed; no partial file is left.
     """
-    return _write(run_dir / "rollouts" / f"step_{step}.jsonl", map(asdict, records))
+    return _write(run_dir / "rollouts" / f"step_{step}.jsonl", (r.as_json() for r in records))
 
 
 def write_evaluation(run_dir: Path, step: int, kinds: Mapping[str, list[RolloutRecord]]) -> Path:
     """Write <run>/rollouts/eval_step_<n>.jsonl as `write_rollouts`, with the kind of each."""
-    lines = (asdict(r) | {"kind": kind} for kind, records in kinds.items() for r in records)
+    lines = (r.as_json() | {"kind": kind} for kind, records in kinds.items() for r in records)
     return _write(run_dir / "rollouts" / f"eval_step_{step}.jsonl", lines)
+
+
+def thumbnail_name(file: ImageFile) -> str:
+    """Return the name of an image, scaled down, in <run>/images."""
+    return f"{file.key[:16]}.jpg"
+
+
+def write_thumbnails(run_dir: Path, prompts: Iterable[Prompt]) -> None:
+    """Write the images of prompts, scaled down, to <run>/images, each once."""
+    for file in {file.key: file for p in prompts if p.images for file in p.images.files}.values():
+        path = run_dir / "images" / thumbnail_name(file)
+        if not path.exists():
+            image, content = file.open(), BytesIO()
+            image.thumbnail((THUMBNAIL, THUMBNAIL))
+            image.save(content, "JPEG", quality=80)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.getvalue())
 
 
 def write_experts(run_dir: Path, step: int, shares: Iterable[list[float]]) -> Path:
