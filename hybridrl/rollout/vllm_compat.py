@@ -1,7 +1,7 @@
 """Private and version-dependent names of vLLM: switches, hooks and patches.
 
-vllm_steps.py, vllm_routing.py, vllm_kept.py, vllm_experts.py and vllm_exact.py have those of one
-purpose each.
+vllm_steps.py, vllm_routing.py, vllm_kept.py, vllm_experts.py, vllm_images.py and vllm_exact.py have
+those of one purpose each.
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which
@@ -260,13 +260,13 @@ def structured_outputs(fields: dict[str, Any]) -> Any:
 
 
 def enable_grammars(core: Any, model: ModelConfig) -> None:
-    """Give an engine core the tokenizer that its grammars need; it starts without one.
+    """Give an engine core the tokenizer that its grammars need; without images it has none.
 
     JSON has no whitespace between its parts, of which small models would write without end.
     """
     manager = core.engine_core.structured_output_manager
+    manager.vllm_config.structured_outputs_config.disable_any_whitespace = True
     if vars(manager).get("tokenizer") is None:
-        manager.vllm_config.structured_outputs_config.disable_any_whitespace = True
         manager.tokenizer = load_tokenizer(model)
 
 

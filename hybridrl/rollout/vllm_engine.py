@@ -26,6 +26,7 @@ from hybridrl.rollout.loaded import trace_and_load
 from hybridrl.rollout.sampler import Call
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places
+from hybridrl.rollout.vllm_images import driver_processes, image_inputs
 from hybridrl.rollout.vllm_steps import CoreSteps
 
 logger = logging.getLogger(__name__)
@@ -116,10 +117,11 @@ class VLLMEngine:
                 vllm_compat.compiled_for_all_batches(),
                 vllm_compat.models_inspected_here(),
                 vllm_experts.experts_as_loaded(folder, device_type) as more,
+                driver_processes(folder) as of_images,
             ):
                 recurrent = model_shape(read_model_config(str(folder))).recurrent
-                options = engine_options(config, device_type, recurrent=recurrent) | more
-                self._llm = LLM(model=str(folder), **options)
+                options = engine_options(config, device_type, recurrent=recurrent)
+                self._llm = LLM(model=str(folder), **options | more | of_images)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
         self._stop_token_ids = list(stop_token_ids)
@@ -187,10 +189,12 @@ class VLLMEngine:
         """Discard the prefix cache, or hide it from new requests while some are open.
 
         Raises:
-            RuntimeError: vLLM has other open requests.
+            RuntimeError: vLLM has other open requests, or still has states of images.
         """
         self._loaded.load()
         self._syncs += 1
+        if self._images is not None:
+            self._images.reset(self._core)
         if not self._open and not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM still holds requests from before the reshard")
 
@@ -209,7 +213,8 @@ class VLLMEngine:
                 params = self._params(request)
             own = copy(params)
             own.max_tokens, own.seed = request.max_tokens, request.seed
-            self._steps.add(request.request_id, request.prompt, own, str(self._syncs))
+            images = self._images.features(request) if self._images else None
+            self._steps.add(request.request_id, request.prompt, own, str(self._syncs), images)
             self._open.add(request.request_id)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
@@ -266,6 +271,7 @@ class VLLMEngine:
             self._recorders.append(vllm_routing.RoutedExperts(runner))
         if self._config.top_p < 1:
             self._recorders.append(vllm_kept.KeptTokens(runner, self._config.top_p))
+        self._images = image_inputs(self._folder, runner)
         self.sources = checkpoint_sources(self._folder)
         dtype = getattr(torch, self._config.dtype.value)
         trace, self._loaded = trace_and_load(model, self.sources, dtype)

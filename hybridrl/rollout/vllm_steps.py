@@ -95,14 +95,21 @@ class CoreSteps:
         self._allocate, manager.allocate_slots = manager.allocate_slots, self._allocate_slots
         self._cache, manager.cache_blocks = manager.cache_blocks, self._cache_blocks
 
-    def add(self, request_id: str, prompt: list[int], params: Any, salt: str = "") -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: Any,
+        salt: str = "",
+        images: Sequence[object] | None = None,
+    ) -> None:
         """Open a request; those of one `salt` share cached prefixes."""
         from vllm.v1.engine import EngineCoreRequest
 
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            mm_features=None,
+            mm_features=images,
             sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,

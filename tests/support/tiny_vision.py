@@ -176,7 +176,8 @@ def pictures(*sizes: tuple[int, int], seed: int = 0) -> list[Image.Image]:
 
 def processed(name: str, images: list[Image.Image]) -> PromptImages:
     """What the image processor makes of a prompt's images."""
-    made = image_processor(name)(images=images, return_tensors="pt")
+    sides = {"patch_size": 28} if name == "mistral3" else {}  # as its PixtralProcessor's
+    made = image_processor(name)(images=images, return_tensors="pt", **sides)
     keys = tuple(hashlib.sha256(image.tobytes()).hexdigest() for image in images)
     return PromptImages(keys, {key: torch.as_tensor(made[key]) for key in made})
 
