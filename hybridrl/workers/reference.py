@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hybridrl.checkpoint.files import STATE
 from hybridrl.config.schema import LoRAConfig, ModelConfig, ReferenceConfig, ShardedConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -13,6 +14,8 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.lora import adapters_off
+from hybridrl.distributed.storage.checkpoint import StoredState
+from hybridrl.distributed.storage.policy_weights import freeze_unless_stored
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker, load_trained_weights
 
@@ -86,6 +89,10 @@ class PolicyWorker(ModelWorker):
 
     def __init__(self, config: PolicyConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.own(load_sharded_policy(config.model, config.fsdp, mesh, CHUNK_TOKENS, config.lora))
+        policy = load_sharded_policy(
+            config.model, config.fsdp, mesh, CHUNK_TOKENS, config.lora, train_vision=True
+        )
+        self.own(policy)
         if config.checkpoint is not None:
+            freeze_unless_stored(policy.lm, StoredState(Path(config.checkpoint) / STATE))
             load_trained_weights(self, Path(config.checkpoint), "actor")

@@ -47,12 +47,18 @@ class Trained(NamedTuple):
 
 
 def checkpoint(
-    run_dir: Path, model: Path, *, lora: LoRAConfig | None = None, init: Init = Init.pretrained
+    run_dir: Path,
+    model: Path,
+    *,
+    lora: LoRAConfig | None = None,
+    init: Init = Init.pretrained,
+    train_vision: bool = False,
 ) -> Trained:
     """Save an actor whose trained weights are not those it began with."""
     spec, of_model = fsdp_config(dp_shard=1), model_config(model, init=init)
     mesh = build_mesh(spec, "cpu")
-    actor = ActorWorker(actor_config(model, spec, lora=lora, model=of_model), mesh)
+    more = {"lora": lora, "model": of_model, "train_vision": train_vision}
+    actor = ActorWorker(actor_config(model, spec, **more), mesh)
     torch.manual_seed(1)
     with torch.no_grad():
         for param in actor.model.parameters():

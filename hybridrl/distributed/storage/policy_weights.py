@@ -17,6 +17,7 @@ from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.experts import parts_of
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
+from hybridrl.distributed.forward.vision import freeze_vision, vision_parts
 from hybridrl.distributed.lora import (
     adapter_parameters,
     adapters,
@@ -79,7 +80,7 @@ class PolicyWeights(ABC):
 class StoredPolicy(PolicyWeights):
     """Actor weights of a checkpoint, read on demand, on CPU.
 
-    Random base weights under adapters are drawn again, on device type `drawn_on`.
+    Random weights that were not trained are drawn again, on device type `drawn_on`.
 
     Raises:
         ConfigError: the checkpoint is of another model, or the model does not exist.
@@ -93,8 +94,9 @@ class StoredPolicy(PolicyWeights):
         self._lm = empty_model(AutoModelForCausalLM, plain_folder(model.path))
         if lora is not None:
             add_adapters(self._lm, lora)
-        super().__init__(self._lm)
         self._checkpoint = StoredState(state)
+        freeze_unless_stored(self._lm, self._checkpoint)
+        super().__init__(self._lm)
         trained = {
             f"{PREFIX}{name}": param
             for name, param in self._lm.named_parameters()
@@ -112,10 +114,10 @@ class StoredPolicy(PolicyWeights):
         return {f"{PEFT}{name}": self._whole(name) for name in adapter_parameters(self._lm)}
 
     def _whole(self, name: str) -> Tensor:
+        if f"{PREFIX}{name}" in self._checkpoint.tensors:
+            return self._checkpoint.read(f"{PREFIX}{name}")
         if name in self._buffers and self._model.init is Init.random:
             return self._buffers[name]
-        if ".lora_" in name or (self._lora is None and name not in self._buffers):
-            return self._checkpoint.read(f"{PREFIX}{name}")
         everything = (slice(None),) * self._parameters[name].ndim
         return self._base[name][everything].to("cpu", torch.float32)
 
@@ -125,12 +127,20 @@ class StoredPolicy(PolicyWeights):
         on_gpu = self._drawn_on is Accelerator.gpu
         if on_gpu and self._model.init is Init.random and not torch.cuda.is_available():
             raise ConfigError(
-                "model.init = random: the run drew the weights under its adapters on a GPU, whose "
+                "model.init = random: the run drew weights that it did not train on a GPU, whose "
                 "numbers a CPU does not draw.\nExport on a machine with a GPU."
             )
         device = torch.device("cuda" if on_gpu else "cpu")
         shapes = {name: param.shape for name, param in self._parameters.items()}
         return first_weights(self._model, self._lm, shapes, device)
+
+
+def freeze_unless_stored(lm: PreTrainedModel, checkpoint: StoredState) -> None:
+    """Freeze what makes states of images if a checkpoint has none of it: it was not trained."""
+    own = {param for part in vision_parts(lm) for param in part.parameters()}
+    names = (name for name, param in checkpoint_parameters(lm) if param in own)
+    if not any(f"{PREFIX}{name}" in checkpoint.tensors for name in names):
+        freeze_vision(lm)
 
 
 class GatheredWeights(PolicyWeights):
