@@ -85,6 +85,7 @@ COMMON_MODEL_CHECKS = (
 )
 TRAINING_MODEL_CHECKS = (
     sizes.sequence_head_problems,
+    sizes.vision_problems,
     algorithm.lora_problems,
     algorithm.expert_problems,
     algorithm.recurrent_problems,

@@ -33,6 +33,12 @@ class PromptImages:
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Of each image its grid of patches in time, height and width, or its sides in pixels."""
+        named = ("image_grid_thw", "image_sizes")
+        return next(self.tensors[name] for name in named if name in self.tensors).tolist()
+
 
 def _from_arrays(keys: tuple[str, ...], arrays: Mapping[str, np.ndarray]) -> PromptImages:
     # Other processes map the arrays as shared memory, read-only: never write into them.

@@ -19,6 +19,7 @@ from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
+from hybridrl.data.images import PromptImages
 from hybridrl.data.partition import Micros, Partitioner, partitioner_for
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
@@ -183,6 +184,7 @@ class UpdateSizes:
         max_tokens: budget of one micro-batch on one shard, prompt and response tokens. A single
             longer response is a micro-batch of its own.
         cost: tokens of a sequence -> its cost, in any unit.
+        image_cost: images of a sequence -> their cost, in the same unit.
         partition: splits a mini-batch over ranks and into micro-batches.
         whole_episodes: the responses of an episode share a micro-batch, as the loss compares them.
     """
@@ -194,6 +196,7 @@ class UpdateSizes:
     cost: Callable[[int], float]
     partition: Partitioner
     whole_episodes: bool = False
+    image_cost: Callable[[PromptImages], float] = len
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
@@ -206,7 +209,15 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
         cost=partial(sequence_cost, shape),
         partition=partitioner_for(config.fsdp),
         whole_episodes=policy_loss_of(config.algorithm.loss.function).targets is Targets.pairs,
+        image_cost=partial(images_cost, shape, trains=config.train_vision),
     )
+
+
+def images_cost(shape: ModelShape, images: PromptImages, *, trains: bool) -> float:
+    """Return the relative time of a prompt's images in the tower, in the unit of its tokens."""
+    passes = 3 if trains else 1
+    sizes = images.sizes
+    return passes * sum(shape.vision.flops(shape.vision.patches(size)) for size in sizes)
 
 
 def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -> ScheduledBatch:
@@ -230,7 +241,11 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
     lengths = whole.tolist()
     units = members if sizes.whole_episodes else [range(row, row + 1) for row in range(len(batch))]
     tokens = [sum(lengths[row] for row in unit) for unit in units]
-    cost = [sum(sizes.cost(lengths[row]) for row in unit) for unit in units]
+    each = [sizes.cost(length) for length in lengths]
+    if batch.images is not None:  # of each row, though a micro-batch computes equal ones once
+        rows = zip(each, batch.images.rows, strict=True)
+        each = [one + (sizes.image_cost(images) if images else 0.0) for one, images in rows]
+    cost = [sum(each[row] for row in unit) for unit in units]
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
         generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))

@@ -29,7 +29,13 @@ from hybridrl.config.planner.families import (
     text_part,
     unsupported,
 )
-from hybridrl.config.planner.shape import ExpertShape, LayerShape, ModelShape
+from hybridrl.config.planner.shape import (
+    NO_VISION,
+    ExpertShape,
+    LayerShape,
+    ModelShape,
+    VisionShape,
+)
 from hybridrl.distributed.experts import checkpoint_tensors, replace_experts
 from hybridrl.distributed.forward.layers import (
     LAYER_TYPES,
@@ -40,7 +46,14 @@ from hybridrl.distributed.forward.layers import (
 from hybridrl.distributed.forward.recurrent import CONVOLUTION, RECURRENCES
 from hybridrl.distributed.forward.routing import has_experts, router_of
 from hybridrl.distributed.forward.token_models import divisor_and_cap
-from hybridrl.distributed.forward.vision import decoder, text_config
+from hybridrl.distributed.forward.vision import (
+    PIXELS,
+    decoder,
+    smallest_image,
+    text_config,
+    tower_blocks,
+    vision_parts,
+)
 from hybridrl.distributed.probe import PROBE, Probe
 from hybridrl.distributed.weights import class_with_head, settled
 
@@ -159,6 +172,29 @@ def _shape(model: PreTrainedModel, probe: Probe, kept: list[tuple[int, int]]) ->
         backbone_parameters=_elements(model.base_model),
         kinds=tuple(_layer_shape(model, probe, kept, same) for same in alike.values()),
         order=tuple(order[index] for index in range(len(order))),
+        vision=_vision_shape(model),
+    )
+
+
+def _vision_shape(model: PreTrainedModel) -> VisionShape:
+    """Return the shape of what makes states of images."""
+    if not (parts := vision_parts(model)):
+        return NO_VISION
+    blocks, config = tower_blocks(model), model.config.vision_config
+    layers = [block for block in blocks if type(block) is type(blocks[0])]
+    # Of rows of patches, or of whole pictures of 2 states.
+    pixels = smallest_image(model.config)[PIXELS]
+    merged = (config.to_dict().get("spatial_merge_size") or model.config.spatial_merge_size) ** 2
+    patches = len(pixels) if pixels.dim() == 2 else 2 * merged
+    return VisionShape(
+        parameters=sum(map(_elements, parts)),
+        layers=len(layers),
+        layer_parameters=_elements(layers[0]),
+        width=config.hidden_size,
+        intermediate=config.intermediate_size,
+        side=config.patch_size,
+        values=pixels.numel() // patches,
+        merged=merged,
     )
 
 

@@ -92,6 +92,11 @@ def _heading(
         f"{shape.layers} layers, hidden {shape.hidden}, {heads} heads, "
         f"{kv_heads} KV heads, vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
     )
+    if shape.takes_images:
+        vision, how = shape.vision, "trained" if config.actor.train_vision else "frozen"
+        patches = f"{vision.merged} patches of {vision.side} x {vision.side} pixels"
+        of_these = f"{vision.parameters:,} of these parameters, {how}"
+        yield "images", f"{of_these}; {vision.layers} layers, a token for each {patches}"
     if shape.untested:
         yield "untested", shape.untested
     if config.model.init is Init.random:

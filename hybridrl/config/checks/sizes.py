@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS
-from hybridrl.config.errors import Problem
+from hybridrl.config.errors import Problem, must_be
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.memory import MIB, token_cache_bytes
 from hybridrl.config.planner.shape import ModelShape
@@ -266,3 +266,16 @@ def divisors(number: int) -> list[int]:
 def listed(numbers: list[int]) -> str:
     """Return '1, 2, 4'."""
     return ", ".join(map(str, numbers))
+
+
+def vision_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Find a tower that is not there or frozen under adapters, and shared sequences."""
+    key, size = "actor.train_vision", config.fsdp.ulysses_size
+    if shape.takes_images and size > 1:
+        why = "images of model.path have positions and states of whole sequences"
+        yield must_be("images_of_parts", "fsdp.ulysses_size", size, 1, why)
+    if config.actor.train_vision and not shape.takes_images:
+        yield must_be("no_tower", key, True, "false", "model.path takes no images")
+    elif config.actor.train_vision and config.lora is not None:
+        why = "with lora only adapters are trained, of the language model's layers"
+        yield must_be("tower_under_lora", key, True, "false", why)

@@ -23,7 +23,13 @@ from typing import Any
 
 from hybridrl.config.errors import ABSENT, ConfigError, Problem
 from hybridrl.config.planner.cache import cache_folder
-from hybridrl.config.planner.shape import AttentionShape, ExpertShape, LayerShape, ModelShape
+from hybridrl.config.planner.shape import (
+    AttentionShape,
+    ExpertShape,
+    LayerShape,
+    ModelShape,
+    VisionShape,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +130,8 @@ def _in_a_process(text: str) -> ModelShape:
 
 def from_data(data: Mapping[str, Any]) -> ModelShape:
     """Return a shape from the plain data that `dataclasses.asdict` makes of one."""
-    kinds = tuple(map(_layer_from_data, data["kinds"]))
-    return ModelShape(**{**data, "kinds": kinds, "order": tuple(data["order"])})
+    kinds, vision = tuple(map(_layer_from_data, data["kinds"])), VisionShape(*data["vision"])
+    return ModelShape(**{**data, "kinds": kinds, "order": tuple(data["order"]), "vision": vision})
 
 
 def _layer_from_data(data: Mapping[str, Any]) -> LayerShape:

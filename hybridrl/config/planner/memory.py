@@ -81,12 +81,14 @@ def roles_of(config: RunConfig, shape: ModelShape, frozen: Frozen = ()) -> list[
     lora, adapters = config.lora, 0
     if lora is not None:
         adapters = shape.adapter_parameters(lora.rank, lora.target_modules)
-    trained = 0 if trains_reward_model(config) else adapters or shape.parameters
+    tower = shape.vision.parameters
+    trained = adapters or shape.parameters - tower * (not config.actor.train_vision)
+    trained *= not trains_reward_model(config)
     roles = [Role("actor", shape.parameters + adapters, trained)]
     if uses_critic(config):
         # The backbone and a scalar head with bias.
         parameters = shape.backbone_parameters + shape.hidden + 1
-        roles.append(Role("critic", parameters, parameters))
+        roles.append(Role("critic", parameters, parameters - tower))
     if uses_reference(config) and not adapters:  # with adapters it is the actor without them
         roles.append(Role("ref", shape.parameters))
     return roles + [Role(model.name, model.parameters) for model in frozen]
@@ -119,7 +121,8 @@ def rank_phases(
         with_engine = _resident(config, roles, None)
         asleep = process | _asleep(config, rollout, gpu_bytes)
     work = workload(config)
-    policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
+    lora, tower = config.lora, config.actor.train_vision
+    policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=lora, train_vision=tower)
     resident = _resident(config, roles, "actor")
     phases = [
         Phase("reshard", resident | asleep | weights | buckets),
@@ -167,10 +170,12 @@ def workload(config: RunConfig) -> Workload:
     longest *= responses_per_target(config)
     budget = max(config.actor.max_tokens_per_gpu, -(-longest // config.fsdp.ulysses_size))
     mini_batch = -(-int(config.actor.mini_batch_size) * longest // world)
+    tokens, prompt = min(budget, mini_batch), rollout.max_prompt_tokens
     return Workload(
-        tokens=min(budget, mini_batch),
+        tokens=tokens,
         micro_batches=-(-mini_batch // budget),
         chunk_tokens=config.actor.log_prob_chunk_tokens,
+        image_tokens=tokens * prompt * responses_per_target(config) // longest,
     )
 
 

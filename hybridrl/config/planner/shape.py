@@ -1,5 +1,6 @@
 """Sizes and parameter counts of a decoder."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,41 @@ class AttentionShape(NamedTuple):
     def width(self) -> int:
         """Elements of a token's queries."""
         return self.heads * self.head_dim
+
+
+class VisionShape(NamedTuple):
+    """Sizes of what makes states of images: a tower of layers over patches, and what follows.
+
+    Attributes:
+        parameters: elements of all.
+        layers, layer_parameters: layers of the tower, elements of one.
+        width, intermediate: sizes of a patch's states, and inside its MLP.
+        side: of a patch in pixels.
+        values: numbers of a patch that the tower reads.
+        merged: patches of a state, which is a token of the language model.
+    """
+
+    parameters: int
+    layers: int
+    layer_parameters: int
+    width: int
+    intermediate: int
+    side: int
+    values: int
+    merged: int
+
+    def patches(self, size: Sequence[int]) -> int:
+        """Return the patches of an image, given its grid of patches, or its sides in pixels."""
+        return math.prod(size) if len(size) == 3 else math.prod(n // self.side for n in size)
+
+    def flops(self, patches: int) -> float:
+        """Return the operations of a forward of an image: 2 N + 4 L w P of each of P patches."""
+        around = (self.parameters - self.layers * self.layer_parameters) / self.merged
+        in_weights = self.layers * self.layer_parameters + around
+        return patches * (2 * in_weights + 4 * self.layers * self.width * patches)
+
+
+NO_VISION = VisionShape(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -83,6 +119,7 @@ class ModelShape:
         parameters, backbone_parameters: elements with lm_head, a tied one counted once; without.
         kinds: of decoder layers.
         order: the kind of each layer, an index of `kinds`.
+        vision: what makes states of images.
     """
 
     kind: str
@@ -95,6 +132,12 @@ class ModelShape:
     backbone_parameters: int
     kinds: tuple[LayerShape, ...]
     order: tuple[int, ...]
+    vision: VisionShape = NO_VISION
+
+    @property
+    def takes_images(self) -> bool:
+        """True if it makes states of images."""
+        return self.vision.parameters > 0
 
     @property
     def layers(self) -> int:
@@ -189,10 +232,10 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Elements that a token passes: all but those of experts that it is not routed to."""
+        """Elements that a token passes: not experts that it is not routed to, nor a tower."""
         mixtures = [(kind.experts, n) for kind, n in self.counted if kind.experts]
         idle = sum(n * (one.number - one.active) * one.inner for one, n in mixtures)
-        return self.parameters - 3 * self.hidden * idle
+        return self.parameters - self.vision.parameters - 3 * self.hidden * idle
 
     @property
     def tp_widths(self) -> dict[str, int]:

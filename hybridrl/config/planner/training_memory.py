@@ -27,11 +27,13 @@ class Workload(NamedTuple):
         tokens: N, all of responses.
         micro_batches: forwards and backwards of an optimizer step.
         chunk_tokens: tokens whose logits are computed at once.
+        image_tokens: at most, if prompts were images alone.
     """
 
     tokens: int
     micro_batches: int
     chunk_tokens: int
+    image_tokens: int = 0
 
 
 def mlp_widths(shape: ModelShape) -> tuple[int, int]:
@@ -73,6 +75,7 @@ class TrainingMemory:
         has_head: true for log-probs (actor, ref), false for values (critic).
         lora: adapters, if only these are trained. Activations are an upper bound: those for
             gradients of frozen weights are counted, too.
+        train_vision: what makes states of images is trained, too.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class TrainingMemory:
         *,
         has_head: bool,
         lora: LoRAConfig | None = None,
+        train_vision: bool = False,
     ) -> None:
         self.fsdp, self.shape, self.work, self.has_head = fsdp, shape, work, has_head
         self.shards = fsdp.shards
@@ -94,7 +98,10 @@ class TrainingMemory:
         self.layer = shape.layer_parameters + adapters
         self.head = shape.embedding_parameters if has_head else 0
         # Parameters with gradients: all, or only adapters.
-        self.trained_root, self.trained_head = (0, 0) if lora else (self.root, self.head)
+        text_root = self.root - (0 if train_vision else shape.vision.parameters)
+        self.trained_root, self.trained_head = (0, 0) if lora else (text_root, self.head)
+        self.train_vision = train_vision
+        self.patches = work.image_tokens * shape.vision.merged
         self.trained_layer = adapters if lora else self.layer
         self.trained = self.trained_root + shape.layers * self.trained_layer
         self.layer_kept = work.tokens * kept_by_layer(shape, self.size, compiled=fsdp.compile)
@@ -106,9 +113,10 @@ class TrainingMemory:
         inner, copies = mlp_widths(self.shape)
         in_mlp = s * (max(3 * inner + copies * h, 4 * copies * h) + 4 * h)
         inside = tokens * max(in_mlp, (8 + 6 * s) * h)
-        points = [{"activations": inside}]
+        points = [{"activations": inside + self._images()}, self.tower()]
         if self.has_head:
-            points.append({"activations": 2 * tokens * s * h, "logits": self._logits_chunk()})
+            states = 2 * tokens * s * h + self._images()
+            points.append({"activations": states, "logits": self._logits_chunk()})
         # With full accumulation scoring gathers the weights once for all micro-batches.
         full = self.fsdp.accumulation is Accumulation.full
         gathered = s * self._elements() if full else self._gathered()
@@ -154,19 +162,40 @@ class TrainingMemory:
         """Return memory as embedding and head are reduced, after all layers."""
         several = self.work.micro_batches > 1
         return {
-            "activations": self.layer_kept,
+            "activations": self.layer_kept + self._images(),
             # A single backward drops weights as it gets their gradients.
             "gathered weights": self._gathered() if several else self._gathered_at_work(),
             "reduce-scatter buffers": self._reduce_buffers(self.trained_root),
             "gradients": MASTER_BYTES * self.trained // self.shards,
         }
 
+    def tower(self) -> dict[str, int]:
+        """Return memory inside a layer of the tower: queries and keys are float32 as they rotate.
+
+        Of an MLP, with a gate perhaps, or of attention.
+        """
+        width, inner = self.shape.vision.width, self.shape.vision.intermediate
+        inside = self.size * 3 * inner, (4 * self.size + 4 * MASTER_BYTES) * width
+        one = max(inside) + 2 * self.size * width
+        return {"activations": self._images() + self.patches * one}
+
+    def _images(self) -> int:
+        """Return the pixels of images, and what a trained tower keeps."""
+        vision = self.shape.vision
+        each = MASTER_BYTES * vision.values
+        if self.train_vision:
+            width, inner = vision.width, vision.intermediate
+            layer = self.size * (8 * width + 3 * inner) + 4 * MASTER_BYTES * width
+            streams = self.fsdp.activation_checkpointing
+            each += vision.layers * (self.size * width if streams else layer)
+        return self.patches * each
+
     def _kept(self) -> int:
         """Return the activations that all layers and the last norm keep for backward."""
         one, stream = self.layer_kept, self.work.tokens * self.size * self.shape.hidden
         if self.fsdp.activation_checkpointing:
             one = stream
-        return self.shape.layers * one + 3 * stream
+        return self.shape.layers * one + 3 * stream + self._images()
 
     def _logits_chunk(self) -> int:
         return min(self.work.chunk_tokens, self.work.tokens) * self.size * self.shape.vocab
@@ -182,7 +211,8 @@ class TrainingMemory:
 
     def _gathered_at_work(self) -> int:
         """Return the gathered weights of the root, the current layer, the next and the previous."""
-        return self.size * (self.root + min(3, self.shape.layers) * self.layer)
+        away = self.shape.vision.layers * self.shape.vision.layer_parameters
+        return self.size * (self.root - away + min(3, self.shape.layers) * self.layer)
 
     def _earlier_gradients(self) -> int:
         """Return the gradients of earlier micro-batches, unsharded or sharded."""
