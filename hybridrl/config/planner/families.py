@@ -15,11 +15,11 @@ MEASURED = ("llama", "qwen2", "qwen3")
 ON_GPUS = (
     *MEASURED,
     *("mistral", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma3_text"),
-    *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral"),
+    *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "qwen3_5_text"),
 )
 ON_CPUS = (
-    *("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron", "gpt_oss"),
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h"),
+    *("ministral3", "exaone4", "glm4", "stablelm", "seed_oss", "nemotron"),
+    *("qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h"),
     *("glm4_moe_lite", "deepseek_v3", "gemma4_text"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3"),
 )
