@@ -27,7 +27,7 @@ from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.sampling.hybrid_engine import engine_of
 from hybridrl.trainer.sampling.rollouts import Rollouts
 from hybridrl.trainer.sampling.source import Generation, SourceParts
-from hybridrl.trainer.sampling.start_check import StartCheck
+from hybridrl.trainer.sampling.start_check import PROMPTS, StartCheck
 from hybridrl.trainer.scoring import Scoring
 from hybridrl.trainer.sft import SFT, GivenAnswers, supervised
 from hybridrl.trainer.state import TrainState
@@ -100,7 +100,8 @@ def build_loop(
         place = partial(engine_place, workers.rollout)
         scoring = Scoring(config, workers, parts.rewards, sizes, phases, place, observer)
         advantages = Advantages(config.algorithm, config.teacher, config.seed, kl, phases)
-        start = StartCheck(config, parts.shape, workers.rollout, updates, phases)
+        seen = parts.prompts.with_images(PROMPTS)
+        start = StartCheck(config, parts.shape, workers.rollout, updates, phases, seen)
         given = GivenAnswers(config, parts.prompts, scoring, updates)
         training = PPO(rollouts, start, scoring, advantages, updates, given)
     held_out = training.held_out if isinstance(training, SFT) else None

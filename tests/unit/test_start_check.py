@@ -8,7 +8,10 @@ import torch
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.images import PromptImages, image_rows
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.image_tokens import PromptFiles
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.sampling.start_check import PROMPTS, RESPONSES, TOKENS, StartCheck
@@ -42,17 +45,18 @@ class Trainer:
             group_id=requests.group_id,
             weight_version=torch.zeros(len(requests), dtype=torch.int64),
             truncated=torch.ones(len(requests), dtype=torch.bool),
+            images=image_rows(one.images for one in requests.requests),
         )
 
     def log_probs(self, batch):
         return batch.responses.like(torch.zeros(len(batch.responses.values)))
 
 
-def checked(error, *overrides, shape=SHAPE):
+def checked(error, *overrides, shape=SHAPE, seen=()):
     """The requests of a start whose log-probs differ so, by the position of a token."""
     trainer = Trainer(error)
     phases = SimpleNamespace(section=lambda name: nullcontext())
-    check = StartCheck(run_config(*overrides), shape, trainer, trainer, phases)
+    check = StartCheck(run_config(*overrides), shape, trainer, trainer, phases, seen)
     for _ in range(2):  # the second step samples and compares nothing
         check.sample()
         check.compare()
@@ -117,3 +121,12 @@ def test_the_mean_counts_in_bfloat16_where_single_tokens_differ_by_more():
 def test_a_log_prob_that_is_no_number_stops_the_run():
     with pytest.raises(RunStopped, match=r"8 tokens, differs from token 12 of"):
         checked(lambda position: float("nan") if position >= 12 else 0.0)
+
+
+def test_prompts_with_images_are_compared_as_well():
+    processor = SimpleNamespace(processed=lambda files: PromptImages(("one",), {}))
+    seen = [Prompt(0, [1] * 100, "", "", {}, {}, images=PromptFiles((), [], processor))]
+    requests = checked(lambda position: 0.0, seen=seen)
+    assert [one.images is None for one in requests] == [True] * 24 + [False] * 2
+    with pytest.raises(RunStopped, match="100 tokens with images, differs from token 100"):
+        checked(lambda position: 0.1 * (position >= 100), seen=seen)

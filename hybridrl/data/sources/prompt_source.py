@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 
 from hybridrl.config.sections import DataConfig
 from hybridrl.data.seeds import derive_seed
@@ -91,6 +91,10 @@ class PromptSource:
     def from_start(self) -> Iterator[Prompt]:
         """Return the prompts from the first on; the position stays."""
         return self._draw()
+
+    def with_images(self, number: int) -> list[Prompt]:
+        """Return the first prompts that have images, at most `number`; the position stays."""
+        return list(islice((one for one in self._by_id.values() if one.images), number))
 
     def by_id(self, prompt_id: int) -> Prompt:
         """Return a prompt; KeyError if there is none."""

@@ -2,20 +2,26 @@
 
 Structure does not show every mistake: two models with equal weights may see windows of different
 lengths. So one prompt is shorter than the sliding window and one longer, whatever the run's own
-prompts are. Seeds of the run's samples do not depend on these.
+prompts are. Of those, some with images are compared as well, if there are any. Seeds of the run's
+samples do not depend on these.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hybridrl.config.choices import DType
+from hybridrl.config.planner.families import placeholder_ids
 from hybridrl.config.planner.shape import LayerShape, ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.requests import Request, Requests, SamplingParams
 from hybridrl.data.seeds import derive_seed
+from hybridrl.data.sources.image_tokens import processed
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.timing.phases import Phases
@@ -26,7 +32,10 @@ PROMPTS, RESPONSES, TOKENS, SHORT = 4, 2, 16, 8
 
 
 class StartCheck:
-    """Comparison before the first update of a process; nothing afterwards."""
+    """Comparison before the first update of a process; nothing afterwards.
+
+    `seen` are prompts with images.
+    """
 
     def __init__(
         self,
@@ -35,8 +44,10 @@ class StartCheck:
         rollout: WorkerGroup,
         updates: Updates,
         phases: Phases,
+        seen: Sequence[Prompt] = (),
     ) -> None:
         self._config = config
+        self._seen = seen
         self._shape = shape
         self._rollout = rollout
         self._updates = updates
@@ -68,15 +79,18 @@ class StartCheck:
         assert limit is not None, "derived"
         with self._phases.section("score"):
             trained = self._updates.log_probs(batch)
-        lengths, kinds = batch.prompts.lengths.unique(return_inverse=True)
+        sees = [row is not None for row in batch.images.rows] if batch.images else [False]
+        lengths = torch.stack(torch.broadcast_tensors(batch.prompts.lengths, torch.tensor(sees)), 1)
+        lengths, kinds = lengths.unique(dim=0, return_inverse=True)
         difference = (batch.rollout_log_probs.values - trained.values).abs()
         above = trained.like(~(difference <= limit))  # NaN is above, too
 
         def where(kind: int) -> str:
             rows = zip(above.rows(), kinds.tolist(), strict=True)
             firsts = [int(row.int().argmax()) for row, own in rows if own == kind and row.any()]
-            first = int(lengths[kind]) + min(firsts)
-            return f"{lengths[kind]} tokens, differs from token {first} of a sequence on"
+            length, sees = lengths[kind].tolist()
+            after = f"{length} tokens{' with images' * sees}"
+            return f"{after}, differs from token {length + min(firsts)} of a sequence on"
 
         batch = batch.adding(old_log_probs=trained, engine=kinds)
         sizes: dict[str, Any] = {"limit": limit, "part": "length"}
@@ -102,12 +116,19 @@ class StartCheck:
         generator = torch.Generator().manual_seed(derive_seed(seed, "start"))
         params = SamplingParams(rollout.temperature, rollout.top_p)
         requests: list[Request] = []
-        for length in sorted({max(1, min(length, longest)) for length in lengths}):
-            for prompt in torch.randint(self._shape.vocab, (PROMPTS, length), generator=generator):
-                for _ in range(RESPONSES):
-                    own = derive_seed(seed, "start", len(requests))
-                    name = f"start-{len(requests)}"
-                    requests.append(Request(name, prompt.tolist(), own, tokens, params))
+        banned = placeholder_ids(read_model_config(self._config.model.path))
+        words = torch.tensor(sorted({*range(self._shape.vocab)}.difference(banned)))
+        prompts = [
+            (words[prompt].tolist(), None)
+            for length in sorted({max(1, min(length, longest)) for length in lengths})
+            for prompt in torch.randint(len(words), (PROMPTS, length), generator=generator)
+        ]
+        shown = processed(prompt.images for prompt in self._seen)
+        seen = [*zip((prompt.token_ids for prompt in self._seen), shown, strict=True)]
+        for prompt, images in [*prompts, *seen]:
+            for _ in range(RESPONSES):
+                name, own = f"start-{len(requests)}", derive_seed(seed, "start", len(requests))
+                requests.append(Request(name, prompt, own, tokens, params, images=images))
         group_id = torch.arange(len(requests)) // RESPONSES
         return Requests(requests, group_id, each=RESPONSES, returns_recorded=True)
 
