@@ -9,11 +9,9 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from inspect import signature
 from typing import Any
 
 import torch
-import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -59,8 +57,6 @@ from hybridrl.distributed.forward.vision import (
 from hybridrl.distributed.probe import PROBE, Probe
 from hybridrl.distributed.weights import class_with_head, settled
 
-# Argument of a model with images, states of its tower.
-STATES = "mm_encoder_outputs"
 # Keys of config.json, hidden_<word>, that name a family's activation.
 ACTIVATIONS = ("act", "activation")
 
@@ -75,10 +71,6 @@ def describe(config: Mapping[str, Any]) -> ModelShape:
     if kind not in CONFIG_MAPPING or kind not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION}:
         raise ConfigError(unsupported(config, "transformers has no language model of that type"))
     model = _built(config)
-    if vision_parts(model) and STATES not in signature(type(model.base_model).forward).parameters:
-        version = transformers.__version__
-        why = f"transformers {version} does not take states of images: from 5.18 on"
-        raise ConfigError(unsupported(config, why))
     if model.config.model_type != kind:
         why = f"its language model is of type {model.config.model_type}"
         raise ConfigError(unsupported(config, why))

@@ -90,13 +90,15 @@ def trained(worker, loss, batch, max_tokens):
     """Whole gradients, and of each micro-batch whether it has images."""
     ranks = dist.get_world_size()
     dealt = scheduled(batch, num_ranks=ranks, mini_batch_size=8, max_tokens=max_tokens)
-    (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
+    ((micros, totals),) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
+    if dist.get_rank() % 2:  # so that images meet responses without
+        micros.reverse()
     training = Training(worker.optimizer, loss, worker.config.fsdp)
-    training.accumulate_gradients(*mini)
+    training.accumulate_gradients(micros, totals)
     named = worker.model.named_parameters()
     whole = {name: p.grad.full_tensor() for name, p in named if p.grad is not None}
     worker.optimizer.adamw.zero_grad()
-    return whole, [any(row is not None for row in micro.images.rows) for micro in mini[0]]
+    return whole, [any(row is not None for row in micro.images.rows) for micro in micros]
 
 
 def on_ranks(name, folder, accumulation):
@@ -108,7 +110,7 @@ def on_ranks(name, folder, accumulation):
     frozen = ActorWorker(actor_config(folder, spec), mesh)
     critic = CriticWorker(critic_config(folder, spec), mesh)
     actor.kl_coef = frozen.kl_coef = KL_COEF
-    policy, with_images = trained(actor, actor.policy_loss, batch, max_tokens=24)
+    policy, with_images = trained(actor, actor.policy_loss, batch, max_tokens=16)
     of_text, _ = trained(frozen, frozen.policy_loss, batch, max_tokens=60)
     value, _ = trained(critic, critic.value_loss, batch, max_tokens=60)
     dealt = scheduled(batch, num_ranks=ranks, mini_batch_size=4, max_tokens=50)

@@ -10,8 +10,8 @@ from hybridrl.data.images import ImageRows
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.forward.packing import pack
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup
-from hybridrl.distributed.forward.vision import image_packer, image_states
-from tests.support.tiny_vision import VISION, pictures, prompt_of, tiny_vision_model
+from hybridrl.distributed.forward.vision import image_packer, inputs_with_images, vision_parts
+from tests.support.tiny_vision import PAD, VISION, pictures, prompt_of, tiny_vision_model
 
 CPU = torch.device("cpu")
 
@@ -40,16 +40,31 @@ ONE, TWO, NONE = ((64, 96),), ((96, 64), (64, 64)), ()
 def test_each_image_goes_through_the_tower_once_and_no_image_through_as_a_small_one(name):
     model = tiny_vision_model(name)
     packer = image_packer(model)
-    packed = pack(batch_of(name, TWO, ONE, NONE, TWO), CPU, images=packer)
+    rows = batch_of(name, TWO, ONE, NONE, TWO)
+    packed = pack(rows, CPU, images=packer)
     assert packed.images.order == [0, 1, 2, 0, 1]
+    base = model.base_model
+    states = inputs_with_images(base, packed.input_ids, packed.images)["inputs_embeds"][0]
+    of_rows = states.split(rows.num_tokens.tolist())
+    torch.testing.assert_close(of_rows[0][:-2], of_rows[3][:-2], rtol=0, atol=0)
     alone = pack(batch_of(name, ONE), CPU, images=packer)
-    states = image_states(model.base_model, packed.images).pooler_output
-    own = image_states(model.base_model, alone.images).pooler_output
-    assert len(states) == 5 and states[0] is states[3] and len(own) == 1
-    torch.testing.assert_close(states[2], own[0])
+    own = inputs_with_images(base, alone.input_ids, alone.images)["inputs_embeds"][0]
+    torch.testing.assert_close(of_rows[1][:-2], own[:-2])
     none = pack(batch_of(name, NONE, NONE), CPU, images=packer)
-    (nothing,) = image_states(model.base_model, none.images).pooler_output
-    assert none.images.order == [] and nothing.shape == (0, 128) and nothing.requires_grad
+    nothing = inputs_with_images(base, none.input_ids, none.images)["inputs_embeds"]
+    assert none.images.order == [] and not len(none.images.places)
+    text = base.get_input_embeddings()(none.input_ids)
+    assert nothing.equal(text)
+    (gradient,) = torch.autograd.grad(nothing.sum(), next(vision_parts(model)[0].parameters()))
+    assert gradient.eq(0).all()
+
+
+def test_tokens_that_are_not_those_of_the_images_end_the_run():
+    packer = image_packer(tiny_vision_model("qwen3_vl"))
+    batch = batch_of("qwen3_vl", ONE)
+    fewer = replace(batch, prompts=Ragged.from_rows([torch.tensor([5, PAD, 6])], torch.int64))
+    with pytest.raises(ValueError, match="1 tokens for images that have 6 states"):
+        pack(fewer, CPU, images=packer)
 
 
 def test_positions_are_those_of_each_sequence_in_time_height_and_width():

@@ -143,13 +143,14 @@ def _with_images(
     if images is None or packed.shard is not None:
         raise ValueError("a model without a tower, and ranks that share sequences, take no images")
     rows, device, positions = batch.images.rows, packed.input_ids.device, packed.position_ids
-    joined, order = images.pack(rows)
+    tensors, order, places = images.pack(input_ids, rows)
     # Transformers reads sizes in pixels one by one.
-    moved = {k: x if k == SIZES else to_device(x, device) for k, x in joined.items()}
+    moved = {k: x if k == SIZES else to_device(x, device) for k, x in tensors.items()}
+    packed_images = PackedImages(moved, order, to_device(places, device))
     grid = images.positions(input_ids.split(batch.num_tokens.tolist()), rows)
     if grid is not None:
         positions = torch.cat([positions, to_device(grid, device)])[:, None]
-    return replace(packed, position_ids=positions, images=PackedImages(moved, order))
+    return replace(packed, position_ids=positions, images=packed_images)
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

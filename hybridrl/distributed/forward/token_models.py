@@ -27,7 +27,12 @@ from hybridrl.distributed.forward.packing import Packed, sequence_index
 from hybridrl.distributed.forward.recurrent import pack_recurrences
 from hybridrl.distributed.forward.routing import has_experts, take_routing
 from hybridrl.distributed.forward.sequence_parallel import GatherSequence
-from hybridrl.distributed.forward.vision import decoder, image_packer, image_states, text_config
+from hybridrl.distributed.forward.vision import (
+    decoder,
+    image_packer,
+    inputs_with_images,
+    text_config,
+)
 from hybridrl.distributed.torch_compat import mark_dynamic, real_tensors, tree_leaves, tree_map
 
 
@@ -214,10 +219,11 @@ def response_states(backbone: PreTrainedModel, packed: Packed, *, recurrent: boo
     if packed.routed_experts is not None:
         layers = sum(map(has_experts, decoder(backbone).layers))
         sharing["routed_experts"] = packed.routed_experts.unflatten(2, (layers, -1))
+    inputs: dict[str, Any] = {"input_ids": packed.input_ids}
     if packed.images is not None:
-        sharing["mm_encoder_outputs"] = {"image": image_states(backbone, packed.images)}
-    output = backbone(
-        input_ids=packed.input_ids,
+        inputs = inputs_with_images(backbone, packed.input_ids, packed.images)
+    output = decoder(backbone)(
+        **inputs,
         position_ids=packed.position_ids,
         use_cache=False,
         cu_seq_lens_q=packed.cu_seq_lens,

@@ -29,10 +29,12 @@ class PackedImages(NamedTuple):
     Attributes:
         tensors: arguments of transformers' `get_image_features`, of each distinct image.
         order: for each image of the packed tokens, in their order, its index among these.
+        places: [M] int64, the packed tokens that are states of images.
     """
 
     tensors: Mapping[str, Tensor]
     order: list[int]
+    places: Tensor
 
 
 def decoder(model: PreTrainedModel) -> OfFamily:
@@ -73,8 +75,12 @@ class ImagePacker:
         self._has_grids = "get_rope_index" in dir(type(base))
         self._smallest = smallest_image(base.config)
 
-    def pack(self, rows: Sequence[PromptImages | None]) -> PackedImages:
-        """Put together the images of sequences, [B], on the CPU."""
+    def pack(self, input_ids: Tensor, rows: Sequence[PromptImages | None]) -> PackedImages:
+        """Put together the images of sequences, [B], on the CPU; input_ids are [N].
+
+        Raises:
+            ValueError: tokens are not those of the images.
+        """
         prompts = {id(row): row for row in rows if row is not None and len(row)}
         start, starts = 0, dict[int, int]()
         for key, prompt in prompts.items():
@@ -85,7 +91,19 @@ class ImagePacker:
         ]
         joined = [prompt.tensors for prompt in prompts.values()] or [self._smallest]
         tensors = {name: _joined(name, [one[name] for one in joined]) for name in self._smallest}
-        return PackedImages(tensors, order)
+        places = (input_ids == self._token).nonzero().flatten()
+        expected = sum(self._states(row) for row in rows if row is not None)
+        if len(places) != expected:
+            raise ValueError(f"{len(places)} tokens for images that have {expected} states")
+        return PackedImages(tensors, order, places)
+
+    def _states(self, images: PromptImages) -> int:
+        """Return the number of tokens of a prompt's images."""
+        sizes, config = torch.tensor(images.sizes), self._base.config
+        if self._has_grids:
+            return int(sizes.prod(-1).sum()) // config.vision_config.spatial_merge_size**2
+        side = config.vision_config.patch_size * config.spatial_merge_size
+        return int((sizes // side).prod(-1).sum())
 
     def positions(
         self, sequences: Sequence[Tensor], rows: Sequence[PromptImages | None]
@@ -130,16 +148,23 @@ def smallest_image(config: OfFamily) -> dict[str, Tensor]:
     return {PIXELS: torch.zeros(merge**2, values), GRIDS: torch.tensor([[1, merge, merge]])}
 
 
-def image_states(base: OfFamily, images: PackedImages) -> OfFamily:
-    """Run the tower; return its output with the states of the packed tokens' images in order."""
+def inputs_with_images(base: OfFamily, input_ids: Tensor, images: PackedImages) -> dict[str, Any]:
+    """Run the tower; return the arguments of a language model for tokens [1, N]."""
     output = base.get_image_features(**images.tensors, return_dict=True)
-    output.pooler_output = _ordered(output.pooler_output, images.order)
-    if "deepstack_features" in output:
-        layers = output.deepstack_features
-        output.deepstack_features = [_ordered(states, images.order) for states in layers]
-    return output
+    sizes = [len(states) for states in output.pooler_output]
 
+    def ordered(states: Tensor | Sequence[Tensor]) -> Tensor:
+        parts = states.split(sizes) if isinstance(states, Tensor) else states
+        # With no states of a small image its graph is still there, so that backwards match, too.
+        return torch.cat([parts[index] for index in images.order] or [parts[0][:0]])
 
-def _ordered(states: Sequence[Tensor], order: Sequence[int]) -> list[Tensor]:
-    # With no states of a small image its graph is still there, so that backwards match, too.
-    return [states[index] for index in order] or [states[0][:0]]
+    embeddings = base.get_input_embeddings()(input_ids)
+    states = ordered(output.pooler_output).to(embeddings.dtype)
+    inputs: dict[str, Any] = {
+        "inputs_embeds": embeddings.index_copy(1, images.places, states[None])
+    }
+    if "deepstack_features" in output:  # added to states of the first layers
+        mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, images.places, True)
+        inputs["visual_pos_masks"] = mask
+        inputs["deepstack_visual_embeds"] = [*map(ordered, output.deepstack_features)]
+    return inputs
