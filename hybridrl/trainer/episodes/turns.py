@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import CallStats, ConversationOutcome, RolloutBatch
-from hybridrl.data.images import image_rows
+from hybridrl.data.images import PromptImages, image_rows
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.requests import Generate, Request, Requests, SamplingParams
 from hybridrl.data.seeds import sample_seed
@@ -73,9 +73,10 @@ class TurnEpisodes:
         which turns are answered.
         """
         groups, calls, versions = list(groups), list[CallStats](), set[int]()
-        budget = until.tokens
+        budget, images = until.tokens, processed(group.prompt.images for group in groups)
         while (places := unfinished(groups)) and (budget > 0 or places[0][0] < until.needed):
-            requests = self._requests(groups, places, until.needed, max(0, budget), params)
+            sizes = until.needed, max(0, budget)
+            requests = self._requests(groups, images, places, *sizes, params)
             part = self.generate(requests)
             calls.append(part.engines)
             versions.update(part.weight_version.tolist())
@@ -132,16 +133,20 @@ class TurnEpisodes:
     def _requests(
         self,
         groups: Sequence[Group],
+        images: Sequence[PromptImages | None],
         places: Sequence[Place],
         needed: int,
         budget: float,
         params: SamplingParams,
     ) -> Requests:
-        """Return requests whose prompts are prompts with their responses so far."""
+        """Return requests whose prompts are prompts with their responses so far.
+
+        `images` are those of the groups.
+        """
         is_cut, most = math.isfinite(budget), self.config.max_response_tokens
         params = replace(params, stop_token_ids=self.turns.stop_token_ids)
-        requests, images = [], processed(groups[g].prompt.images for g, _ in places)
-        for (g, k), own in zip(places, images, strict=True):
+        requests = []
+        for g, k in places:
             group, response = groups[g], groups[g].responses[k]
             request = Request(
                 request_id=response_name(group.step, group.prompt, group.first_sample + k),
@@ -151,7 +156,7 @@ class TurnEpisodes:
                 params=params,
                 engine=group.engine,
                 must_finish=is_cut and g < needed,
-                images=own,
+                images=images[g],
             )
             requests.append(request)
         return Requests(
