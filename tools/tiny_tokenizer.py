@@ -5,7 +5,7 @@ digit, with or without the space before it: `#### 42` is "####", " 4" and "2".
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,8 +26,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer of VOCAB_SIZE tokens: special ones, all bytes, the frequent parts of `texts`."""
+def build_tokenizer(
+    texts: Iterable[str], size: int = VOCAB_SIZE, special: Sequence[str] = ()
+) -> Tokenizer:
+    """A tokenizer of `size` tokens: special ones, all bytes, the frequent parts of `texts`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -37,8 +39,8 @@ def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD, END, *ROLES],
+        vocab_size=size,
+        special_tokens=[PAD, END, *ROLES, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -46,13 +48,16 @@ def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer, folder: Path, max_tokens: int, template: str = CHAT_TEMPLATE
+) -> None:
     """Write the files that transformers' AutoTokenizer reads.
 
     Args:
         tokenizer: from `build_tokenizer`.
         folder: existing folder of the model.
         max_tokens: longest sequence of the model.
+        template: for chat messages.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -61,6 +66,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
         "eos_token": END,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_tokens,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """model.path -> a local folder in Hugging Face format.
 
-    embedded        the tiny model inside this package; embedded_moe and embedded_hybrid, those
-                    with experts and with recurrent layers
+    embedded        the tiny model inside this package; embedded_moe, embedded_hybrid and
+                    embedded_vision, those with experts, with recurrent layers, for images
     smollm2_135m    SmolLM2-135M-Instruct from its package (hybridrl/models/smollm2.py)
     a local path    used as it is; of a run's directory, the model that it trained
     anything else   a name on the hub: first its local cache, then a download
@@ -24,7 +24,8 @@ from hybridrl.models import smollm2
 from hybridrl.models.weight_files import SINGLE, weight_files
 
 EMBEDDED = "embedded"
-_FOLDERS = {EMBEDDED: "tiny", "embedded_moe": "tiny_moe", "embedded_hybrid": "tiny_hybrid"}
+_KINDS = ("moe", "hybrid", "vision")
+_FOLDERS = {EMBEDDED: "tiny"} | {f"{EMBEDDED}_{kind}": f"tiny_{kind}" for kind in _KINDS}
 EMBEDDED_FOLDERS = {name: Path(__file__).with_name(folder) for name, folder in _FOLDERS.items()}
 EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
 

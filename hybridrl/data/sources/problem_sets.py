@@ -17,10 +17,12 @@ from hybridrl.data.sources.images import keys_of
 from hybridrl.data.sources.order import most_drawn
 from hybridrl.data.sources.problems import held_out_problems, labelled, pair, train_problems
 from hybridrl.data.sources.rows import Columns, Problem, Row, problems_of
+from hybridrl.data.sources.shapes import NUM_HELD_OUT, NUM_TRAIN, shape_problems
 
 EMBEDDED = "embedded"
-# Parts of the embedded problems, by the number of solution steps.
-EMBEDDED_FOLDERS = ("steps_1", "steps_2", "steps_3")
+# Parts of the embedded word problems, by the number of solution steps; questions about pictures.
+STEPS, SHAPES = ("steps_1", "steps_2", "steps_3"), "shapes"
+EMBEDDED_FOLDERS = (*STEPS, SHAPES)
 
 # Default held-out share of data.train_files without data.num_eval_problems, and its limit.
 HELD_OUT_SHARE = 0.1
@@ -207,10 +209,16 @@ def _columns(config: DataConfig, split: Split, targets: Targets | None) -> Colum
 
 def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[Problem], list[str]]:
     more = dict if columns.chosen_key is None else labelled if columns.label_key else pair
+    if folder == SHAPES:
+        drawn = shape_problems(split.name, NUM_TRAIN if split is Split.train else NUM_HELD_OUT)
+    else:
+        drawn = [
+            values | more(values)
+            for values in _drawn(split)
+            if folder in ("", f"steps_{values['steps']}")
+        ]
     rows = [
-        Row(f"embedded {split.name} problem {index}", values | more(values))
-        for index, values in enumerate(_drawn(split))
-        if folder in ("", f"steps_{values['steps']}")
+        Row(f"embedded {split.name} problem {index}", values) for index, values in enumerate(drawn)
     ]
     if not rows:
         expected = ", ".join(f"{EMBEDDED}/{name}" for name in EMBEDDED_FOLDERS)
