@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from hybridrl.app.data import examine_data
 from hybridrl.config.choices import Init, Repeated
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
@@ -24,6 +25,7 @@ from hybridrl.models.processors import load_processor
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.rollout_log import rollout_records, write_rollouts, write_thumbnails
 from tests.support.batches import batch_of
+from tests.support.composing import examined
 from tests.support.data_configs import data_config, jsonl
 from tests.support.tiny_vision import PAD, VISION, tiny_vision_folder
 
@@ -248,3 +250,21 @@ def test_records_name_images_that_are_stored_once_and_scaled_down(load, tmp_path
     assert names[2] is None
     files = {path.name: Image.open(path).size for path in (tmp_path / "images").iterdir()}
     assert files == {names[0][0]: (64, 32), names[1][0]: (192, 19)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["environment=calculator_agent"], "programs cannot send any"),
+        (["teacher=default", "teacher.models=embedded"], "teacher.models = embedded takes no"),
+        (
+            ["reward_model=default", "reward_model.model.path=embedded"],
+            "reward_model.model.path = embedded takes no images",
+        ),
+    ],
+)
+def test_what_would_read_prompts_without_their_images_is_refused(overrides, reason):
+    recipe = ["+recipe=shapes_vision", "hardware=cpu", "run.name=x"]
+    result = examined([*recipe, *overrides])
+    examine_data(result)
+    assert [text for text in map(str, result.report.problems) if reason in text]

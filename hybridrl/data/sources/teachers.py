@@ -138,6 +138,8 @@ def _assigned(
     messages = _messages(prompt)
     if messages is None and teacher.tokenizer is TeacherTokenizer.student:
         return replace(prompt, teacher=index)
+    if prompt.images is not None:
+        raise ValueError("it has images, which a teacher sees among the policy's tokens alone")
     (ids,) = renderer.encode([renderer.render(messages or prompt.messages)])
     limit = config.rollout.max_prompt_tokens
     if len(ids) > limit:
