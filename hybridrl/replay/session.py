@@ -118,6 +118,8 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
             f"Name a folder <run>/{REPLAY_FOLDER}/step_<n> of a run that was stopped because its "
             "steps were not finite."
         ) from error
+    if facts.get("images"):
+        raise ConfigError(f"{folder}: its prompts have images, which a replay does not have yet.")
     if not runs_code:
         refuse_untrusted_code(facts["config"], str(folder))
     config = load_resolved(facts["config"])

@@ -68,7 +68,8 @@ def thinned(run: Data, share: float) -> Data:
     """Return a share, in (0, 1], of each kind of a run's records, as the page shows them.
 
     `series` has metrics as {name: values}, with `step` and `wall` (seconds in steps so far).
-    Responses have indices of `prompts`. `notes` are sentences about what was left out.
+    Responses have indices of `prompts`, and these names of `images`. `notes` are sentences about
+    what was left out.
     """
     notes = [*run["notes"]]
     curves = series(run["rows"], max(MIN_POINTS, int(run["points"] * share)), notes)
@@ -87,11 +88,9 @@ def thinned(run: Data, share: float) -> Data:
         if len(records) < run["found"][name]:
             every = f"{run['found'][name]:,}; the folder has all of them"
             notes.append(f"{name.capitalize()}: {len(records):,} of {every}.")
-    texts = [
-        dict(zip(PROMPT, prompt, strict=False)) | {"images": [run["images"][n] for n in prompt[-1]]}
-        for prompt in prompts
-    ]
-    whole = {"prompts": texts, "experts": run["experts"]}
+    texts = [dict(zip((*PROMPT, "images"), prompt, strict=True)) for prompt in prompts]
+    images = {name: run["images"][name] for text in texts for name in text["images"]}
+    whole = {"prompts": texts, "images": images, "experts": run["experts"]}
     return {"series": curves, **whole, **kept, "notes": notes}
 
 

@@ -171,6 +171,7 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
         "kl_coef": replay.kl_coef,
         "config": plain(replay.config),
         "ranks": replay.ranks,
+        "images": batch.images is not None,
         "texts": [text._asdict() for text in texts_of(replay)],
     }
     replace_text(folder / FACTS_FILE, json.dumps(facts) + "\n")

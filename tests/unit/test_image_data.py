@@ -50,6 +50,8 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def load(tmp_path, folders):
     (tmp_path / "red.png").write_bytes(png())
+    (tmp_path / "cut.png").write_bytes(png()[:60])
+    Image.new("I;16", (32, 32)).save(tmp_path / "deep.png")
     (tmp_path / "blue.jpg").write_bytes(png((32, 64), "blue", "JPEG"))
 
     def of(rows, family="qwen3_vl", **changes):
@@ -132,7 +134,9 @@ def test_a_mark_without_a_column_is_text(load):
     ("given", "reason"),
     [
         (row(images=["absent.png"]), "absent.png: No such file"),
-        (row(images=["train.jsonl"]), "train.jsonl cannot be decoded"),
+        (row(images=["train.jsonl"]), "train.jsonl is of no format that Pillow reads"),
+        (row(images=["cut.png"]), "cut.png cannot be decoded"),
+        (row(images=["deep.png"]), r"deep.png has more than 8 bits a colour \(mode I;16\)"),
         (row(images=[base64.b64encode(png()).decode()]), "File name too long|No such file"),
         (row(images=["data:image/png;base64,@"]), "not in Base64"),
         (row(images=["https://example.com/a.png"]), "is an address"),
@@ -141,6 +145,7 @@ def test_a_mark_without_a_column_is_text(load):
         (row(images=[]), "0 images, but 1 times <image>"),
         (row([{"role": "user", "content": PARTS}]), "0 images, but 1 times <image>"),
         (row([{"role": "user", "content": [{"type": "video"}]}]), "part of type video"),
+        (row("w5 <|image_pad|>"), "its prompt"),
         (row("w5 <|image_pad|>", images="red.png"), "1 images, but 2 times <.image_pad.>"),
     ],
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.choices import IN_PARTS, ON_OWN_RANKS
 from hybridrl.config.errors import Problem, must_be
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.estimators import trains_reward_model, uses_critic
 from hybridrl.config.planner.memory import MIB, token_cache_bytes
 from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.planner.world import (
@@ -276,6 +276,9 @@ def vision_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         yield must_be("images_of_parts", "fsdp.ulysses_size", size, 1, why)
     if config.actor.train_vision and not shape.takes_images:
         yield must_be("no_tower", key, True, "false", "model.path takes no images")
+    elif config.actor.train_vision and trains_reward_model(config):
+        why = "a reward model is trained, whose tower is frozen"
+        yield must_be("tower_of_rewards", key, True, "false", why)
     elif config.actor.train_vision and config.lora is not None:
         why = "with lora only adapters are trained, of the language model's layers"
         yield must_be("tower_under_lora", key, True, "false", why)

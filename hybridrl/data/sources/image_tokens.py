@@ -39,8 +39,14 @@ class ImageProcessor:
             self._processor.image_processor.to_dict(), sort_keys=True, default=str
         )
         self._settings = hashlib.sha256(settings.encode()).hexdigest()[:16]
-        # Tokens of an image by its size.
-        self._tokens: dict[Size, list[int]] = {}
+        # Tokens of an image by its size, or why it is refused.
+        self._tokens: dict[Size, list[int] | ValueError] = {}
+
+    def learn(self, sizes: Iterable[Size]) -> None:
+        """Find the tokens of images of these sizes, several at a time."""
+        new = [size for size in sizes if size not in self._tokens]
+        with ThreadPoolExecutor() as pool:
+            self._tokens |= zip(new, pool.map(self._found, new), strict=True)
 
     def expanded(
         self, ids: Sequence[int], images: Sequence[ImageFile]
@@ -71,11 +77,18 @@ class ImageProcessor:
         return PromptImages(keys, features)
 
     def _tokens_of(self, size: Size) -> list[int]:
-        if size not in self._tokens:
-            from PIL import Image
+        self.learn([size])
+        if isinstance(tokens := self._tokens[size], ValueError):
+            raise tokens
+        return tokens
 
-            self._tokens[size] = self._run([Image.new("RGB", size)])[1]
-        return self._tokens[size]
+    def _found(self, size: Size) -> list[int] | ValueError:
+        from PIL import Image
+
+        try:
+            return self._run([Image.new("RGB", size)])[1]
+        except ValueError as error:
+            return ValueError(f"an image of {size.width} x {size.height} pixels: {error}")
 
     def _run(self, images: Sequence[object]) -> tuple[dict[str, "Tensor"], list[int]]:
         """Return the tensors of images, and their tokens."""

@@ -97,7 +97,9 @@ def images_in(messages: Sequence[Mapping[str, str]]) -> tuple[ImageFile, ...]:
 def read_image(value: object, folder: Path) -> ImageFile:
     """Read and decode an image; ValueError with what is wrong."""
     source = _source(value, folder)
-    where = f"image of {len(source):,} bytes" if isinstance(source, bytes) else f"image {source}"
+    where = f"image {str(source)[:_SHOWN]}"
+    if isinstance(source, bytes):
+        where = f"image of {len(source):,} bytes"
     try:
         content = _content(source)
     except OSError as error:
@@ -106,7 +108,7 @@ def read_image(value: object, folder: Path) -> ImageFile:
 
 
 def _decoded_size(content: bytes, where: str) -> Size:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(BytesIO(content)) as image:
@@ -114,8 +116,13 @@ def _decoded_size(content: bytes, where: str) -> Size:
             size = Size(*(image.size[::-1] if is_turned else image.size))
             image.draft("L", (1, 1))  # JPEG is decoded at an eighth of its size
             image.load()
+            mode = image.mode
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{where} is of no format that Pillow reads") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
         raise ValueError(f"{where} cannot be decoded: {error}") from error
+    if mode.startswith(("I", "F")):  # whose brightest parts a conversion would clip
+        raise ValueError(f"{where} has more than 8 bits a colour (mode {mode}): convert it")
     return size
 
 

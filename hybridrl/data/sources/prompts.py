@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from hybridrl.config.choices import Targets, TooLongPrompts
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.families import text_part
+from hybridrl.config.planner.families import placeholder_ids, text_part
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.sections import DataConfig
 from hybridrl.data.sources.image_tokens import ImageProcessor, PromptFiles
@@ -159,6 +159,7 @@ def load_prompts(
     for name, (train, held_out) in rendered.items():
         _note_unknown_tokens(kept, [*train, *held_out], renderer)
         faults += _without_embedding(model, tokenizer, [*train, *held_out])
+        faults += _with_placeholders(model, [*train, *held_out])
         faults += _keep_short(
             sets[name], train, held_out, max_prompt_tokens, max_answer_tokens, kept
         )
@@ -289,8 +290,9 @@ def _with_images(
 ) -> tuple[list[Prompt], list[str]]:
     """Return prompts with their images, if they have any, and messages for a ConfigError."""
     seen, faults = list[Prompt](), list[str]()
-    for prompt in prompts:
-        files = images_in(prompt.messages)
+    of_prompts = [images_in(prompt.messages) for prompt in prompts]
+    processor.learn({image.size for files in of_prompts for image in files})
+    for prompt, files in zip(prompts, of_prompts, strict=True):
         try:
             ids, tokens = processor.expanded(prompt.token_ids, files)
         except ValueError as fault:
@@ -303,6 +305,26 @@ def _with_images(
     return [], [
         f"{len(faults)} of {len(prompts)} prompts cannot be read by the model's image processor.\n"
         f"{first_faults(faults)}\nCorrect these rows, or leave them out."
+    ]
+
+
+def _with_placeholders(model: ModelConfig, prompts: Sequence[Prompt]) -> list[str]:
+    """Report texts with tokens that stand for images, of which there are none."""
+    banned = set(placeholder_ids(read_model_config(model.path)))
+    faults = [
+        f"{prompt.where}: {name}"
+        for prompt in prompts
+        for name, ids in (
+            ("its prompt", [] if prompt.images else prompt.token_ids),
+            ("its response", [*prompt.answer_ids, *prompt.rejected_ids]),
+        )
+        if not banned.isdisjoint(ids)
+    ]
+    if not faults:
+        return []
+    return [
+        f"{len(faults)} texts have a token of the model that stands for images, and no image:\n"
+        f"{first_faults(faults)}\nRemove it from these texts."
     ]
 
 

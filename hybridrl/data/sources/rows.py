@@ -136,6 +136,7 @@ def problems_of(
         )
         + (f", true or false in `{columns.label_key}`" if columns.label_key else "")
         + "."
+        + " data.images_key=null reads no images." * any(": image " in fault for fault in faults)
     ]
 
 
@@ -235,14 +236,14 @@ def _prompt_of(values: dict[str, Any], column: str) -> str | list[Message]:
         raise ValueError(f"`{column}` is {kind_of(value)}")
     if not all(map(_is_message, value)):
         raise ValueError(f"`{column}` is a list, but not of messages with texts `role`, `content`")
-    return [
-        {name: _text(text) for name, text in message.items() if text is not None}
-        for message in value
-    ]
+    return [*map(_message, value)]
 
 
-def _text(content: Any) -> Any:
-    return Slots.of_parts(content) if isinstance(content, list) else content
+def _message(given: dict[str, Any]) -> Message:
+    message = {name: text for name, text in given.items() if text is not None}
+    if isinstance(parts := message["content"], list):
+        message["content"] = Slots.of_parts(parts)
+    return message
 
 
 def _is_message(value: Any) -> bool:

@@ -79,6 +79,7 @@ def divergence(
     assert 0 < vocab <= min(len(weight), len(teacher_weight)), f"{vocab=} of smaller heads"
     assert kind is not Divergence.jensen_shannon or 0 < beta < 1, f"{beta=} of {kind}"
     top_k = vocab if top_k is None else min(top_k, vocab)
+    banned = None if banned is None else banned[banned < vocab]
     settings = _Settings(
         kind, beta, top_k, top_of, temperature, chunk_tokens, cap, teacher_cap, banned
     )

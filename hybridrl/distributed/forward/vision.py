@@ -89,7 +89,9 @@ class ImagePacker:
         order = [
             starts[id(row)] + index for row in rows if row is not None for index in range(len(row))
         ]
-        joined = [prompt.tensors for prompt in prompts.values()] or [self._smallest]
+        joined = [prompt.tensors for prompt in prompts.values()]
+        if not (joined and self._has_grids):  # of a single state transformers loses a dim
+            joined.append(self._smallest)
         tensors = {name: _joined(name, [one[name] for one in joined]) for name in self._smallest}
         places = (input_ids == self._token).nonzero().flatten()
         expected = sum(self._states(row) for row in rows if row is not None)

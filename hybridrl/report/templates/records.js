@@ -65,14 +65,14 @@ function choose(run, record) {
   $("#detail").replaceChildren(
     el("p", {}, el("b", {}, `score ${format(record.score)}`), `${parts} · ${format(record.length)} tokens${record.truncated ? ", cut off" : ""} · step ${record.step}, ${record.kind}, response ${record.k}${version}`),
     ...(record.failure ? [el("p", { className: "bad" }, `reward failed: ${record.failure}`)] : []),
-    buttons, ...block("prompt", prompt.prompt), ...pictures(prompt), ...answer, ...block("expected", prompt.answer)
+    buttons, ...block("prompt", prompt.prompt), ...pictures(run, prompt), ...answer, ...block("expected", prompt.answer)
   );
   $("#samples").replaceChildren();
   if (innerWidth < 900) $("#detail").scrollIntoView({ behavior: "smooth" });
 }
 
-function pictures(prompt) {
-  return prompt.images.filter((src) => src).map((src) => el("img", { src, className: "picture", alt: "image of the prompt, scaled down" }));
+function pictures(run, prompt) {
+  return prompt.images.map((name) => run.images[name]).filter((src) => src).map((src) => el("img", { src, className: "picture", alt: "image of the prompt, scaled down" }));
 }
 
 function showSamples(run, index) {
@@ -84,7 +84,7 @@ function showSamples(run, index) {
     return el("div", {}, el("b", {}, `step ${step}`), el("span", { className: "quiet" }, ` mean score ${format(+mean.toFixed(3))} of ${records.length}`),
       ...records.map((record) => el("div", { className: "card" }, el("span", { className: "quiet" }, `score ${format(record.score)}, ${record.length} tokens${record.kind === "training" ? "" : ", " + record.kind}${record.truncated ? ", cut off" : ""}`), el("pre", {}, record.text))));
   });
-  $("#samples").replaceChildren(el("h2", {}, "All samples of this prompt"), el("pre", {}, prompt.question || prompt.prompt), ...pictures(prompt), el("div", { className: "steps" }, ...steps));
+  $("#samples").replaceChildren(el("h2", {}, "All samples of this prompt"), el("pre", {}, prompt.question || prompt.prompt), ...pictures(run, prompt), el("div", { className: "steps" }, ...steps));
   $("#samples").scrollIntoView({ behavior: "smooth" });
 }
 
