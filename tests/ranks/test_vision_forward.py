@@ -101,10 +101,10 @@ def trained(worker, loss, batch, max_tokens):
     return whole, [any(row is not None for row in micro.images.rows) for micro in micros]
 
 
-def on_ranks(name, folder, accumulation):
+def on_ranks(name, folder, changes):
     """Gradients of actor and critic, log-probs, and the first ratio."""
     ranks, batch = dist.get_world_size(), vision_batch(name)
-    spec = fsdp_config(dp_shard=ranks, accumulation=accumulation, activation_checkpointing=True)
+    spec = fsdp_config(dp_shard=ranks, activation_checkpointing=True, **changes)
     mesh = build_mesh(spec, "cpu")
     actor = ActorWorker(actor_config(folder, spec, train_vision=True), mesh)
     frozen = ActorWorker(actor_config(folder, spec), mesh)
@@ -169,17 +169,21 @@ def is_of_tower(name):
 
 
 CASES = [
-    *((name, 1, Accumulation.full) for name in VISION),
-    ("qwen3_vl", 2, Accumulation.sharded),
-    *((name, 2, Accumulation.full) for name in VISION),
+    *((name, 1, {}) for name in VISION),
+    *((name, 2, {}) for name in VISION),
+    ("qwen3_vl", 2, {"accumulation": Accumulation.sharded, "reshard_after_forward": False}),
+    *(
+        pytest.param((name, 2, {"compile": True}), marks=pytest.mark.slow)
+        for name in ("qwen2_5_vl", "qwen3_vl", "mistral3")
+    ),
 ]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def run(request, tmp_path_factory):
-    name, ranks, accumulation = request.param
+    name, ranks, changes = request.param
     folder = tiny_vision_folder(name, tmp_path_factory.mktemp("vision"))
-    return name, folder, run_on_ranks(on_ranks, ranks, name, folder, accumulation)
+    return name, folder, run_on_ranks(on_ranks, ranks, name, folder, changes)
 
 
 def test_log_probs_and_gradients_are_transformers(run):
