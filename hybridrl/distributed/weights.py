@@ -31,17 +31,21 @@ from hybridrl.distributed.experts import (
     parts_of,
     replace_experts,
 )
-from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
+from hybridrl.distributed.forward.attention import (
+    PACKED_ATTENTION,
+    TOWER_ATTENTION,
+    register_packed_attention,
+)
 from hybridrl.distributed.forward.layers import check_layers, hand_on_bounds
 from hybridrl.distributed.forward.routers import Router
-from hybridrl.distributed.forward.vision import text_config
+from hybridrl.distributed.forward.vision import text_config, vision_parts
 from hybridrl.distributed.lora import LoRALinear, checkpoint_buffers, checkpoint_parameters
 from hybridrl.distributed.torch_compat import real_tensors
 from hybridrl.models.resolve import model_folder
 from hybridrl.models.weight_files import PICKLED, weight_files
 
 Auto = type[AutoModel] | type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]
-# Attention by part of a model. Towers have transformers' own, each image by itself.
+# Attention by part of a model as it is built; a tower gets its own after that.
 ATTENTION = {"": PACKED_ATTENTION, "text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
 # Shapes of whole tensors, by checkpoint name.
 Shapes = Mapping[str, torch.Size]
@@ -235,6 +239,8 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
             attn_implementation=ATTENTION,
             trust_remote_code=False,
         )
+    if vision_parts(model):
+        model.config.vision_config._attn_implementation = TOWER_ATTENTION
     check_layers(model)
     replace_experts(model)
     hand_on_bounds(model)

@@ -9,6 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.families import placeholder_ids
 from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.distributed.forward.attention import TOWER_ATTENTION
 from hybridrl.distributed.forward.vision import decoder, vision_parts
 from hybridrl.distributed.weights import checkpoint_sources, empty_model, stored_weights
 from tests.support.tiny_vision import IDS, PAD, TEXT, VISION, tiny_vision_folder, tiny_vision_model
@@ -82,5 +83,11 @@ def test_parts_of_images_are_apart_from_the_text(made):
     assert total == sum(p.numel() for p in model.base_model.parameters())
     config = model.config
     assert config.get_text_config()._attn_implementation == "hybridrl_packed"
-    assert config.vision_config._attn_implementation == "sdpa"
+    assert config.vision_config._attn_implementation == TOWER_ATTENTION
+    assert all(
+        module.config._attn_implementation == TOWER_ATTENTION
+        for part in others
+        for module in part.modules()
+        if type(module).__name__.endswith("Attention")
+    )
     assert config.get_text_config().vocab_size == TEXT["vocab_size"]

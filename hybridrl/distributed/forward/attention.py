@@ -9,6 +9,7 @@ sequences.
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -36,6 +37,8 @@ Attend = Callable[[Sequence[Tensor], tuple[Tensor, int], float | None, int | Non
 logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "hybridrl_packed"
+# Of towers, to which transformers passes bounds of images, no masks, for the word "flash".
+TOWER_ATTENTION = "hybridrl_as_flash"
 
 # Arguments that say which tokens are a sequence, and of which rank.
 BOUNDS = (
@@ -53,6 +56,7 @@ def register_packed_attention() -> None:
     """Register the implementations of attention here; transformers then builds no mask."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     AttentionInterface.register(EXACT_ATTENTION, partial(packed_attention, attend=_exact))
+    AttentionInterface.register(TOWER_ATTENTION, tower_attention)
     choose_kernel()
 
 
@@ -114,6 +118,32 @@ def packed_attention(
     if output.shape[-1] > value.shape[-1]:
         output = output[..., : value.shape[-1]]
     return output[None], None
+
+
+def tower_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of each patch to all of its image or window, as `packed_attention`."""
+    qkv = [x[0].transpose(0, 1) for x in (query, key, value)]
+    sizes, mask = (len(cu_seq_lens_q) - 1, int(max_length_q)), None
+    if math.prod(sizes) == query.shape[2]:  # all have equally many
+        q, k, v = (x.unflatten(0, sizes).transpose(1, 2) for x in qkv)
+    else:
+        padding = Padding.of(cu_seq_lens_q, sizes[1], query.shape[2])
+        q, k, v = (padding.pad(x).transpose(1, 2) for x in qkv)
+        places = torch.arange(sizes[1], device=query.device)
+        mask = (places < cu_seq_lens_q.diff()[:, None])[:, None, None]
+    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).transpose(1, 2)
+    return (output.flatten(0, 1) if mask is None else padding.unpad(output))[None], None
 
 
 def check_arguments(attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:

@@ -152,7 +152,12 @@ def smallest_image(config: OfFamily) -> dict[str, Tensor]:
 
 def inputs_with_images(base: OfFamily, input_ids: Tensor, images: PackedImages) -> dict[str, Any]:
     """Run the tower; return the arguments of a language model for tokens [1, N]."""
-    output = base.get_image_features(**images.tensors, return_dict=True)
+    bounds = {}
+    if SIZES in images.tensors:  # which their model does not pass on as bounds
+        lengths = (images.tensors[SIZES] // base.config.vision_config.patch_size).prod(-1)
+        ends = F.pad(lengths.cumsum(0), (1, 0)).to(input_ids.device, torch.int32)
+        bounds = {"cu_seq_lens_q": ends, "max_length_q": int(lengths.max())}
+    output = base.get_image_features(**images.tensors, **bounds, return_dict=True)
     sizes = [len(states) for states in output.pooler_output]
 
     def ordered(states: Tensor | Sequence[Tensor]) -> Tensor:
