@@ -46,7 +46,7 @@ class ImageProcessor:
         """Find the tokens of images of these sizes, several at a time."""
         new = [size for size in sizes if size not in self._tokens]
         with ThreadPoolExecutor() as pool:
-            self._tokens |= zip(new, pool.map(self._found, new), strict=True)
+            self._tokens |= zip(new, pool.map(self._tokens_or_fault, new), strict=True)
 
     def expanded(
         self, ids: Sequence[int], images: Sequence[ImageFile]
@@ -82,7 +82,7 @@ class ImageProcessor:
             raise tokens
         return tokens
 
-    def _found(self, size: Size) -> list[int] | ValueError:
+    def _tokens_or_fault(self, size: Size) -> list[int] | ValueError:
         from PIL import Image
 
         try:
