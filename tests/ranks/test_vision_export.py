@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from hybridrl.commands.export import export
@@ -58,6 +59,14 @@ def test_transformers_loads_what_was_trained_and_what_was_not(group, case, tmp_p
         moves = "lora" not in changes or ".q_proj." in weight
         if kept or moves:
             assert trained[weight].equal(first) is kept, weight
+    if "lora" in changes and "init" not in changes:
+        adapted = PeftModel.from_pretrained(before, tmp_path / "model" / "adapter")
+        assert not [
+            key for key, _ in adapted.named_parameters() if "vision" in key and "lora_" in key
+        ]
+        merged = dict(adapted.merge_and_unload().named_parameters())
+        for weight, value in trained.items():
+            torch.testing.assert_close(merged[weight], value, rtol=0, atol=1e-6)
     for file in base.iterdir():
         assert (tmp_path / "model" / file.name).is_file(), file
     # A policy that is sampled has the same weights.

@@ -52,7 +52,7 @@ class AdapterFiles:
             "base_model_name_or_path": self.base,
             "r": self.lora.rank,
             "lora_alpha": self.lora.alpha,
-            "target_modules": sorted(self.lora.target_modules),
+            "target_modules": self._targets(),
             "inference_mode": True,
         }
         _write_json(folder / ADAPTER_CONFIG, config)
@@ -60,6 +60,12 @@ class AdapterFiles:
         dtypes = dict.fromkeys(shapes, torch.float32)
         parts = _parts(shapes, self.weights.__getitem__, dtypes)
         write_parts(folder / "adapter_model.safetensors", parts)
+
+    def _targets(self) -> list[str] | str:
+        """Return peft's names of the adapted layers; not those of a tower with the same names."""
+        names = sorted(self.lora.target_modules)
+        is_part = any(".language_model." in name for name in self.weights)
+        return rf".*\.language_model\..*\.({'|'.join(names)})" if is_part else names
 
 
 def write_model(
