@@ -41,6 +41,8 @@ class ImageProcessor:
         self._settings = hashlib.sha256(settings.encode()).hexdigest()[:16]
         # Tokens of an image by its size, or why it is refused.
         self._tokens: dict[Size, list[int] | ValueError] = {}
+        # Tokenizers set themselves up in a first call, which no other thread may meet.
+        self.learn([Size(64, 64)])
 
     def learn(self, sizes: Iterable[Size]) -> None:
         """Find the tokens of images of these sizes, several at a time."""

@@ -1,6 +1,7 @@
 """Problems from the rows of a source, with columns mapped by name and faults with their place."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -113,13 +114,19 @@ def problems_of(
     """Convert rows to problems; return them and messages, which list `unreadable` rows, too."""
     if missing := _missing_columns(key, source, rows, columns):
         return [], missing
-    problems, faults = [], list(unreadable)
     folder = source.parent if isinstance(source, Path) else Path()
-    for row in rows:
+
+    def read(row: Row) -> Problem | str:
         try:
-            problems.append(_problem(row, columns, folder))
+            return _problem(row, columns, folder)
         except ValueError as fault:
-            faults.append(f"{row.where}: {fault}")
+            return f"{row.where}: {fault}"
+
+    with ThreadPoolExecutor() as pool:  # images are decoded beside each other
+        sees = columns.images_key and any(columns.images_key in row.values for row in rows)
+        tried = [*(pool.map if sees else map)(read, rows)]
+    problems = [problem for problem in tried if isinstance(problem, Problem)]
+    faults = [*unreadable, *(fault for fault in tried if isinstance(fault, str))]
     if not faults:
         return problems, []
     return problems, [
