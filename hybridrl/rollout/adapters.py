@@ -108,9 +108,12 @@ def _zeros(layer: str, left: int, r: int, start: int, stop: int) -> list[TracedF
 
 
 def _adapted(trace: Trace, lora: LoRAConfig) -> Iterator[tuple[str, dict[str, list[TracedCopy]]]]:
-    """Yield the names of vLLM's adapted layers, each with its copies by checkpoint weight."""
+    """Yield the names of vLLM's adapted layers, each with its copies by checkpoint weight.
+
+    As in the trainer, those of a tower are not adapted.
+    """
     layers: dict[str, dict[str, list[TracedCopy]]] = {}
-    for copy in trace.copies:
+    for copy in [one for one in trace.copies if LANGUAGE_MODEL in one.source] or trace.copies:
         if copy.source.rpartition(".weight")[0].rpartition(".")[2] in lora.target_modules:
             layer = layers.setdefault(copy.parameter.removesuffix(".weight"), {})
             layer.setdefault(copy.source, []).append(copy)

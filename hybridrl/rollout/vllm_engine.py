@@ -271,7 +271,7 @@ class VLLMEngine:
             self._recorders.append(vllm_routing.RoutedExperts(runner))
         if self._config.top_p < 1:
             self._recorders.append(vllm_kept.KeptTokens(runner, self._config.top_p))
-        self._images = image_inputs(self._folder, runner)
+        self._images = image_inputs(self._config.model, runner)
         self.sources = checkpoint_sources(self._folder)
         dtype = getattr(torch, self._config.dtype.value)
         trace, self._loaded = trace_and_load(model, self.sources, dtype)

@@ -12,18 +12,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import BatchFeature, ProcessorMixin
 
 from hybridrl.config.planner.families import placeholder_ids
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.images import PromptImages
 from hybridrl.data.requests import Request
+from hybridrl.data.sources.image_tokens import ImageProcessor
+from hybridrl.data.sources.images import read_image
 from hybridrl.models.processors import load_processor
 from hybridrl.models.resolve import read_model_config
 
@@ -55,7 +61,7 @@ def driver_processes(folder: Path) -> Iterator[dict[str, object]]:
 
     Yields arguments of vLLM's `LLM`, none for a model without images.
     """
-    if not _placeholders(folder):
+    if not _placeholders(str(folder)):
         yield {}
         return
     from vllm.engine.arg_utils import EngineArgs
@@ -84,19 +90,24 @@ def driver_processes(folder: Path) -> Iterator[dict[str, object]]:
         yield options
 
 
-def image_inputs(folder: Path, runner: Any) -> "ImageInputs | None":
+def image_inputs(model: ModelConfig, runner: Any) -> "ImageInputs | None":
     """Return the images of a model runner's requests, and ban placeholders; None without images.
 
     Call it within `driver_processes`.
+
+    Raises:
+        RuntimeError: vLLM makes something else of images than the driver.
     """
-    if not (placeholders := _placeholders(folder)):
+    if not (placeholders := _placeholders(model.path)):
         return None
     ban(runner.get_model(), placeholders)
-    return ImageInputs(runner)
+    images = ImageInputs(runner)
+    images.compare(ImageProcessor(model))
+    return images
 
 
-def _placeholders(folder: Path) -> list[int]:
-    return placeholder_ids(read_model_config(str(folder)))
+def _placeholders(path: str) -> list[int]:
+    return placeholder_ids(read_model_config(path))
 
 
 def ban(model: Any, tokens: Sequence[int]) -> None:
@@ -112,7 +123,9 @@ def ban(model: Any, tokens: Sequence[int]) -> None:
 
 
 # vLLM's form of a prompt's images: tensors, key and place of each.
-Features = Sequence[object]
+Features = Sequence[Any]
+# Width and height of images that are compared at the start.
+TRIED = ((150, 96), (70, 130))
 
 
 class _Items(NamedTuple):
@@ -137,8 +150,8 @@ class ImageInputs:
         self._token: int = self._processor.info.get_hf_processor().image_token_id
         self._items: WeakKeyDictionary[PromptImages, _Items] = WeakKeyDictionary()
         self._resets = 0
-        # Of the last request: its prompt, and features that its group shares.
-        self._last: tuple[list[int], Features | None] = [], None
+        # Of the last request, whose group shares them.
+        self._last: tuple[list[int], PromptImages | None, Features | None] = [], None, None
 
     def features(self, request: Request) -> Features | None:
         """Return `mm_features` of a request of vLLM's engine core; None without images.
@@ -146,39 +159,40 @@ class ImageInputs:
         Raises:
             RuntimeError: the prompt has other placeholders than vLLM would make of the images.
         """
-        prompt, features = self._last
-        if request.prompt is not prompt:
+        prompt, images, features = self._last
+        if request.prompt is not prompt or request.images is not images:
             features = self._placed(request.prompt, request.images)
-            self._last = request.prompt, features
+            self._last = request.prompt, request.images, features
         return features
 
     def _placed(self, ids: list[int], images: PromptImages | None) -> Features | None:
         from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-        if images is None:
-            self._check(ids, [], 0)
-            return None
-        if images not in self._items:
-            self._items[images] = self._made(images)
-        items = self._items[images]
+        items = self._items_of(images)
         matches = self._processor._find_mm_placeholders(ids, items.updates).get("image", [])
         places = [match.to_range() for match in matches]
-        lengths = [len(updates[0].content.full) for updates in items.updates["image"]]
-        self._check(ids, lengths, sum(place.get_num_embeds() for place in places))
+        lengths = [len(updates[0].content.full) for updates in items.updates.get("image", ())]
+        placed = sum(place.get_num_embeds() for place in places)
+        if (count := ids.count(self._token)) != placed or len(places) != len(lengths):
+            raise RuntimeError(
+                f"a prompt has {count} tokens {self._token} of images, in which vLLM finds "
+                f"{len(places)} of its {len(lengths)} images, with {placed} tokens. Their "
+                f"placeholders have {lengths} tokens each, expanded once. Token ids: {ids}"
+            )
+        if images is None:
+            return None
         named = (f"{key}-{self._resets}" for key in images.keys)
         return [
             MultiModalFeatureSpec(tensors, "image", name, place, name)
             for tensors, name, place in zip(items.tensors, named, places, strict=True)
         ]
 
-    def _check(self, ids: Sequence[int], lengths: Sequence[int], placed: int) -> None:
-        if (count := ids.count(self._token)) != placed:
-            raise RuntimeError(
-                f"a prompt has {count} tokens {self._token}, which stand for images, but vLLM "
-                f"finds its images in {placed} of them. It has {len(lengths)} images, for which "
-                f"{list(lengths)} tokens are expected, each token for one part of an image and "
-                f"none twice. Token ids: {[*ids]}"
-            )
+    def _items_of(self, images: PromptImages | None) -> _Items:
+        if images is None:
+            return _Items((), {})
+        if images not in self._items:
+            self._items[images] = self._made(images)
+        return self._items[images]
 
     def _made(self, images: PromptImages) -> _Items:
         """Return vLLM's form of images, which shares their tensors where the dtype is the same."""
@@ -203,13 +217,39 @@ class ImageInputs:
         data = MultiModalDataItems({"image": ImageProcessorItems(shown)})
         return _Items(items["image"], self._processor._get_mm_prompt_updates(data, {}, items))
 
+    def compare(self, processor: ImageProcessor) -> None:
+        """Compare the driver's form of images with what vLLM makes of them, bit for bit.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
+
+        files, ids = [read_image(_noise(*size), Path()) for size in TRIED], [self._token]
+        expanded, _ = processor.expanded(ids * len(files), files)
+        ours = self._placed(expanded, processor.processed(files)) or ()
+        raw = MultiModalDataItems({"image": ImageProcessorItems([file.open() for file in files])})
+        made = self._processor(ids * len(files), raw)
+        theirs = zip(made["mm_kwargs"]["image"], made["mm_placeholders"]["image"], strict=True)
+        if expanded != made["prompt_token_ids"]:
+            what = f"token ids: {expanded} and {made['prompt_token_ids']}"
+        elif [(one.data, one.mm_position) for one in ours] != [*theirs]:
+            what = "tensors or places of tokens"
+        else:
+            return
+        raise RuntimeError(
+            f"of two images of {' and '.join(map(str, TRIED))} pixels the driver's processor and "
+            f"vLLM make different {what}. The trainer would not see what vLLM samples from. "
+            "Install the versions of vLLM and transformers pinned in requirements/"
+        )
+
     def reset(self, core: Any) -> None:
         """Drop all states of images from before a sync, also those of open requests.
 
         Raises:
             RuntimeError: vLLM has kept some.
         """
-        self._resets, self._last = self._resets + 1, ([], None)
+        self._resets, self._last = self._resets + 1, ([], None, None)
         scheduler, executor = core.engine_core.scheduler, core.engine_core.model_executor
         scheduler.reset_encoder_cache()
         executor.reset_encoder_cache()
@@ -218,3 +258,10 @@ class ImageInputs:
         kept = sorted({*held, *scheduler.encoder_cache_manager.cached})
         if kept or core.engine_core.mm_receiver_cache is not None:
             raise RuntimeError(f"vLLM still holds images from before the reshard: {kept}")
+
+
+def _noise(width: int, height: int) -> bytes:
+    """Return a file of random pixels."""
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file := BytesIO(), "PNG")
+    return file.getvalue()

@@ -208,8 +208,8 @@ class Case:
 class Actor:
     """Stands where the actor's worker would: its weights can be set, and idle on the host."""
 
-    def __init__(self, folder: Path, spec: FSDPConfig, mesh: Any) -> None:
-        self._load = lambda path: load_sharded_policy(model_config(path), spec, mesh, 64)
+    def __init__(self, folder: Path, spec: FSDPConfig, mesh: Any, **trained: bool) -> None:
+        self._load = lambda path: load_sharded_policy(model_config(path), spec, mesh, 64, **trained)
         self._policy = self._load(folder)
         self._weights = offloadable_weights(self._policy, Offload.idle_all, device_of(mesh))
 
