@@ -26,6 +26,7 @@ from hybridrl.config.schema import LoRAConfig
 from hybridrl.distributed.forward.exact_ops import add_scaled
 from hybridrl.distributed.lora import Addition, add_update
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
+from hybridrl.distributed.weights import LANGUAGE_MODEL
 
 
 class AdaptedLinear:
