@@ -16,17 +16,23 @@ from hybridrl.app.data import examine_data
 from hybridrl.config.choices import Init, Repeated
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
+from hybridrl.data.requests import SamplingParams
 from hybridrl.data.sources.image_tokens import processed
 from hybridrl.data.sources.images import ImageText, images_in, read_image
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import load_prompts
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.models.processors import load_processor
+from hybridrl.trainer.episodes.base import Until
+from hybridrl.trainer.episodes.responses import Group, Response
+from hybridrl.trainer.episodes.turns import TurnEpisodes, Turns
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.tracking.rollout_log import rollout_records, write_rollouts, write_thumbnails
 from tests.support.batches import batch_of
 from tests.support.composing import examined
 from tests.support.data_configs import data_config, jsonl
+from tests.support.fake_engine import FakeEngines
+from tests.support.sampling_fakes import in_flight_config
 from tests.support.tiny_vision import PAD, VISION, tiny_vision_folder
 
 WORDS = "w5 w6"
@@ -273,3 +279,21 @@ def test_what_would_read_prompts_without_their_images_is_refused(overrides, reas
     result = examined([*recipe, *overrides])
     examine_data(result)
     assert [text for text in map(str, result.report.problems) if reason in text]
+
+
+def test_turns_that_go_on_see_the_images_of_their_prompt(load):
+    seeing, text = load([row(images=["red.png"])])[:2]
+    engines = FakeEngines(lambda request: [7] * 6)
+    rollout = in_flight_config(2, 8, keep_kv=False).rollout
+    episodes = TurnEpisodes(rollout, Turns(), engines.generate)
+    groups = [Group(one, 1, 0, 0, (Response.empty(),) * 2) for one in (seeing, text)]
+    params = SamplingParams(1.0)
+    begun = episodes.grow(groups, Until(0, 0, tokens=8), params).groups
+    ended = episodes.grow(begun, Until(2, 2), params).groups
+    assert len(engines.calls) == 2
+    for call in engines.calls:
+        images = [one.images for one in call.requests]
+        assert images[0] is images[1] is not None and images[2:] == [None] * 2
+        assert call.requests[0].prompt[: len(seeing.token_ids)] == seeing.token_ids
+    first, second, *others = episodes.batch(ended).images.rows
+    assert first is second is seeing.images.processed() and others == [None] * 2
