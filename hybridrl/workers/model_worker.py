@@ -77,7 +77,7 @@ class ModelWorker(Worker):
         routed_experts: Ragged | None = None,
     ) -> Packed:
         """Pack this rank's part of a micro-batch, on the device, with its experts if given."""
-        images: ImagePacker | None = vars(self.model)["images"]
+        images: ImagePacker | None = vars(self.model).get("images")
         return pack(micro, self.device, self.sequence_group, states, routed_experts, images)
 
     def on_device(self, values: Ragged) -> Tensor:
