@@ -111,13 +111,21 @@ def _placeholders(path: str) -> list[int]:
 
 
 def ban(model: Any, tokens: Sequence[int]) -> None:
-    """Give tokens no probability in a model of vLLM, whatever a request asks for."""
-    compute = model.compute_logits
-    banned = torch.tensor(tokens, device=next(model.parameters()).device)
+    """Give tokens no probability in a model of vLLM, whatever a request asks for.
+
+    No tensor holds them: vLLM, which loads the model now, would lose it in its sleep.
+    """
+    compute, runs = model.compute_logits, list[slice]()
+    for token in sorted(tokens):
+        start = runs.pop().start if runs and runs[-1].stop == token else token
+        runs.append(slice(start, token + 1))
 
     def compute_logits(hidden: Tensor) -> Tensor | None:
         logits: Tensor | None = compute(hidden)
-        return None if logits is None else logits.index_fill_(-1, banned, -math.inf)
+        if logits is not None:
+            for run in runs:
+                logits[:, run] = -math.inf
+        return logits
 
     model.compute_logits = compute_logits
 
