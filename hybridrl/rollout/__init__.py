@@ -4,7 +4,7 @@
 - vllm_engine.py, vllm_steps.py: vLLM as an engine; start.py: its start and arguments
 - trace.py, adapters.py: trace of the weight loader, LoRA inside vLLM's layers
 - vllm_text.py: parsers of tool calls and checks of requests, for agents
-- vllm_compat.py, vllm_experts.py, vllm_routing.py, vllm_kept.py, vllm_recurrent.py: further private
+- vllm_compat.py, vllm_experts.py, vllm_recorded.py, vllm_recurrent.py: further private
   names of vLLM
 
 Weights are moved in reshard/, called by workers/rollout.py.

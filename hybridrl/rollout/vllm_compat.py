@@ -1,6 +1,6 @@
 """Private and version-dependent names of vLLM: switches, hooks and patches.
 
-vllm_steps.py, vllm_routing.py, vllm_kept.py, vllm_experts.py, vllm_images.py and vllm_exact.py have
+vllm_steps.py, vllm_recorded.py, vllm_experts.py, vllm_images.py and vllm_exact.py have
 those of one purpose each.
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then

@@ -19,7 +19,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.requests import Request, SamplingParams
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.models.resolve import read_model_config
-from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_kept, vllm_routing
+from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_recorded
 from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.engine import EnginePart, Step
 from hybridrl.rollout.loaded import trace_and_load
@@ -101,7 +101,7 @@ class VLLMEngine:
         self._config = config
         self._folder = folder
         self._on_gpu = device_type == "cuda"
-        self._recorders: list[vllm_routing.RoutedExperts | vllm_kept.KeptTokens] = []
+        self._recorders: list[vllm_recorded.RoutedExperts | vllm_recorded.KeptTokens] = []
         self.awake = frozenset(EnginePart)
         times = StartTimes()
         switches = {"enforce_eager": config.enforce_eager, "exact": config.exact}
@@ -268,9 +268,9 @@ class VLLMEngine:
         if self._config.exact:
             vllm_exact.share_operations(model, self._folder)
         if self._config.router_replay is not RouterReplay.none:
-            self._recorders.append(vllm_routing.RoutedExperts(runner))
+            self._recorders.append(vllm_recorded.RoutedExperts(runner))
         if self._config.top_p < 1:
-            self._recorders.append(vllm_kept.KeptTokens(runner, self._config.top_p))
+            self._recorders.append(vllm_recorded.KeptTokens(runner, self._config.top_p))
         self._images = image_inputs(self._config.model, runner)
         self.sources = checkpoint_sources(self._folder)
         dtype = getattr(torch, self._config.dtype.value)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import vllm_compat, vllm_experts, vllm_kept, vllm_routing, vllm_steps
+from hybridrl.rollout import vllm_compat, vllm_experts, vllm_recorded, vllm_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -23,7 +23,7 @@ PINS = dict(
 # Methods of vLLM's newer model runner, which it takes on GPUs.
 NEWER_RUNNER = tuple(
     ("vllm.v1.worker.gpu.model_runner", path)
-    for module, path in vllm_compat.NAMES + vllm_routing.NAMES
+    for module, path in vllm_compat.NAMES + vllm_recorded.NAMES
     if module == "vllm.v1.worker.gpu_model_runner"
 )
 # Names in the pinned release, and in the oldest supported one, whose experts have other kernels.
@@ -31,7 +31,7 @@ OLDEST = vllm_compat.NAMES + vllm_steps.NAMES
 VLLM_RELEASES = [
     (
         PINS["vllm"],
-        OLDEST + vllm_experts.NAMES + vllm_kept.NAMES + vllm_routing.NAMES + NEWER_RUNNER,
+        OLDEST + vllm_experts.NAMES + vllm_recorded.KEPT_NAMES + vllm_recorded.NAMES + NEWER_RUNNER,
     ),
     ("0.25.1", OLDEST),
 ]

@@ -12,8 +12,8 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.distributed.forward.log_probs import Entropy, token_log_probs
 from hybridrl.distributed.forward.packing import Kept, States, pack
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup
-from hybridrl.rollout import vllm_kept
-from hybridrl.rollout.vllm_kept import KeptTokens
+from hybridrl.rollout import vllm_recorded
+from hybridrl.rollout.vllm_recorded import KeptTokens
 from tests.support.training_batches import RESPONSES, training_batch, with_sets
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE, TOP_P = 23, 8, 101, 0.7, 0.8
@@ -92,7 +92,7 @@ def test_requests_that_draw_from_all_tokens_are_sampled_without_sets():
 
 
 def test_huge_sets_end_the_call(monkeypatch):
-    monkeypatch.setattr(vllm_kept, "MOST_TOKENS", 100)
+    monkeypatch.setattr(vllm_recorded, "MOST_TOKENS", 100)
     core = Core()
     core.add("a")
     core.step({"a": range(60)}, {"a": 1})
