@@ -12,6 +12,8 @@ from unittest.mock import MagicMock, patch
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from hybridrl.config.errors import ConfigError
+
 # Folder of transformers with the processor, where it is not that of the model.
 _FOLDERS = {"qwen3_5": "qwen3_vl", "mistral3": "pixtral"}
 # Transformers asks for it because of videos, and imports it with the code of images.
@@ -22,7 +24,23 @@ def load_processor(folder: Path) -> ProcessorMixin:
     """Load the processor of a model in Hugging Face format: tokenizer and images, no videos.
 
     Images are resized by PIL, also beside torchvision, which rounds otherwise.
+
+    Raises:
+        ConfigError: the folder has no usable processor.
     """
+    try:
+        return _loaded(folder)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"model.path = {folder}: its image processor cannot be loaded "
+            f"({reason[0] if reason else type(error).__name__}).\n"
+            "The folder needs preprocessor_config.json or processor_config.json; copy those of the "
+            "model."
+        ) from error
+
+
+def _loaded(folder: Path) -> ProcessorMixin:
     kind = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
     with without_videos():
         own: Any = processor_class(kind)

@@ -111,16 +111,7 @@ def _loaded(path: str) -> Any:
         )
     from hybridrl.models.processors import load_processor
 
-    try:
-        return load_processor(plain_folder(path))
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        reason = str(error).strip().splitlines()
-        raise ConfigError(
-            f"model.path = {path}: its image processor cannot be loaded "
-            f"({reason[0] if reason else type(error).__name__}).\n"
-            "The folder needs preprocessor_config.json or processor_config.json; copy those of the "
-            "model."
-        ) from error
+    return load_processor(plain_folder(path))
 
 
 class PromptFiles:
