@@ -45,7 +45,7 @@ def _loaded(folder: Path) -> ProcessorMixin:
     with without_videos():
         own: Any = processor_class(kind)
         parts = [
-            AutoImageProcessor.from_pretrained(folder, backend="pil"),
+            AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False),
             AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
             None,  # of videos
         ]
