@@ -27,7 +27,7 @@ images_of_parts fsdp.ulysses_size fsdp.ulysses_size=2 | whole sequences
 tower_under_lora actor.train_vision actor.train_vision=true lora=default | adapters
 """
 ONE = "rollout.responses_per_prompt=1"
-MISTAKES += f"""
+MISTAKES += f"""\
 tower_of_rewards actor.train_vision actor.train_vision=true algorithm=bradley_terry {ONE} | frozen
 """
 NO_TOWER = """
