@@ -18,6 +18,7 @@ from hybridrl.agents.episode import (
     refused_parameter,
 )
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsRequest, event, usage
+from hybridrl.agents.images import FORM, url_of
 from hybridrl.agents.policy import Policy
 from hybridrl.config.checks.data import RESERVED
 from hybridrl.rollout.vllm_text import Parsed
@@ -152,15 +153,21 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] | None,
     **options: Any,
 ) -> Prompt:
-    """Render messages in OpenAI's form, whose content may be in parts of text."""
+    """Render messages in OpenAI's form, whose content may be in parts of text and images."""
     if tools:
         options["tools"] = list(tools)
     plain = [_plain(message) for message in messages]
-    return Prompt(policy.render(episode, plain, **options), plain)
+    contents = [message["content"] for message in plain if isinstance(message["content"], list)]
+    urls = [part["image_url"]["url"] for parts in contents for part in parts if "image_url" in part]
+    if urls and policy.text.images is None:
+        why = "This model takes no images: its config.json has no vision_config."
+        raise RequestError(why, param="messages")
+    images = tuple(policy.text.images.read(url) for url in urls) if policy.text.images else ()
+    return Prompt(policy.render(episode, plain, **options), plain, images)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates expect it: text, and arguments of calls as mappings."""
+    """Return a message with a text, or with parts if there are images, and calls if any."""
     plain = dict(message)
     content, calls = plain.get("content"), plain.get("tool_calls") or []
     if not isinstance(content, str | list | None):
@@ -172,15 +179,23 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if not calls:  # clients send null; some templates look for the key alone
         plain.pop("tool_calls", None)
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if None in texts:
-            wrong = content[texts.index(None)]
-            kind = wrong.get("type") if isinstance(wrong, dict) else wrong
-            raise RequestError(f"The policy reads text only, not {kind}.", param="messages")
-        plain["content"] = "".join(map(str, texts))
+        parts = [_part(part) for part in content]
+        texts = [part["text"] for part in parts if "text" in part]
+        plain["content"] = parts if len(texts) < len(parts) else "".join(texts)
     plain["content"] = plain.get("content") or ""
     plain["role"] = "system" if plain.get("role") == "developer" else plain.get("role")
     return plain
+
+
+def _part(part: object) -> dict[str, Any]:
+    """Return a part of a message in the form of chat completions: a text or an image."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    if isinstance(part, dict):
+        if (url := url_of(part)) is not None:
+            return {"type": "image_url", "image_url": {"url": url}}
+        if (text := part.get("text")) is not None:
+            return {"type": "text", "text": str(text)}
+    raise RequestError(f"The policy reads texts and images, not {kind}. {FORM}", param="messages")
 
 
 def tools_of(policy: Policy, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

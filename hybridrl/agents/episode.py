@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
-from hybridrl.agents.record import EpisodeRecord, Start
+from hybridrl.agents.record import EpisodeRecord, Images, Start
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.requests import Progress, Request
@@ -102,10 +102,11 @@ class Episode:
 
 
 class Prompt(NamedTuple):
-    """Rendered text of a request, and its messages in OpenAI's form."""
+    """Rendered text of a request, its messages in OpenAI's form, and the images in them."""
 
     text: str
     messages: Sequence[Mapping[str, Any]]
+    images: Images = ()
 
 
 @dataclass(frozen=True)

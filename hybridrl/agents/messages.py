@@ -199,6 +199,8 @@ def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
                 if not isinstance(block.get("text"), str):
                     raise RequestError(f"This block of a text has none: {block}.")
                 texts.append(block)
+            case "image":
+                texts.append(block)
             case "tool_use":
                 arguments = json.dumps(block.get("input"))
                 function = {"name": block.get("name"), "arguments": arguments}

@@ -120,7 +120,7 @@ class Policy:
         # Other episodes would wait until a long text is tokenised.
         if len(text) > context * self.text.longest:
             raise too_long(context, f"more: {len(text)} characters")
-        start = episode.record.start(text)
+        start = episode.record.start(text, ask.prompt.images)
         if not 0 < len(start.prompt) < context:
             raise too_long(context, str(len(start.prompt)))
         if any(not 0 <= token < self.text.size for token in ask.sampling.get("logit_bias", ())):
@@ -139,6 +139,7 @@ class Policy:
         """
         content = json.dumps([ask.max_tokens, ask.stop, ask.seed, ask.sampling]).encode()
         content += np.asarray(start.prompt, np.int32).tobytes()
+        content += "".join(image.key for image in start.images).encode()
         digest = hashlib.blake2b(content, digest_size=16).digest()
         asked = episode.asked if ask.seed is None else episode.seeded
         count = asked.pop(digest, 0) + 1
@@ -228,6 +229,10 @@ class Policy:
                 )
                 episode.forget_old()
 
+        if start.images:
+            assert self.text.images is not None
+            images = await asyncio.to_thread(self.text.images.processed, start.images)
+            request = request._replace(images=images)
         queue = episode.open[request.request_id] = self._engines.submit(request)
         try:
             while episode.is_open and not completion.has_ended:

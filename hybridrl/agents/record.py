@@ -15,14 +15,17 @@ turn, the second has the tokens before as context.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hybridrl.data.batch import NO_VERSION
+from hybridrl.data.sources.images import ImageFile, read_image
 
-# Token ids of a text behind a token; None: at the beginning of a sequence.
-Encode = Callable[[str, int | None], list[int]]
+Images = tuple[ImageFile, ...]
+# Token ids of a text, with those of its images, behind a token; None: at the beginning.
+Encode = Callable[[str, int | None, Images], list[int]]
 # Characters around the place where texts part, in examples.
 SHOWN_CHARS = 40
 
@@ -35,6 +38,7 @@ class Turn(NamedTuple):
         end: index behind its last one, and `text_end` the number of characters up to there.
         digest: of its tokens and log-probs as the engine returned them.
         name: of its completion, and `number` its place among all turns of the episode.
+        images: number of the sequence's images before it.
     """
 
     start: int
@@ -43,6 +47,7 @@ class Turn(NamedTuple):
     digest: str
     name: str
     number: int
+    images: int = 0
 
 
 @dataclass
@@ -51,7 +56,8 @@ class TokenSequence:
 
     `versions` are those of the weights that sampled them, `NO_VERSION` for prompts. `trained` is
     true on sampled tokens, unless their sampling parameters forbid to train them. `truncated`: the
-    context was full at the end of the last turn. `messages` are those of its last request.
+    context was full at the end of the last turn. `messages` are those of its last request. `ids`
+    have the tokens of `images`, `text` a placeholder of each.
     """
 
     ids: list[int]
@@ -62,15 +68,17 @@ class TokenSequence:
     turns: list[Turn] = field(default_factory=list)
     truncated: bool = False
     messages: Sequence[Mapping[str, Any]] = ()
+    images: Images = ()
 
 
 class Start(NamedTuple):
-    """Beginning of a turn: its prompt, and the turn that it continues."""
+    """Beginning of a turn: its prompt with all images, and the turn that it continues."""
 
     prompt: list[int]
     text: str
     sequence: TokenSequence | None
     turn: int
+    images: Images
 
 
 @dataclass
@@ -89,22 +97,25 @@ class EpisodeRecord:
     branch: str = ""
     count: int = 0
 
-    def start(self, text: str) -> Start:
-        """Return the prompt of a request that was rendered to `text`."""
+    def start(self, text: str, images: Images = ()) -> Start:
+        """Return the prompt of a request that was rendered to `text`, with the images in it."""
         matches = [
             (turn.text_end, sequence, index)
             for sequence in self.sequences
             for index, turn in enumerate(sequence.turns)
             if text.startswith(sequence.text[: turn.text_end])
+            and images[: turn.images] == sequence.images[: turn.images]
         ]
         if not matches:
             if self.sequences and not self.branch:
-                self.branch = _departure(self.sequences[-1].text, text)
-            return Start(self.encode(text, None), text, None, -1)
+                self.branch = _departure(self.sequences[-1], text, images)
+            return Start(self.encode(text, None, images), text, None, -1, images)
         length, sequence, index = max(matches, key=lambda match: match[0])
-        rest = text[length:]
+        rest, new = text[length:], images[sequence.turns[index].images :]
         ids = sequence.ids[: sequence.turns[index].end]
-        return Start([*ids, *self.encode(rest, ids[-1])] if rest else ids, text, sequence, index)
+        if rest or new:
+            ids += self.encode(rest, ids[-1], new)
+        return Start(ids, text, sequence, index, images)
 
     def add(
         self,
@@ -146,22 +157,33 @@ class EpisodeRecord:
         sequence.trained.extend([trained] * len(tokens))
         sequence.text = start.text + text
         sequence.truncated, sequence.messages = truncated, messages
+        sequence.images = start.images
         end = len(sequence.ids)
         digest = digest_of(tokens, log_probs)
-        turn = Turn(first, end, len(sequence.text), digest, name, self.count)
+        turn = Turn(first, end, len(sequence.text), digest, name, self.count, len(start.images))
         sequence.turns.append(turn)
         self.count += 1
 
 
 def encode_sequences(sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]:
     """Return token sequences as JSON objects, without the messages; numbers keep their bits."""
-    return [vars(sequence) | {"messages": ()} for sequence in sequences]
+    return [
+        vars(one) | {"messages": (), "images": [image.url for image in one.images]}
+        for one in sequences
+    ]
 
 
 def decode_sequences(encoded: list[dict[str, Any]]) -> list[TokenSequence]:
     """Return the token sequences of a value of `encode_sequences`."""
     return [
-        TokenSequence(**one | {"turns": [Turn(*turn) for turn in one["turns"]]}) for one in encoded
+        TokenSequence(
+            **one
+            | {
+                "turns": [Turn(*turn) for turn in one["turns"]],
+                "images": tuple(read_image(url, Path()) for url in one.get("images", ())),
+            }
+        )
+        for one in encoded
     ]
 
 
@@ -171,10 +193,13 @@ def digest_of(tokens: Sequence[int] | np.ndarray, log_probs: Sequence[float] | n
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
-def _departure(recorded: str, requested: str) -> str:
-    """Describe the first difference of two texts."""
+def _departure(sequence: TokenSequence, requested: str, images: Images) -> str:
+    """Describe the first difference of a request from what is recorded."""
+    recorded = sequence.text
     pairs = zip(recorded, requested, strict=False)
     at = next((k for k, (one, other) in enumerate(pairs) if one != other), len(requested))
+    if at == len(requested) and images != sequence.images[: len(images)]:
+        return "the request has other images than were recorded"
     before = recorded[max(0, at - SHOWN_CHARS) : at]
     one, other = (text[at : at + SHOWN_CHARS] for text in (recorded, requested))
     return f"after {before!r} the request has {other!r}, but {one!r} was recorded"

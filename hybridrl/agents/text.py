@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
+from hybridrl.agents.images import RequestImages
 from hybridrl.config.errors import ConfigError
+from hybridrl.data.sources.images import ImageFile
 from hybridrl.data.sources.tokenizer import (
     NO_OPTIONS,
     ids_after,
@@ -35,6 +37,7 @@ class ModelText:
 
     Args:
         options: arguments of the chat template, unless a request has others.
+        images: None if the model takes none.
 
     Attributes:
         size: number of tokens.
@@ -46,8 +49,9 @@ class ModelText:
         tokenizer: "PreTrainedTokenizerBase",
         end_token_ids: Sequence[int],
         options: Mapping[str, Any] = NO_OPTIONS,
+        images: RequestImages | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.images = tokenizer, images
         self._options = {"add_generation_prompt": True, **options}
         self.size = len(tokenizer)
         self.longest = max(map(len, tokenizer.get_vocab()))
@@ -62,8 +66,11 @@ class ModelText:
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Return the text of a prompt; `options` are those of apply_chat_template."""
         if not self._tokenizer.chat_template:
+            if any(isinstance(message["content"], list) for message in messages):
+                raise TemplateError("there is none, and it says how images stand in a text")
             return plain_text(list(messages))
-        return rendered(self._tokenizer, messages, **self._options | options)
+        seen = [message | {"content": _shown(message["content"])} for message in messages]
+        return rendered(self._tokenizer, seen, **self._options | options)
 
     @cached_property
     def has_tools(self) -> bool:
@@ -75,11 +82,17 @@ class ModelText:
         except TemplateError:  # which the request itself will meet
             return True
 
-    def encode(self, text: str, last: int | None) -> list[int]:
-        """Return the token ids of a text after the token `last`; None: at the beginning."""
+    def encode(self, text: str, last: int | None, images: Sequence[ImageFile] = ()) -> list[int]:
+        """Return the token ids of a text after the token `last`; None: at the beginning.
+
+        Raises:
+            RequestError: its images and their placeholders do not fit.
+        """
         if last is None:
-            return [*self._encode_start(text)]
-        return ids_after(self._tokenizer, [last], [text])[0]
+            ids = [*self._encode_start(text)]
+        else:
+            ids = ids_after(self._tokenizer, [last], [text])[0]
+        return ids if self.images is None else self.images.expanded(ids, images)
 
     def _encode(self, text: str) -> list[int]:
         return token_ids(self._tokenizer, [text], special=not self._tokenizer.chat_template)[0]
@@ -106,6 +119,13 @@ class ModelText:
             return stop_tokens(self._tokenizer, stop, self._end_token_ids)
         except ConfigError:
             return ()
+
+
+def _shown(content: object) -> object:
+    """Return the content of a message as chat templates read it: an image is its place."""
+    if not isinstance(content, list):
+        return content
+    return [{"type": "image"} if "image_url" in part else part for part in content]
 
 
 class TextStream:

@@ -82,15 +82,9 @@ def _without_images(result: Examined) -> list[str]:
         others |= {teacher_key(name): path for name, path in config.teacher.paths.items()}
     if config.reward_model is not None and report.usable(["reward_model"]):
         others[REWARD_MODEL_PATH] = config.reward_model.model.path
-    problems = [
+    return [
         f"{key} = {path} takes no images, and prompts have some.\n"
         "Name a model with the policy's tower, or leave the images out: data.images_key=null"
         for key, path in others.items()
         if "vision_config" not in read_model_config(path)
     ]
-    if config.agent is not None:
-        problems.append(
-            "environment = agent: prompts have images, and programs cannot send any.\n"
-            "Choose another environment, or leave the images out: data.images_key=null"
-        )
-    return problems

@@ -5,6 +5,7 @@ expanded already. All responses to a prompt share one `PromptImages`. A batch re
 piece that travels to a rank has it once: pickle keeps identity.
 """
 
+from base64 import urlsafe_b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+# Prompts whose images both ends of a connection hold.
+HELD = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,44 @@ class PromptImages:
 def _from_arrays(keys: tuple[str, ...], arrays: Mapping[str, np.ndarray]) -> PromptImages:
     # Other processes map the arrays as shared memory, read-only: never write into them.
     return PromptImages(keys, {name: torch.from_numpy(x) for name, x in arrays.items()})
+
+
+class HeldImages:
+    """Images that an end of a connection holds, so that those of a group's requests travel once.
+
+    Both ends hold those of the last HELD prompts. They see the same messages, and hold the same.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, ...], PromptImages] = {}
+
+    def packed(self, images: PromptImages) -> tuple[tuple[str, ...], dict[str, object]]:
+        """Return keys and tensors for JSON, without tensors if the other end holds them."""
+        arrays = {} if images.keys in self._held else dict(images.tensors)
+        self._hold(images)
+        return images.keys, {
+            name: (str(x.numpy().dtype), tuple(x.shape), x.numpy().tobytes())
+            for name, x in arrays.items()
+        }
+
+    def unpacked(
+        self, keys: Sequence[str], arrays: Mapping[str, tuple[str, Sequence[int], str]]
+    ) -> PromptImages:
+        """Return the images of a message."""
+        tensors = {
+            name: torch.from_numpy(
+                np.frombuffer(bytearray(urlsafe_b64decode(data)), kind).reshape(shape)
+            )
+            for name, (kind, shape, data) in arrays.items()
+        }
+        return self._hold(PromptImages(tuple(keys), tensors) if arrays else self._held[tuple(keys)])
+
+    def _hold(self, images: PromptImages) -> PromptImages:
+        self._held.pop(images.keys, None)
+        self._held[images.keys] = images  # the newest comes last
+        for keys in [*self._held][:-HELD]:
+            del self._held[keys]
+        return images
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridrl.data.batch import CallStats, EngineStats, RolloutBatch
-from hybridrl.data.images import PromptImages, image_rows
+from hybridrl.data.images import HeldImages, PromptImages, image_rows
 from hybridrl.data.partition import balance
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.shardable import Piece, Shardable
@@ -264,13 +264,16 @@ def total_stats(
     )
 
 
-def encode(message: Message | list[Progress] | int) -> bytes:
-    """Return a message as a line; floats keep their bits."""
-    content = message._asdict() if isinstance(message, Request) else message
-    return pydantic_core.to_json(content) + b"\n"
+def encode(message: Message | list[Progress] | int, held: HeldImages | None = None) -> bytes:
+    """Return a message as a line; floats keep their bits. `held` are images of both ends."""
+    content: object = message
+    if isinstance(message, Request):
+        images = message.images and (held or HeldImages()).packed(message.images)
+        content = message._asdict() | {"images": images}
+    return pydantic_core.to_json(content, bytes_mode="base64") + b"\n"
 
 
-def decode_message(line: bytes) -> Message:
+def decode_message(line: bytes, held: HeldImages | None = None) -> Message:
     """Return a message of the driver."""
     content = pydantic_core.from_json(line)
     if not isinstance(content, dict):
@@ -279,7 +282,8 @@ def decode_message(line: bytes) -> Message:
     if bias := params["more"].get("logit_bias"):  # JSON has texts as keys
         params["more"]["logit_bias"] = {int(token): value for token, value in bias.items()}
     params["stop_token_ids"] = tuple(params["stop_token_ids"])
-    return Request(**content | {"params": SamplingParams(**params)})
+    images = content["images"] and (held or HeldImages()).unpacked(*content["images"])
+    return Request(**content | {"params": SamplingParams(**params), "images": images})
 
 
 def decode_progress(line: bytes) -> list[Progress]:

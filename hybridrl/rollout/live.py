@@ -14,6 +14,7 @@ from threading import Thread
 import torch.distributed as dist
 
 from hybridrl.data.batch import EngineStats
+from hybridrl.data.images import HeldImages
 from hybridrl.data.requests import (
     FAILED,
     DriverAddress,
@@ -76,12 +77,13 @@ class Channel:
     def _read(self) -> None:
         """Receive messages at once, so that the driver's buffer stays small."""
         assert self._link is not None
+        held = HeldImages()
         why = "the driver closed it"
         try:
             with self._link.makefile("rb") as lines:
                 for line in lines:
-                    self._received.put(decode_message(line))
-        except (OSError, TypeError, ValueError) as error:  # lost, or not a message
+                    self._received.put(decode_message(line, held))
+        except (OSError, TypeError, ValueError, KeyError) as error:  # lost, or not a message
             why = repr(error)
         self._received.put(ConnectionError(f"the connection with the driver ended: {why}"))
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.agents.episode import ANSWERS, Episode, Settings
-from hybridrl.agents.record import EpisodeRecord
+from hybridrl.agents.record import EpisodeRecord, Images
 from hybridrl.agents.training.batch import EpisodeResult, batch_of, check_turns
 from hybridrl.config.choices import OtherSampling
 
 PROMPT = "<u>2 + 3?<a>"
 
 
-def encode(text: str, last: int | None) -> list[int]:
+def encode(text: str, last: int | None, images: Images = ()) -> list[int]:
     """A token per two characters: not what a model would sample."""
     return [100 * len(text[k : k + 2]) + ord(text[k]) for k in range(0, len(text), 2)]
 

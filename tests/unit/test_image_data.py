@@ -266,7 +266,6 @@ def test_records_name_images_that_are_stored_once_and_scaled_down(load, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["environment=calculator_agent"], "programs cannot send any"),
         (["teacher=default", "teacher.models=embedded"], "teacher.models = embedded takes no"),
         (
             ["reward_model=default", "reward_model.model.path=embedded"],

@@ -4,6 +4,7 @@ import json
 import random
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
@@ -52,6 +53,7 @@ class Agents:
     )
     url: str = ""
     loop: None = None
+    text: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(images=None))
     end_token: int = 0
 
     @property
@@ -69,7 +71,7 @@ class Agents:
         key = f"key{len(self.begun)}"
         self.begun.append(seed_parts[2:])
         self.lengths[key] = min(self.longest, int(self.draw.lognormvariate(1, 1)))
-        record = EpisodeRecord(lambda text, last: [1, 2])
+        record = EpisodeRecord(lambda text, last, images: [1, 2])
         self.episodes[key] = Episode(key, seed_parts, engine, settings, record)
         return self.episodes[key]
 

@@ -23,7 +23,7 @@ Turns = Sequence[tuple[int, bool]]
 
 def record(turns: Turns) -> list[TokenSequence]:
     """The token sequences of an episode whose turn k has the name k and two tokens."""
-    made = EpisodeRecord(lambda text, last: [ord(letter) for letter in text])
+    made = EpisodeRecord(lambda text, last, images: [ord(letter) for letter in text])
     texts: dict[int, str] = {}
     for k, (conversation, trained) in enumerate(turns):
         text = texts.get(conversation, chr(97 + conversation))

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrl.agents.record import EpisodeRecord, TokenSequence, digest_of
+from hybridrl.agents.images import RequestImages
+from hybridrl.agents.record import EpisodeRecord, Images, TokenSequence, digest_of
 from hybridrl.data.batch import ConversationOutcome, RolloutBatch
 from hybridrl.data.ragged import Ragged
 
@@ -15,8 +16,8 @@ from hybridrl.data.ragged import Ragged
 class EpisodeResult(NamedTuple):
     """An episode: its group, tokens and reward; `failure` numbers the reason, 0: none.
 
-    `prompt` is that of the task, for an episode that sampled nothing. `turns` are the parts of the
-    reward that were earned by turns, by the ids of their completions.
+    `prompt` and `images` are the task's, for an episode that sampled nothing. `turns` are the parts
+    of the reward that were earned by turns, by the ids of their completions.
     """
 
     group: int
@@ -26,14 +27,20 @@ class EpisodeResult(NamedTuple):
     reward: float
     failure: int
     turns: Mapping[str, float] = MappingProxyType({})
+    images: Images = ()
 
 
-def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) -> RolloutBatch:
+def batch_of(
+    episodes: Sequence[EpisodeResult],
+    version: int,
+    end_token: int,
+    images: RequestImages | None = None,
+) -> RolloutBatch:
     """Return the sequences of episodes as a batch.
 
     The prompt of a row is what stands before its first sampled token. An episode without a token
     gets an end token that is not trained, so that its reward counts in its group. `version` is that
-    of such rows.
+    of such rows. `images` is None if the model takes none.
 
     Raises:
         RuntimeError: a row does not have the tokens or log-probs that were sampled.
@@ -66,6 +73,7 @@ def batch_of(episodes: Sequence[EpisodeResult], version: int, end_token: int) ->
         token_versions=ragged("versions", torch.int32),
         truncated=torch.tensor([sequence.truncated for _, _, sequence in rows]),
         episode=index,
+        images=images.of_rows([one.images for one, _ in parts]) if images else None,
         conversation=ConversationOutcome(
             turns=torch.tensor([len(sequence.turns) for _, _, sequence in rows]),
             environment_rewards=torch.tensor([e.reward for _, e, _ in rows], dtype=torch.float64),
@@ -106,8 +114,8 @@ def check_turns(batch: RolloutBatch, sequences: Sequence[TokenSequence]) -> None
 
 
 def _nothing(episode: EpisodeResult, end_token: int, version: int) -> TokenSequence:
-    record = EpisodeRecord(lambda text, last: episode.prompt)
-    start = record.start("")
+    record = EpisodeRecord(lambda text, last, images: episode.prompt)
+    start = record.start("", episode.images)
     record.add(start, [end_token], [0.0], [version], "", trained=False, truncated=False)
     return record.sequences[0]
 

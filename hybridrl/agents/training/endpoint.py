@@ -2,10 +2,11 @@
 
 import gc
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from hybridrl.agents.episode import Episode, Settings
+from hybridrl.agents.images import images_of
 from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
@@ -13,6 +14,7 @@ from hybridrl.agents.text import ModelText
 from hybridrl.agents.training.engines import LiveEngines
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.shape import NamedModel
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, load_tokenizer
@@ -35,13 +37,15 @@ class Endpoint:
         tool_parser: as agent.tool_parser.
         other_sampling: as agent.other_sampling.
         template_options: as data.chat_template_kwargs, for requests without their own.
+        others: models that read what the policy does.
 
     Attributes:
         settings: sampling of training steps.
         end_token: an end token of the model; 0 if it has none.
 
     Raises:
-        ConfigError: agent.tool_parser does not exist or does not fit the model.
+        ConfigError: agent.tool_parser does not exist or does not fit the model, or its image
+            processor cannot be loaded.
         OSError: agent.port is not free.
     """
 
@@ -55,6 +59,7 @@ class Endpoint:
         tool_parser: str | None,
         other_sampling: OtherSampling = OtherSampling.refuse,
         template_options: Mapping[str, Any] = NO_OPTIONS,
+        others: Sequence[NamedModel] = (),
     ) -> None:
         tokenizer = load_tokenizer(rollout.model)
         ends = stop_token_ids(plain_folder(rollout.model.path))
@@ -62,7 +67,8 @@ class Endpoint:
         self.end_token = ends[0] if ends else 0
         self.settings = Settings.of(rollout, other_sampling)
         self.engines = LiveEngines(group)
-        self.policy = Policy(ModelText(tokenizer, ends, template_options), self.engines, parse)
+        text = ModelText(tokenizer, ends, template_options, images_of(rollout.model, others))
+        self.policy = Policy(text, self.engines, parse)
         with without_collections():  # later ones would take a quarter of the server's time
             self.server = EndpointServer(self.policy, host, port)
         self._threshold = gc.get_threshold()

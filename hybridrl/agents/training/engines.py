@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
+from hybridrl.data.images import HeldImages
 from hybridrl.data.requests import (
     TICK,
     DriverAddress,
@@ -71,6 +72,7 @@ class LiveEngines:
         self._has_ended = True
         self._error: Exception | None = None
         self._engines: dict[int, StreamWriter] = {}
+        self._held: dict[int, HeldImages] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
         self._ticking: asyncio.Task[None]
@@ -169,7 +171,7 @@ class LiveEngines:
 
     def _begin(self, engine: int, writer: StreamWriter) -> None:
         """Send an engine the requests that are open."""
-        self._engines[engine] = writer
+        self._engines[engine], self._held[engine] = writer, HeldImages()
         for name, one in self._open.items():
             if one.request.engine == engine:
                 self._open[name] = OpenRequest(one.rest(), [])
@@ -203,7 +205,7 @@ class LiveEngines:
     def _send(self, engine: int, message: Message) -> None:
         """Send a message, unless the engine has gone, whose failure `run` raises."""
         if (writer := self._engines.get(engine)) is not None:
-            writer.write(encode(message))
+            writer.write(encode(message, self._held[engine]))
 
     def _advance(self, progress: Sequence[Progress]) -> None:
         """Note the tokens of open requests, and pass them on in their order."""

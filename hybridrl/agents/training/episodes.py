@@ -23,6 +23,7 @@ from hybridrl.agents.record import TokenSequence, decode_sequences, encode_seque
 from hybridrl.agents.training.batch import EpisodeResult, batch_of, unknown_turns
 from hybridrl.agents.training.endpoint import Endpoint, check_address
 from hybridrl.agents.training.programs import Outcome, ProgramPool, task_of
+from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
@@ -143,7 +144,8 @@ class ProgramEpisodes:
             for response in group.responses
         ]
         version = self._endpoint.engines.served[0].weight_version
-        return batch_of(results, version, self._endpoint.end_token)
+        images = self._endpoint.policy.text.images
+        return batch_of(results, version, self._endpoint.end_token, images)
 
     def _running(
         self, groups: Sequence[Group], place: Place, params: SamplingParams
@@ -216,6 +218,7 @@ class ProgramEpisodes:
             state.reward,
             failure,
             state.turns,
+            group.prompt.images.files if group.prompt.images else (),
         )
 
     def _repeat(self, name: str, attempt: str) -> None:
@@ -244,6 +247,7 @@ def open_agent(config: RunConfig, stack: ExitStack) -> Environment:
             tool_parser=agent.tool_parser,
             other_sampling=agent.other_sampling,
             template_options=config.data.chat_template_kwargs,
+            others=named_models(config),
         )
         stack.enter_context(endpoint)
         score, seed = config.reward.failed_score, config.rollout.seed

@@ -2,7 +2,7 @@
 
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import count
@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from hybridrl.config.schema import AgentConfig
+from hybridrl.data.sources.images import ImageText
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.distributed.background import run_in_background
 from hybridrl.environments.programs import Job, Task, read_reward
@@ -25,7 +26,21 @@ Outcome = Future[Any]
 
 def task_of(prompt: Prompt) -> Task:
     """Return the task of an episode."""
-    return Task(prompt.example, [dict(message) for message in prompt.messages], prompt.text)
+    messages = [{**message, "content": _content(message["content"])} for message in prompt.messages]
+    return Task(prompt.example, messages, prompt.text)
+
+
+def _content(text: str) -> str | list[Mapping[str, object]]:
+    """Return a message's text, or its parts in the form of chat completions if it has images."""
+    if not isinstance(text, ImageText):
+        return text
+    images = iter(text.images)
+    return [
+        part
+        if part["type"] == "text"
+        else {"type": "image_url", "image_url": {"url": next(images).url}}
+        for part in text.parts
+    ]
 
 
 class ProgramPool:

@@ -11,11 +11,13 @@ from contextlib import closing
 from dataclasses import replace
 
 from hybridrl.agents.episode import Episode, Settings
+from hybridrl.agents.images import images_of
 from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
 from hybridrl.agents.training.programs import ProgramPool, task_of
+from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.importing import is_ours
 from hybridrl.data.requests import Progress, Request
@@ -58,7 +60,8 @@ def trial_problems(config: RunConfig, prompt: Prompt) -> list[str]:
         return []
     engines, ends = Silent(), stop_token_ids(plain_folder(config.model.path))
     parse = None if agent.tool_parser is None else lambda text, tools: Parsed(text, [])
-    text = ModelText(load_tokenizer(config.model), ends, config.data.chat_template_kwargs)
+    tokenizer, images = load_tokenizer(config.model), images_of(config.model, named_models(config))
+    text = ModelText(tokenizer, ends, config.data.chat_template_kwargs, images)
     policy = Policy(text, engines, parse)
     settings = Settings.of(config.rollout, agent.other_sampling)
     key, record = secrets.token_urlsafe(16), EpisodeRecord(policy.text.encode)

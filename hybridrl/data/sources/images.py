@@ -6,7 +6,7 @@ and path. It stands in the column data.images_key, or in a part of a chat messag
 
 import binascii
 import hashlib
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -52,6 +52,16 @@ class ImageFile:
     source: Path | bytes
     size: Size
     key: str
+
+    @property
+    def url(self) -> str:
+        """The file as a data: URL."""
+        from PIL import Image
+
+        content = _content(self.source)
+        with Image.open(BytesIO(content)) as image:
+            kind = image.get_format_mimetype()
+        return f"data:{kind};base64,{b64encode(content).decode()}"
 
     def open(self) -> "Image":
         """Return the image, upright, in RGB; transparent parts are white."""
