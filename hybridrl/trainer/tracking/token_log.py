@@ -19,6 +19,8 @@ from hybridrl.trainer.tracking.best_effort_files import replace_file
 if TYPE_CHECKING:
     import pyarrow
 
+# Below every log-prob of a token that can be sampled, and above those of others.
+NO_LOG_PROB = -1e20
 # Losses that cut the ratio of each token; GSPO cuts one ratio per response.
 CUTTING = ("ppo_clip", "dual_clip", "clip_cov", "gspo")
 
@@ -78,7 +80,10 @@ def token_table(
 
     def array(values: Ragged | Tensor | None, kind: Any) -> pa.Array:
         flat = values.values if isinstance(values, Ragged) else values
-        return pa.nulls(count, kind) if flat is None else pa.array(flat.numpy()).cast(kind)
+        if flat is None:
+            return pa.nulls(count, kind)
+        # Tokens of images, which the policy never samples, have no log-prob.
+        return pa.array(flat.numpy(), mask=(flat < NO_LOG_PROB).numpy()).cast(kind)
 
     sampled = batch.rollout_log_probs.values.numpy()
     whole = {
