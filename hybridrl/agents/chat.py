@@ -16,6 +16,7 @@ from hybridrl.agents.episode import (
     RequestError,
     message_key,
     refused_parameter,
+    too_long,
 )
 from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsRequest, event, usage
 from hybridrl.agents.images import FORM, url_of
@@ -162,6 +163,8 @@ def rendered(
     if urls and policy.text.images is None:
         why = "This model takes no images: its config.json has no vision_config."
         raise RequestError(why, param="messages")
+    if len(urls) >= (context := episode.settings.context):  # each has a token at least
+        raise too_long(context, f"more: {len(urls)} images")
     images = tuple(policy.text.images.read(url) for url in urls) if policy.text.images else ()
     return Prompt(policy.render(episode, plain, **options), plain, images)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from weakref import WeakValueDictionary
 
 from hybridrl.agents.episode import RequestError
@@ -37,6 +38,7 @@ class RequestImages:
         self._placeholders, self._video = placeholder_ids(config), config.get("video_token_id")
         self._processed = WeakValueDictionary[tuple[str, ...], PromptImages]()
         self._read = lru_cache(READ)(_read)
+        self._lock, self._locks = Lock(), dict[tuple[str, ...], Lock]()
 
     def read(self, url: str) -> ImageFile:
         """Return the image of a data: URL."""
@@ -61,8 +63,13 @@ class RequestImages:
     def processed(self, images: Sequence[ImageFile]) -> PromptImages:
         """Return the images' tensors: the same object for as long as someone holds it."""
         keys = _keys(images)
-        if (known := self._processed.get(keys)) is None:
-            known = self._processed[keys] = self._processor.processed(images)
+        with self._lock:  # one of several threads with the same images processes them
+            one = self._locks.setdefault(keys, Lock())
+        with one:
+            if (known := self._processed.get(keys)) is None:
+                known = self._processed[keys] = self._processor.processed(images)
+        with self._lock:
+            self._locks.pop(keys, None)
         return known
 
     def of_rows(self, rows: Sequence[Images]) -> ImageRows | None:

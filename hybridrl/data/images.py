@@ -61,11 +61,12 @@ class HeldImages:
     def packed(self, images: PromptImages) -> tuple[tuple[str, ...], dict[str, object]]:
         """Return keys and tensors for JSON, without tensors if the other end holds them."""
         arrays = {} if images.keys in self._held else dict(images.tensors)
-        self._hold(images)
-        return images.keys, {
+        packed: dict[str, object] = {
             name: (str(x.numpy().dtype), tuple(x.shape), x.numpy().tobytes())
             for name, x in arrays.items()
         }
+        self._hold(images)
+        return images.keys, packed
 
     def unpacked(
         self, keys: Sequence[str], arrays: Mapping[str, tuple[str, Sequence[int], str]]

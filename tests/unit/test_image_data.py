@@ -58,6 +58,7 @@ def load(tmp_path, folders):
     (tmp_path / "red.png").write_bytes(png())
     (tmp_path / "cut.png").write_bytes(png()[:60])
     Image.new("I;16", (32, 32)).save(tmp_path / "deep.png")
+    Image.new("1", (8000, 5000)).save(tmp_path / "wide.png")
     (tmp_path / "blue.jpg").write_bytes(png((32, 64), "blue", "JPEG"))
 
     def of(rows, family="qwen3_vl", **changes):
@@ -142,6 +143,7 @@ def test_a_mark_without_a_column_is_text(load):
         (row(images=["absent.png"]), "absent.png: No such file"),
         (row(images=["train.jsonl"]), "train.jsonl is of no format that Pillow reads"),
         (row(images=["cut.png"]), "cut.png cannot be decoded"),
+        (row(images=["wide.png"]), "wide.png has 8000 x 5000 pixels, more than 33,554,432"),
         (row(images=["deep.png"]), r"deep.png has more than 8 bits a colour \(mode I;16\)"),
         (row(images=[base64.b64encode(png()).decode()]), "File name too long|No such file"),
         (row(images=["data:image/png;base64,@"]), "not in Base64"),

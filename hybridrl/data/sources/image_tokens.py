@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from hybridrl.data.images import PromptImages
 
+# Sizes whose tokens are remembered.
+MOST_SIZES = 2**16
 # What a processor returns of texts.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -46,6 +48,8 @@ class ImageProcessor:
 
     def learn(self, sizes: Iterable[Size]) -> None:
         """Find the tokens of images of these sizes, several at a time."""
+        if len(self._tokens) > MOST_SIZES:
+            self._tokens.clear()
         new = [size for size in sizes if size not in self._tokens]
         with ThreadPoolExecutor() as pool:
             self._tokens |= zip(new, pool.map(self._tokens_or_fault, new), strict=True)

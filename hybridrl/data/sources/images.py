@@ -4,7 +4,6 @@ One is a path (seen from the file that names it), a data: URL, bytes, or the hub
 and path. It stands in the column data.images_key, or in a part of a chat message.
 """
 
-import binascii
 import hashlib
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,8 @@ Prompt = str | list[dict[str, str]]
 MARK = "<image>"
 # Names of an image in objects, the first that is not null.
 _NAMES = ("bytes", "path", "image", "image_url", "url")
+# Models read a fraction of so many pixels; a small file may have many more.
+MOST_PIXELS = 2**25
 # EXIF tag of the orientation; from this value on width and height are exchanged.
 _ORIENTATION, _TURNED = 0x0112, 5
 # Keeps columns of images readable in examples.
@@ -124,13 +125,17 @@ def _decoded_size(content: bytes, where: str) -> Size:
         with Image.open(BytesIO(content)) as image:
             is_turned = image.getexif().get(_ORIENTATION, 0) >= _TURNED
             size = Size(*(image.size[::-1] if is_turned else image.size))
-            image.draft("L", (1, 1))  # JPEG is decoded at an eighth of its size
-            image.load()
-            mode = image.mode
+            mode, is_large = image.mode, size.width * size.height > MOST_PIXELS
+            if not is_large:
+                image.draft("L", (1, 1))  # JPEG is decoded at an eighth of its size
+                image.load()
     except UnidentifiedImageError as error:
         raise ValueError(f"{where} is of no format that Pillow reads") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
         raise ValueError(f"{where} cannot be decoded: {error}") from error
+    if is_large:
+        named = f"{size.width} x {size.height} pixels, more than {MOST_PIXELS:,}"
+        raise ValueError(f"{where} has {named}: make it smaller")
     if mode.startswith(("I", "F")):  # whose brightest parts a conversion would clip
         raise ValueError(f"{where} has more than 8 bits a colour (mode {mode}): convert it")
     return size
@@ -148,7 +153,7 @@ def _source(value: object, folder: Path) -> Path | bytes:
     if value.startswith("data:"):
         try:
             return b64decode(value.partition(",")[2], validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise ValueError(f"an image is a data: URL, but not in Base64: {error}") from error
     name = value.removeprefix("file://")
     if is_address(name):
