@@ -20,6 +20,7 @@ from hybridrl.distributed.description import describe
 from hybridrl.distributed.forward.token_models import divisor_and_cap
 from tests.support.composing import TINY, examined
 from tests.support.tiny_hf import ALL, GRANITE
+from tests.support.tiny_vision import VISION
 from tools.models_table import CHECKS, cases, table
 from tools.shapes import shapes
 
@@ -114,7 +115,7 @@ def test_the_table_of_families_is_that_of_the_tests():
         listed[kind] = above, machines
     ran = dict.fromkeys(ON_GPUS, "CPU, GPUs") | dict.fromkeys(ON_CPUS, "CPU")
     expected = {}
-    for config in ALL.values():
+    for config in (*ALL.values(), *VISION.values()):
         linear = model_shape(json.loads(config.to_json_string())).linear_layers
         names = ", ".join(name.removesuffix("_proj") for name in linear)
         expected[config.model_type] = names, ran.get(config.model_type)
