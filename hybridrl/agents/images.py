@@ -5,11 +5,8 @@ messages (image with a source). Later turns repeat earlier images, as do the epi
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
-from weakref import WeakValueDictionary
 
 from hybridrl.agents.episode import RequestError
 from hybridrl.agents.record import Images
@@ -19,7 +16,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.data.images import ImageRows, PromptImages, image_rows
 from hybridrl.data.sources.image_tokens import ImageProcessor
 from hybridrl.data.sources.images import ImageFile, read_image
-from hybridrl.models.resolve import read_model_config
+from hybridrl.models.resolve import read_model_config, takes_images
 
 # Images whose URLs are remembered.
 READ = 32
@@ -36,9 +33,7 @@ class RequestImages:
         config, self._blind = read_model_config(model.path), blind
         self._processor = ImageProcessor(model)
         self._placeholders, self._video = placeholder_ids(config), config.get("video_token_id")
-        self._processed = WeakValueDictionary[tuple[str, ...], PromptImages]()
         self._read = lru_cache(READ)(_read)
-        self._lock, self._locks = Lock(), dict[tuple[str, ...], Lock]()
 
     def read(self, url: str) -> ImageFile:
         """Return the image of a data: URL."""
@@ -62,33 +57,18 @@ class RequestImages:
 
     def processed(self, images: Sequence[ImageFile]) -> PromptImages:
         """Return the images' tensors: the same object for as long as someone holds it."""
-        keys = _keys(images)
-        with self._lock:  # one of several threads with the same images processes them
-            one = self._locks.setdefault(keys, Lock())
-        with one:
-            if (known := self._processed.get(keys)) is None:
-                known = self._processed[keys] = self._processor.processed(images)
-        with self._lock:
-            self._locks.pop(keys, None)
-        return known
+        return self._processor.processed(images)
 
     def of_rows(self, rows: Sequence[Images]) -> ImageRows | None:
         """Return the images of token sequences; those with the same images share them."""
-        distinct = {_keys(row): row for row in rows if row}
-        with ThreadPoolExecutor() as pool:
-            made = dict(zip(distinct, pool.map(self.processed, distinct.values()), strict=True))
-        return image_rows(made.get(_keys(row)) for row in rows)
+        return image_rows(self._processor.processed_rows(rows))
 
 
 def images_of(model: ModelConfig, others: Sequence[NamedModel] = ()) -> RequestImages | None:
     """Return the images of requests to a model, which `others` read, too; None if it takes none."""
-    if not _sees(model.path):
+    if not takes_images(model.path):
         return None
-    return RequestImages(model, [f"{x.key} = {x.path}" for x in others if not _sees(x.path)])
-
-
-def _sees(path: str) -> bool:
-    return "vision_config" in read_model_config(path)
+    return RequestImages(model, [f"{x.key} = {x.path}" for x in others if not takes_images(x.path)])
 
 
 def url_of(part: Mapping[str, object]) -> str | None:
@@ -106,10 +86,6 @@ def url_of(part: Mapping[str, object]) -> str | None:
         }:
             return f"data:{kind};base64,{data}"
     return None
-
-
-def _keys(images: Sequence[ImageFile]) -> tuple[str, ...]:
-    return tuple(image.key for image in images)
 
 
 def _read(url: str) -> ImageFile:

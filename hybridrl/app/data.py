@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from hybridrl.app.trials import trial_problems
 from hybridrl.config.annotations import Unusable
-from hybridrl.config.checks.frozen_models import REWARD_MODEL_PATH, teacher_key
+from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import trains_on_answers
 from hybridrl.config.load import Examined
 from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.validate import set_steps
 from hybridrl.distributed.background import without_collections
-from hybridrl.models.resolve import read_model_config
+from hybridrl.models.resolve import takes_images
 
 if TYPE_CHECKING:
     from hybridrl.data.sources.prompts import PromptSets
@@ -77,14 +77,11 @@ def examine_data(result: Examined) -> "PromptSets | None":
 def _without_images(result: Examined) -> list[str]:
     """Report parts of a run that would read prompts without their images."""
     config, report = result.config, result.report
-    others: dict[str, str] = {}
-    if config.teacher is not None and report.usable(["teacher"]):
-        others |= {teacher_key(name): path for name, path in config.teacher.paths.items()}
-    if config.reward_model is not None and report.usable(["reward_model"]):
-        others[REWARD_MODEL_PATH] = config.reward_model.model.path
+    if not report.usable(["teacher", "reward_model"]):
+        return []
     return [
-        f"{key} = {path} takes no images, and prompts have some.\n"
+        f"{model.key} = {model.path} takes no images, and prompts have some.\n"
         "Name a model with the policy's tower, or leave the images out: data.images_key=null"
-        for key, path in others.items()
-        if "vision_config" not in read_model_config(path)
+        for model in named_models(config)
+        if not takes_images(model.path)
     ]

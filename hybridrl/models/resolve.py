@@ -94,6 +94,11 @@ def read_model_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"model.path = {path}: {error.texts[0]}") from error
 
 
+def takes_images(path: str) -> bool:
+    """Return whether a model has a vision tower."""
+    return "vision_config" in read_model_config(path)
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Return the object of a JSON file.
 

@@ -4,6 +4,7 @@ import base64
 import gc
 import json
 import pickle
+import weakref
 from io import BytesIO
 
 import pyarrow
@@ -211,10 +212,10 @@ def test_a_prompt_is_processed_once_for_as_long_as_someone_holds_it(load):
     assert made[1] is None
     assert first.images.processed() is made[0]
     assert made[0].keys != made[3].keys
-    key = made[0].keys
+    key, held = made[0].keys, weakref.ref(made[0])
     del made
     gc.collect()
-    assert first.images._processed() is None
+    assert held() is None
     assert first.images.processed().keys == key
 
 

@@ -8,13 +8,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.images import ImageFile, Size
-from hybridrl.models.resolve import plain_folder, read_model_config
+from hybridrl.models.resolve import plain_folder, takes_images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,8 @@ class ImageProcessor:
         self._settings = hashlib.sha256(settings.encode()).hexdigest()[:16]
         # Tokens of an image by its size, or why it is refused.
         self._tokens: dict[Size, list[int] | ValueError] = {}
+        self._processed = WeakValueDictionary[tuple[str, ...], "PromptImages"]()
+        self._lock, self._locks = Lock(), dict[tuple[str, ...], Lock]()
         # Tokenizers set themselves up in a first call, which no other thread may meet.
         self.learn([Size(64, 64)])
 
@@ -74,7 +77,25 @@ class ImageProcessor:
         return [token for row in rows for token in row], [*map(len, tokens)]
 
     def processed(self, files: Sequence[ImageFile]) -> "PromptImages":
-        """Read images and return their tensors."""
+        """Return the tensors of images: the same object for as long as someone holds it."""
+        of_files = tuple(file.key for file in files)
+        with self._lock:  # one of several threads with the same images reads them
+            one = self._locks.setdefault(of_files, Lock())
+        with one:
+            if (known := self._processed.get(of_files)) is None:
+                known = self._processed[of_files] = self._made(files)
+        with self._lock:
+            self._locks.pop(of_files, None)
+        return known
+
+    def processed_rows(self, rows: Sequence[Sequence[ImageFile]]) -> "list[PromptImages | None]":
+        """Return the images of prompts, read together; None for those without."""
+        if not any(rows):
+            return [None] * len(rows)
+        with ThreadPoolExecutor() as pool:
+            return [*pool.map(lambda files: self.processed(files) if files else None, rows)]
+
+    def _made(self, files: Sequence[ImageFile]) -> "PromptImages":
         from hybridrl.data.images import PromptImages
 
         features, ids = self._run([file.open() for file in files])
@@ -107,7 +128,7 @@ class ImageProcessor:
 
 
 def _loaded(path: str) -> Any:
-    if "vision_config" not in read_model_config(path):
+    if not takes_images(path):
         raise ConfigError(
             f"data.images_key: rows have images, but model.path = {path} takes none (its "
             "config.json has no vision_config).\nChoose a model that sees, such as "
@@ -132,23 +153,16 @@ class PromptFiles:
         self.files = files
         self.tokens = tokens
         self._processor = processor
-        self._processed: ref[PromptImages] | None = None
 
     def processed(self) -> "PromptImages":
         """Return the images' tensors: the same object for as long as someone holds it."""
-        known = None if self._processed is None else self._processed()
-        if known is None:
-            known = self._processor.processed(self.files)
-            self._processed = ref(known)
-        return known
+        return self._processor.processed(self.files)
 
 
 def processed(prompts: Iterable[PromptFiles | None]) -> "list[PromptImages | None]":
     """Return the images of prompts, processed together."""
     ordered = list(prompts)
-    distinct = list({id(one): one for one in ordered if one is not None}.values())
-    if not distinct:
+    if not any(ordered):
         return [None] * len(ordered)
     with ThreadPoolExecutor() as pool:
-        made = dict(zip(map(id, distinct), pool.map(PromptFiles.processed, distinct), strict=True))
-    return [None if one is None else made[id(one)] for one in ordered]
+        return [*pool.map(lambda one: one and one.processed(), ordered)]
