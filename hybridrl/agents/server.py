@@ -1,45 +1,31 @@
-"""HTTP server of the endpoint: FastAPI and uvicorn in a thread with an event loop of its own."""
+"""The endpoint's paths: a request in one of the formats, its answer, its errors."""
 
 import asyncio
-import logging
-import socket
-import threading
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from hybridrl.agents.chat import Chat
-from hybridrl.agents.connections import connection_class
 from hybridrl.agents.episode import RequestError
 from hybridrl.agents.format import MODEL, Format, event
+from hybridrl.agents.http import (
+    CLOSE,
+    GONE,
+    Handler,
+    HttpServer,
+    body_of,
+    key_of,
+    request_error,
+)
 from hybridrl.agents.messages import Messages
 from hybridrl.agents.policy import Policy
 from hybridrl.agents.responses import Responses
 from hybridrl.agents.text_completions import TextCompletions
 
-log = logging.getLogger(__name__)
-# Places where the endpoint has failed, which were logged.
-_logged: set[tuple[str, int | None]] = set()
-# Header of an answer to a request without a valid key.
-CLOSE = {"Connection": "close"}
-GONE = "The client has closed the connection."
-
-# Largest body of a request.
-MAX_BODY_BYTES = 16 * 2**20
-END_TIMEOUT_S = 5.0
-# Seconds until the server closes an idle connection: clients must do so first (httpx after 5), else
-# a request may meet a connection that is being closed, and fail.
-KEEP_ALIVE_S = 600
-
-Handler = Callable[[Request], Awaitable[Response]]
 FORMATS: Mapping[str, type[Format]] = {
     "/v1/chat/completions": Chat,
     "/v1/completions": TextCompletions,
@@ -56,14 +42,14 @@ def app_of(policy: Policy) -> FastAPI:
         app.add_route(path, _with_errors(form(), _handler(policy, form())), methods=["POST"])
 
     async def models(request: Request) -> Response:
-        policy.episode(_key(request))
+        policy.episode(key_of(request))
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridrl"}
         if "model" in request.path_params:
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
     async def transcript(request: Request) -> Response:
-        return JSONResponse(policy.episode(_key(request)).transcript())
+        return JSONResponse(policy.episode(key_of(request)).transcript())
 
     for path, handle in (
         ("/v1/transcript", transcript),
@@ -76,8 +62,8 @@ def app_of(policy: Policy) -> FastAPI:
 
 def _handler(policy: Policy, form: Format) -> Handler:
     async def handle(request: Request) -> Response:
-        policy.episode(key := _key(request))  # else its body is not read
-        asked = form.parse(await _body(request))
+        policy.episode(key := key_of(request))  # else its body is not read
+        asked = form.parse(await body_of(request))
         episode = policy.episode(key)  # meanwhile another attempt may have begun
         ask = form.ask(policy, episode, asked)
         begun = policy.begin(episode, ask, asked.count, in_pieces=bool(asked.stream))
@@ -99,21 +85,10 @@ def _with_errors(form: Format, handle: Handler) -> Handler:
             return await handle(request)
         except Exception as error:
             # uvicorn would close the connection, at which a client's next request fails.
-            fault = _request_error(error)
+            fault = request_error(error)
         return JSONResponse(form.error(fault), fault.status, CLOSE if fault.status == 401 else None)
 
     return answer
-
-
-def _request_error(error: Exception) -> RequestError:
-    """Return what to answer; an error of the endpoint itself is logged, once for each place."""
-    if isinstance(error, RequestError):
-        return error
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    if (place := (frame.filename, frame.lineno)) not in _logged:
-        _logged.add(place)
-        log.error("the endpoint failed at a request", exc_info=error)
-    return RequestError(f"The endpoint failed: {type(error).__name__}: {error}", 500)
 
 
 async def _no_route(policy: Policy, request: Request, error: Exception) -> Response:
@@ -126,7 +101,7 @@ async def _no_route(policy: Policy, request: Request, error: Exception) -> Respo
     fault = RequestError(f"{why}{url}/v1, Anthropic's {url}.", error.status_code, code="not_found")
     headers = None
     try:
-        policy.episode(_key(request))
+        policy.episode(key_of(request))
     except RequestError:
         headers = CLOSE
     return JSONResponse({"type": "error"} | Chat().error(fault), fault.status, headers)
@@ -138,7 +113,7 @@ async def _until_the_end(form: Format, events: AsyncIterator[str]) -> AsyncItera
         async for one in events:
             yield one
     except Exception as error:
-        if (fault := _request_error(error)).status != 401:
+        if (fault := request_error(error)).status != 401:
             yield event(form.error(fault), "error")
 
 
@@ -156,30 +131,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
         task.cancel()
 
 
-async def _body(request: Request) -> bytes:
-    """Return the body.
-
-    Raises:
-        RequestError: it is too large, or the client has gone.
-    """
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise RequestError(f"The body has more than {MAX_BODY_BYTES} bytes.", 413)
-    except ClientDisconnect as error:
-        raise RequestError(GONE, 499) from error
-    return bytes(body)
-
-
-def _key(request: Request) -> str:
-    """Return the key of a request: OpenAI's header or Anthropic's."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
-
-
-class EndpointServer:
+class EndpointServer(HttpServer):
     """The endpoint on a port, until `close`.
 
     Attributes:
@@ -190,47 +142,5 @@ class EndpointServer:
     """
 
     def __init__(self, policy: Policy, host: str, port: int) -> None:
-        self._socket = socket.create_server((host, port), backlog=2048)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
-        config = uvicorn.Config(
-            app_of(policy),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            http=connection_class(),
-            ws="none",
-        )
-        self._server = uvicorn.Server(config)
-        self._loop: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(target=self._run, args=(config,), daemon=True)
-        self._thread.start()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Event loop in which requests are answered."""
-        return self._loop.result()
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the thread of the event loop; return its result."""
-
-        async def called() -> Any:
-            return function(*args)
-
-        return asyncio.run_coroutine_threadsafe(called(), self.loop).result()
-
-    def close(self) -> None:
-        """End the server and its connections."""
-        self._server.should_exit = True
-        self._thread.join(END_TIMEOUT_S)
-        self._socket.close()
-
-    def _run(self, config: uvicorn.Config) -> None:
-        async def serve() -> None:
-            self._loop.set_result(asyncio.get_running_loop())
-            await self._server.serve(sockets=[self._socket])
-
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(serve())
+        super().__init__(app_of(policy), host, port)
+        self.url += "/v1"

@@ -17,7 +17,7 @@ import torch
 
 from hybridrl.agents.chat import message_of, rendered
 from hybridrl.agents.episode import Ask, Completion, Prompt
-from hybridrl.agents.server import MAX_BODY_BYTES
+from hybridrl.agents.http import MAX_BODY_BYTES
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.errors import ConfigError
 from hybridrl.rollout.vllm_text import load_parser
