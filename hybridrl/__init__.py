@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridrl.api.resharder import Resharder, vllm_in_process
     from hybridrl.api.run import Trainer, train
+    from hybridrl.api.service import Service
     from hybridrl.config.errors import ConfigError
     from hybridrl.controller.errors import WorkerError
+    from hybridrl.service.data import AdamParams, Datum, Sampling, ServiceError
     from hybridrl.trainer.callbacks import Callback
     from hybridrl.trainer.errors import RunStopped
     from hybridrl.trainer.record import RunResult
@@ -19,22 +21,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AdamParams": "hybridrl.service.data",
     "Callback": "hybridrl.trainer.callbacks",
     "ConfigError": "hybridrl.config.errors",
+    "Datum": "hybridrl.service.data",
     "Resharder": "hybridrl.api.resharder",
     "RunResult": "hybridrl.trainer.record",
     "RunStopped": "hybridrl.trainer.errors",
+    "Sampling": "hybridrl.service.data",
+    "Service": "hybridrl.api.service",
+    "ServiceError": "hybridrl.service.data",
     "Trainer": "hybridrl.api.run",
     "WorkerError": "hybridrl.controller.errors",
     "train": "hybridrl.api.run",
     "vllm_in_process": "hybridrl.api.resharder",
 }
 __all__ = [
+    "AdamParams",
     "Callback",
     "ConfigError",
+    "Datum",
     "Resharder",
     "RunResult",
     "RunStopped",
+    "Sampling",
+    "Service",
+    "ServiceError",
     "Trainer",
     "WorkerError",
     "train",

@@ -65,7 +65,7 @@ def train(
         RunStopped: too many updates were not finite, all rewards or a callback failed.
         WorkerError: workers failed.
     """
-    run = _checked(config, callbacks, folder)
+    run = checked_run(config, callbacks, folder)
     from hybridrl.trainer.record import RunResult
 
     if run.prepared is None:
@@ -98,7 +98,7 @@ class Trainer:
         *,
         folder: str | Path | None = None,
     ) -> None:
-        self._run = _checked(config, callbacks, folder)
+        self._run = checked_run(config, callbacks, folder)
         if self._run.prepared is None:
             raise ConfigError("run.dry = true: a dry run has no steps.\nRemove run.dry.")
         self.folder = self._run.folder
@@ -189,7 +189,7 @@ class _Run(NamedTuple):
     secrets: set[str]
 
 
-def _checked(config: Config, callbacks: "Sequence[Callback]", folder: str | Path | None) -> _Run:
+def checked_run(config: Config, callbacks: "Sequence[Callback]", folder: str | Path | None) -> _Run:
     """Compose and check a run; nothing is written."""
     set_up_process()
     setup = SetupTimes(time.time())

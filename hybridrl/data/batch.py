@@ -160,6 +160,7 @@ class RolloutBatch:
     returns = Added(Ragged)  # the critic's targets
     loss_mask = Added(Ragged)  # bool, true on tokens that count in the policy loss; see counted
     loss_weights = Added(Ragged)  # factor of each token's policy loss
+    targets = Added(Ragged)  # int32, tokens whose log-probs are computed in the responses' place
     preferred = Added(Ragged)  # bool, true on the tokens of preferred responses
     kl_baseline = Added(Ragged)  # estimated KL of the policy against the reference, nats
     selected = Added(Ragged)  # bool, true on the tokens that clip_cov and kl_cov select

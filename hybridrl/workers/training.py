@@ -96,8 +96,10 @@ class Optimizer:
         norm = get_total_norm([param.grad for param in self.parameters if param.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def apply_gradients(self, loss: Tensor) -> GradientStep:
+    def apply_gradients(self, loss: Tensor, max_norm: float | None = None) -> GradientStep:
         """Clip, take one step and clear the gradients; a collective over all ranks.
+
+        `max_norm` takes the place of the config's max_grad_norm.
 
         All ranks skip the step if the norm or the loss, a rank's sum over the step, is not finite
         on any of them. Then weights and moments do not change. No synchronisation with the device:
@@ -111,7 +113,7 @@ class Optimizer:
         reduced = torch.stack([norm, skipped])
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
         norm, skipped = reduced.unbind()
-        self.adamw.grad_scale = (norm / self.config.max_grad_norm).clamp(min=1.0)
+        self.adamw.grad_scale = (norm / (max_norm or self.config.max_grad_norm)).clamp(min=1.0)
         self.adamw.found_inf = skipped
         self.moments.wait()
         self.adamw.step()

@@ -14,9 +14,9 @@ from unittest.mock import patch
 from hybridrl.agents.episode import Episode
 from hybridrl.agents.training.batch import EpisodeResult, batch_of
 from hybridrl.agents.training.endpoint import Endpoint
-from hybridrl.agents.training.engines import LiveEngines
 from hybridrl.commands.evaluation.session import rollout_engines
 from hybridrl.commands.evaluation.subject import Subject
+from hybridrl.controller.live_engines import LiveEngines
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.agents.training.engines import PORTION, LiveEngines
+from hybridrl.controller.live_engines import PORTION, LiveEngines
 from hybridrl.data.batch import EngineStats
 from hybridrl.data.requests import (
     DriverAddress,

@@ -11,11 +11,11 @@ from hybridrl.agents.policy import Policy
 from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.server import EndpointServer
 from hybridrl.agents.text import ModelText
-from hybridrl.agents.training.engines import LiveEngines
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.shape import NamedModel
 from hybridrl.config.schema import RolloutConfig
+from hybridrl.controller.live_engines import LiveEngines
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, load_tokenizer
 from hybridrl.distributed.background import without_collections

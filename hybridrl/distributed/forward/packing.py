@@ -61,8 +61,8 @@ class Packed:
         max_length: length of the longest sequence.
         state_index: [R] int64, for each response token the position before it, whose hidden state
             predicts it. With States.last R = B, the position of each response's last token.
-        response_ids: [R] int64, response tokens in the order of the batch; with States.last the
-            last ones.
+        response_ids: [R] int64, response tokens in the order of the batch, or `targets` in their
+            place; with States.last the last ones.
         routed_experts: [1, N, L K], `RolloutBatch.routed_experts`; None: not used.
         kept: sets of the response tokens; None: all tokens.
         images: None on all ranks if no rank's responses have any.
@@ -110,6 +110,8 @@ def pack(
     response_ids = responses.values.long()
     input_ids[is_response] = response_ids
     input_ids[~is_response] = prompts.values.long()
+    if "targets" in batch.added:
+        response_ids = batch.targets.values.long()
     state_index = is_response.nonzero().squeeze(1) - 1
     if states is States.last:
         state_index, response_ids = ends - 1, response_ids[responses.lengths.cumsum(0) - 1]

@@ -1,0 +1,1 @@
+"""Primitives of training as a service: gradients, optimizer steps, samples, saved states."""

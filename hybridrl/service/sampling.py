@@ -1,0 +1,174 @@
+"""Samples of a service: requests to live engines, and answers that end at texts."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.controller.live_engines import LiveEngines
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.requests import FAILED, STOP, Request, SamplingParams
+from hybridrl.data.seeds import derive_seed
+from hybridrl.service.calls import Asked, Call
+from hybridrl.service.data import Sample, Sampling, ServiceError
+
+# Tokens of a character, at most; byte-level tokens may be parts of one.
+TOKENS_PER_CHARACTER = 4
+
+
+class Samples:
+    """Sampling of a service by live engines.
+
+    Args:
+        decode: returns the text of tokens.
+    """
+
+    def __init__(
+        self, rollout: WorkerGroup, config: RolloutConfig, decode: Callable[[list[int]], str]
+    ) -> None:
+        self._engines, self._decode = LiveEngines(rollout), decode
+        self._longest = config.max_prompt_tokens + config.max_response_tokens
+        self._seed, self._count = config.seed, 0
+        self._open: dict[Future[Any], asyncio.Task[None]] = {}
+        self._load = [0] * rollout.num_shards  # open requests of each engine
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="service samples", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look for calls that can join; called in any thread."""
+        self._engines.wake()
+
+    def serve(self, first: Call, joining: Callable[[], list[Call]]) -> None:
+        """Sample for a call and for those that join, until none is open.
+
+        Raises:
+            WorkerError: a rank failed; all open calls get the error.
+        """
+
+        def is_enough() -> bool:
+            for call in joining():
+                self._begin(call)
+            return not self._open
+
+        asyncio.run_coroutine_threadsafe(self._in_loop(first), self._loop).result()
+        try:
+            self._engines.run(is_enough, self._loop)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._fail, error)
+            raise
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _in_loop(self, call: Call) -> None:
+        self._begin(call)
+
+    def _begin(self, call: Call) -> None:
+        self._open[call.future] = asyncio.create_task(self._answer(call))
+
+    def _fail(self, error: BaseException) -> None:
+        for future, task in self._open.items():
+            task.cancel()
+            if not future.done():
+                future.set_exception(error)
+
+    async def _answer(self, call: Call) -> None:
+        assert isinstance(call.work, Asked)
+        try:
+            requests = self._requests(call.work)
+            texts = [one for one in call.work.sampling.stop if isinstance(one, str)]
+            samples = await asyncio.gather(*(self._sampled(one, texts) for one in requests))
+        except ServiceError as error:
+            call.future.set_exception(error)
+        else:
+            call.future.set_result(samples)
+        del self._open[call.future]
+        self._engines.wake()
+
+    def _requests(self, asked: Asked) -> list[Request]:
+        """Return the requests of a call, all to the engine with the fewest open ones."""
+        sampling, room = asked.sampling, self._longest - len(asked.prompt)
+        if not 0 < room < self._longest:
+            raise ServiceError(
+                f"the prompt has {len(asked.prompt)} tokens, expected 1 to {self._longest - 1}: "
+                f"prompt and answer have at most {self._longest}"
+            )
+        engine = self._load.index(min(self._load))
+        self._count += 1
+        own = ("service", self._count) if sampling.seed is None else ("seed", sampling.seed)
+        is_cut = any(isinstance(one, str) for one in sampling.stop)
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=tuple(one for one in sampling.stop if isinstance(one, int)),
+        )
+        return [
+            Request(
+                request_id=f"{self._count}-{index}",
+                prompt=[*asked.prompt],
+                seed=derive_seed(self._seed, *own, index),
+                max_tokens=min(sampling.max_tokens or room, room),
+                params=params,
+                engine=engine,
+                in_pieces=is_cut,
+            )
+            for index in range(asked.count)
+        ]
+
+    async def _sampled(self, request: Request, stop: Sequence[str]) -> Sample:
+        """Sample one answer, to its end or the first of the texts `stop`."""
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        self._load[request.engine] += 1
+        queue = self._engines.submit(request)
+        try:
+            while True:
+                new = await queue.get()
+                if new.reason == FAILED:
+                    raise ServiceError("vLLM cannot sample by these parameters")
+                seen = len(tokens)
+                tokens += new.tokens
+                log_probs += new.log_probs
+                if (end := self._end(tokens, seen, stop)) is not None:
+                    return Sample(tokens[:end], log_probs[:end], "stop")
+                if new.reason:
+                    return Sample(tokens, log_probs, "stop" if new.reason == STOP else "length")
+        finally:
+            self._load[request.engine] -= 1
+            self._engines.cancel(request)
+
+    def _end(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
+        """Return the number of tokens up to the end of the first text; None: there is none."""
+        if not stop:
+            return None
+        start = max(0, seen - TOKENS_PER_CHARACTER * max(map(len, stop)))
+        for end in range(seen + 1, len(tokens) + 1):
+            text = self._decode(tokens[start:end])
+            if any(one in text for one in stop):
+                return end
+        return None
+
+
+def check_sampling(sampling: Sampling, count: int) -> None:
+    """Check how a call samples.
+
+    Raises:
+        ServiceError: names the first value that cannot be.
+    """
+    right = {
+        "num_samples": count >= 1,
+        "max_tokens": sampling.max_tokens is None or sampling.max_tokens >= 1,
+        "temperature": 0 <= sampling.temperature < float("inf"),
+        "top_p": 0 < sampling.top_p <= 1,
+        "top_k": sampling.top_k is None or sampling.top_k >= 1,
+        "stop": all(one != "" for one in sampling.stop),
+    }
+    values = {**sampling._asdict(), "num_samples": count}
+    if wrong := [name for name, is_right in right.items() if not is_right]:
+        raise ServiceError(f"{wrong[0]} = {values[wrong[0]]}: expected another value")

@@ -1,0 +1,280 @@
+"""Primitives over actor and engines: gradients, optimizer steps, samples, saved states."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from hybridrl.algorithms.primitive_losses import fields_of, loss_of, loss_sum
+from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
+from hybridrl.data.sources.tokenizer import load_tokenizer
+from hybridrl.service.calls import Asked, Call, Calls
+from hybridrl.service.data import (
+    AdamParams,
+    Datum,
+    Output,
+    Sample,
+    Sampling,
+    ServiceError,
+    batch_of,
+    check,
+)
+from hybridrl.service.sampling import Samples, check_sampling
+from hybridrl.service.states import States
+from hybridrl.service.weights import BASE, ServedWeights
+from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
+
+# The first model.
+FIRST = "model-1"
+# Of each datum's log-probs, [N] with graph: the value to minimise, and metrics.
+CustomLoss = Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
+
+
+class Primitives:
+    """Models that are trained and sampled by calls, which are done in their order.
+
+    Each method returns a future, so that the next calls can wait while one is done. A call that is
+    at fault itself gets a ServiceError. Any other failure ends the service.
+
+    Args:
+        workers: rollout, actor (of class PrimitiveActor) and saver.
+        folder: of the run; saved states are below.
+
+    Attributes:
+        longest: tokens of a datum, and of a prompt and its answer, at most.
+        tokenizer: of the model.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        workers: Mapping[str, WorkerGroup],
+        folder: Path,
+    ) -> None:
+        self.config, self.folder = config, folder
+        self.longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        self._shape = shape
+        self._actor = workers["actor"]
+        self._states = States(config, workers["saver"], folder)
+        self._sizes = update_sizes(config.actor, self._actor.num_shards, shape)
+        engine = HybridEngine(workers["rollout"], config.fsdp.offload)
+        self._weights = ServedWeights(self._actor, engine, has_adapters=config.lora is not None)
+        self.tokenizer = load_tokenizer(config.model)
+        self._samples = Samples(workers["rollout"], config.rollout, self.tokenizer.decode)
+        self._numbers = count(1)
+        self._calls = Calls(self._sample, self._samples.wake)
+
+    def create_model(self) -> Future[str]:
+        """Begin a model, with the base model's weights and new adapters; return its name."""
+        name = f"model-{next(self._numbers)}"
+
+        def create() -> str:
+            self._weights.create(name)
+            return name
+
+        return self._calls.add(create)
+
+    def delete_model(self, model: str = FIRST) -> Future[None]:
+        """End a model."""
+        return self._calls.add(lambda: self._weights.delete(model))
+
+    def forward(self, data: Sequence[Datum], *, model: str = FIRST) -> Future[Output]:
+        """Compute the log-probs of each datum's targets, by a model's weights."""
+        plain = [Datum(datum.tokens, datum.targets, {}) for datum in data]
+        check(plain, (), self.longest, self._shape.vocab)
+
+        def compute() -> Output:
+            self._weights.begin(model)
+            return Output(self._rows(self._forward(plain), plain), {})
+
+        return self._calls.add(compute)
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: str | CustomLoss = "cross_entropy",
+        settings: Mapping[str, float] | None = None,
+        *,
+        model: str = FIRST,
+    ) -> Future[Output]:
+        """Add the gradient of a loss (algorithms/primitive_losses.py) to a model's.
+
+        Gradients add up until `optim_step`. The loss is a sum over tokens; its value is the metric
+        loss:sum. A function takes the log-probs of all data; it costs one more forward.
+        """
+        if not isinstance(loss, str):
+            return self._calls.add(partial(self._custom, data, loss, model))
+        try:
+            kind, whole = loss_of(loss, settings or {})
+        except ValueError as error:
+            raise ServiceError(str(error)) from error
+        check(data, kind.inputs, self.longest, self._shape.vocab)
+
+        def compute() -> Output:
+            self._weights.begin(model)
+            scheduled, log_probs = self._backward(data, loss, whole)
+            fields = fields_of(kind, scheduled.batch)
+            total = loss_sum(kind, whole, log_probs.values, fields)
+            return Output(self._rows(log_probs, data), {"loss:sum": float(total)})
+
+        return self._calls.add(compute)
+
+    def _custom(self, data: Sequence[Datum], loss: CustomLoss, model: str) -> Output:
+        """Add the gradient of a function of log-probs: a sum over tokens, weighted by it."""
+        plain = [Datum(datum.tokens, datum.targets, {}) for datum in data]
+        check(plain, (), self.longest, self._shape.vocab)
+        self._weights.begin(model)
+        rows = self._rows(self._forward(plain), plain)
+        log_probs = [torch.tensor(row, requires_grad=True) for row in rows]
+        try:
+            value, metrics = loss(data, log_probs)
+            gradients = torch.autograd.grad(value, log_probs, materialize_grads=True)
+        except Exception as error:  # of the caller's function
+            raise ServiceError(f"the loss raised {type(error).__name__}: {error}") from error
+        weighted = [
+            Datum(one.tokens, one.targets, {"weights": (-gradient).tolist()})
+            for one, gradient in zip(data, gradients, strict=True)
+        ]
+        check(weighted, ("weights",), self.longest, self._shape.vocab)
+        self._backward(weighted, "cross_entropy", {})
+        return Output(rows, {**metrics, "loss:sum": float(value.detach())})
+
+    def _backward(
+        self, data: Sequence[Datum], loss: str, settings: Mapping[str, float]
+    ) -> tuple[ScheduledBatch, Ragged]:
+        """Add a gradient to that of the model on the device; return the data and log-probs."""
+        scheduled = self._scheduled(data, loss_of(loss, settings)[0].inputs)
+        log_probs: Ragged = self._actor.call("forward_backward", scheduled, loss, settings)
+        self._weights.add_gradients()
+        return scheduled, log_probs
+
+    def optim_step(self, params: AdamParams, *, model: str = FIRST) -> Future[dict[str, float]]:
+        """Take an AdamW step with a model's gradients; return their norm, and 1 if skipped.
+
+        A step whose gradients are not finite is skipped.
+        """
+
+        def step() -> dict[str, float]:
+            self._weights.begin(model)
+            if not self._weights.has_gradients(model):
+                raise ServiceError("optim_step: there is no gradient.\nCall forward_backward first")
+            betas = params.beta1, params.beta2
+            rest = params.eps, params.weight_decay, params.grad_clip_norm
+            lr = params.learning_rate
+            metrics: dict[str, float] = self._actor.call("optim_step", lr, betas, *rest)
+            self._weights.change()
+            return metrics
+
+        return self._calls.add(step)
+
+    def weights_for_sampling(self, *, model: str = FIRST) -> Future[str]:
+        """Return a name of a model's present weights for `sample`."""
+
+        def name() -> str:
+            self._weights.begin(model)
+            return self._weights.name_present()
+
+        return self._calls.add(name)
+
+    def sample(
+        self, prompt: Sequence[int], num_samples: int, sampling: Sampling, *, weights: str = BASE
+    ) -> Future[list[Sample]]:
+        """Sample answers to a prompt, token ids, by the weights of a name."""
+        check_sampling(sampling, num_samples)
+        check([Datum(prompt, prompt, {})], (), self.longest, self._shape.vocab)
+        return self._calls.add(Asked([*prompt], num_samples, sampling, weights))
+
+    def log_probs(self, tokens: Sequence[int], *, weights: str = BASE) -> Future[list[float]]:
+        """Compute the log-probs of tokens[1:], nats, by the weights of a name."""
+        data = [Datum(tokens[:-1], tokens[1:], {})]
+        check(data, (), self.longest, self._shape.vocab)
+
+        def compute() -> list[float]:
+            with self._weights.on_device(weights):
+                return self._rows(self._forward(data), data)[0]
+
+        return self._calls.add(compute)
+
+    def save_state(self, name: str, *, model: str = FIRST) -> Future[Path]:
+        """Save a model's weights and moments as a state, whole or not at all; return its folder."""
+        self._states.free(name)
+
+        def save() -> Path:
+            self._weights.begin(model)
+            return self._states.save(name)
+
+        return self._calls.add(save)
+
+    def load_state(self, name: str, *, model: str = FIRST, optimizer: bool = True) -> Future[None]:
+        """Load a state into a model; without its moments unless `optimizer`."""
+
+        def load() -> None:
+            self._states.existing(name)
+            self._weights.begin(model)
+            try:
+                self._states.load(name)
+                if not optimizer:
+                    self._actor.call("forget_optimizer")
+            finally:  # a damaged state may have been loaded in part
+                self._weights.change()
+
+        return self._calls.add(load)
+
+    def weights_of_state(self, name: str) -> Future[str]:
+        """Return a name of a saved state's weights for `sample`."""
+
+        def load() -> str:
+            self._weights.leave()
+            self._states.load(name)
+            return self._weights.name_other(f"state-{name}")
+
+        return self._calls.add(load)
+
+    def states(self) -> list[str]:
+        """Return the names of the saved states."""
+        return self._states.names()
+
+    def delete_state(self, name: str) -> Future[None]:
+        """Delete a saved state."""
+        return self._calls.add(lambda: self._states.delete(name))
+
+    def close(self) -> None:
+        """End the service; calls that wait get a ServiceError."""
+        self._calls.close()
+        self._samples.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _sample(self, call: Call) -> None:
+        assert isinstance(call.work, Asked)
+        name = call.work.weights
+        self._weights.wake(name)
+        self._samples.serve(call, lambda: self._calls.joining(name))
+
+    def _scheduled(self, data: Sequence[Datum], names: Sequence[str]) -> ScheduledBatch:
+        """Return the schedule of a call's data as one mini-batch over all ranks."""
+        batch = batch_of(data, names, self._sizes.num_shards)
+        sizes = replace(self._sizes, mini_batch_size=len(batch), epochs=1)
+        return schedule(batch, sizes, seed=0, step=0)
+
+    def _forward(self, data: Sequence[Datum]) -> Ragged:
+        values: Ragged = self._actor.call("compute_log_probs", self._scheduled(data, ()))
+        return values
+
+    @staticmethod
+    def _rows(values: Ragged, data: Sequence[Datum]) -> list[list[float]]:
+        return [row.tolist() for row in values.rows()[: len(data)]]
