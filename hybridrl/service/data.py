@@ -1,8 +1,8 @@
 """What primitives take and return, and the batch of a call's data.
 
 A datum of N tokens is trained on N targets: targets[i] is what follows tokens[: i + 1]. In a batch
-its first token is the prompt and the rest, with the last target, the response; where targets are
-other tokens than those that follow, the response's log-probs are of these.
+its first token is the prompt; the other tokens and the last target are the response. Log-probs are
+those of the targets, which may be other tokens than those that follow.
 """
 
 import math
