@@ -17,7 +17,7 @@ from dataclasses import astuple
 from types import FrameType
 from typing import Any
 
-from hybridrl.processes.messages import START, Failure, FailureKind, Setup
+from hybridrl.processes.messages import END_S, START, Failure, FailureKind, Setup
 from hybridrl.processes.process import ChildEnd
 from hybridrl.processes.texts import user_traceback
 
@@ -56,18 +56,31 @@ async def _serve_async(
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     under_way: set[asyncio.Task[None]] = set()  # the loop itself does not keep them alive
+    awaited: set[int] = set()
+
+    def answer(index: int, *result: object) -> None:
+        """Send an item's first result."""
+        if index in awaited:
+            link.send((index, *result))
+            awaited.remove(index)
 
     async def compute(index: int, item: Any) -> None:
         limit = asyncio.timeout(timeout_s)
+        # What has not ended then goes on without its result, and holds up no other item.
+        late = _failure(index, TimeoutError(), timeout_s)
+        giving_up = loop.call_later(timeout_s + END_S, answer, *late)
         try:
             async with limit:
-                link.send((index, await task(copy.deepcopy(item))))
+                answer(index, await task(copy.deepcopy(item)))
         except BaseException as error:
             timed_out = limit.expired() and isinstance(error, TimeoutError)
-            link.send(_failure(index, error, timeout_s if timed_out else None))
+            answer(*_failure(index, error, timeout_s if timed_out else None))
+        finally:
+            giving_up.cancel()
 
     while True:
         for index, item in await loop.run_in_executor(None, link.receive):
+            awaited.add(index)
             job = asyncio.create_task(compute(index, item))
             under_way.add(job)
             job.add_done_callback(under_way.discard)

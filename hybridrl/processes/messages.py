@@ -17,7 +17,7 @@ from hybridrl.processes.texts import printable, printable_lines
 Indexed = tuple[int, Any]
 # Index of the setup; its value is whether the function is async.
 START = -1
-# Seconds after its time limit in which an async item may end what it has started.
+# Seconds after its time limit that the failure of an async item waits for what its code cleans up.
 END_S = 2.0
 # Beginning of a note of an error, which tells what the user's code wrote.
 OUTPUT = "output: "

@@ -117,6 +117,10 @@ class TaskPool:
         self.log(in_order)
         return in_order
 
+    def put_first(self, items: Sequence[Indexed]) -> None:
+        """Add items that are computed before those that wait."""
+        self._waiting.extendleft(reversed(items))
+
     def advance(self, new: Iterable[Indexed], *bells: socket.socket) -> dict[int, Any]:
         """Add items, wait for an event or a bell, and return new results by index.
 

@@ -67,12 +67,18 @@ def test_what_waits_too_long_is_cancelled_and_the_others_go_on():
     assert "own_rewards.py" in failure.traceback
 
 
+def test_what_ignores_its_cancellation_fails_alone():
+    result = misbehaved(["good", "threads", "swallows", "good"], timeout_s=0.4)
+    assert result.scores == [1.0, 1.0, FAILED, 1.0]
+    (failure,) = result.failures
+    assert (failure.index, failure.reason) == (2, "took longer than 0.4 s")
+
+
 @pytest.mark.parametrize(
     ("response", "kind", "reason"),
     [
         ("dies", FailureKind.error, "its process ended, exit code 3"),
         ("blocks", FailureKind.timeout, "could not be interrupted"),
-        ("swallows", FailureKind.timeout, "could not be interrupted"),
     ],
 )
 def test_the_neighbours_of_what_kills_or_blocks_its_process_are_computed_again(
