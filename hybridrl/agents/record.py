@@ -13,6 +13,7 @@ turn, the second has the tokens before as context.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,19 @@ class TokenSequence:
     messages: Sequence[Mapping[str, Any]] = ()
     images: Images = ()
 
+    def turns_within(self, text: str, images: Images) -> int:
+        """Return the number of turns, from the first on, up to whose end a request has the same."""
+
+        def departs(turn: Turn) -> bool:
+            return not (
+                text.startswith(self.text[: turn.text_end])
+                and images[: turn.images] == self.images[: turn.images]
+            )
+
+        if not departs(self.turns[-1]):  # as most requests
+            return len(self.turns)
+        return bisect_left(self.turns, True, key=departs)
+
 
 class Start(NamedTuple):
     """Beginning of a turn: its prompt with all images, and the turn that it continues."""
@@ -100,11 +114,9 @@ class EpisodeRecord:
     def start(self, text: str, images: Images = ()) -> Start:
         """Return the prompt of a request that was rendered to `text`, with the images in it."""
         matches = [
-            (turn.text_end, sequence, index)
+            (sequence.turns[count - 1].text_end, sequence, count - 1)
             for sequence in self.sequences
-            for index, turn in enumerate(sequence.turns)
-            if text.startswith(sequence.text[: turn.text_end])
-            and images[: turn.images] == sequence.images[: turn.images]
+            if (count := sequence.turns_within(text, images))
         ]
         if not matches:
             if self.sequences and not self.branch:

@@ -77,6 +77,30 @@ def test_a_request_may_go_back_to_an_earlier_turn():
     assert not record.branch
 
 
+class Counted(str):
+    """A request that counts the characters with which it is compared."""
+
+    compared = 0
+
+    def startswith(self, prefix: str, *_: Any) -> bool:
+        Counted.compared += len(prefix)
+        return super().startswith(prefix)
+
+
+def test_a_long_transcript_is_compared_once_though_it_has_many_turns():
+    """And where a request goes back to an earlier turn, as often as a search by halves does."""
+    record, text, places = EpisodeRecord(encode), PROMPT, []
+    for number in range(500):
+        sampled(record, text, f"answer {number}<e>")
+        text += f"answer {number}<e><u>go<a>"
+        places.append(len(text))
+    Counted.compared = 0
+    assert record.start(Counted(text)).turn == 499 and Counted.compared <= len(text)
+    Counted.compared = 0
+    back = record.start(Counted(text[: places[123]] + "other"))
+    assert back.turn == 123 and Counted.compared < 10 * len(text)
+
+
 turns = st.lists(st.tuples(st.sampled_from(["a", "bc", "d<e>"]), st.booleans()), max_size=6)
 
 
