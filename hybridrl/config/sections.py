@@ -172,7 +172,7 @@ class EnvironmentConfig(FunctionConfig):
 class AgentConfig(FunctionConfig):
     """Programs that sample through the endpoint."""
 
-    concurrency: Annotated[int, Range("episodes run at the same time", 1, 65536), FREE]
+    concurrency: Annotated[int | None, Range("episodes run at the same time", 1, 65536), FREE]
     num_processes: Annotated[int | None, Range("each takes tens of megabytes", 1, 4096), FREE]
     timeout_s: Annotated[float, seconds("an episode needs time; the longest wait is 3 weeks"), FREE]
     memory_mb: Annotated[int, at_least_one("a program needs memory"), FREE]

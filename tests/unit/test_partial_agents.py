@@ -13,10 +13,10 @@ from hybridrl.agents.record import EpisodeRecord
 from hybridrl.agents.training.episodes import ProgramEpisodes
 from hybridrl.config.choices import OtherSampling
 from hybridrl.data.batch import EngineStats, RolloutBatch
-from hybridrl.data.requests import Served
+from hybridrl.data.requests import SamplingParams, Served
 from hybridrl.environments.programs import Reward
 from hybridrl.processes.messages import Failure, FailureKind
-from hybridrl.trainer.episodes.base import Generator
+from hybridrl.trainer.episodes.base import Generator, Wanted, whole_episodes
 from hybridrl.trainer.episodes.conversations import FailureReasons
 from hybridrl.trainer.episodes.responses import decode, encode
 from hybridrl.trainer.sampling.partial import GroupsInFlight
@@ -37,12 +37,14 @@ class Agents:
         longest: most turns of a program.
         begun: (step, prompt, sample) of each program that was started.
         lengths: turns of each program, by its key; every tenth fails.
+        firsts: of each beginning, whether its programs come before others.
     """
 
     weight_version: int = 0
     longest: int = 40
     begun: list[tuple[int, int, int]] = field(default_factory=list)
     lengths: dict[str, int] = field(default_factory=dict)
+    firsts: list[bool] = field(default_factory=list)
     failures: FailureReasons = field(default_factory=FailureReasons)
     running: dict[str, Future] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
@@ -75,7 +77,8 @@ class Agents:
         self.episodes[key] = Episode(key, seed_parts, engine, settings, record)
         return self.episodes[key]
 
-    def begin(self, jobs) -> list[Future]:
+    def begin(self, jobs, first) -> list[Future]:
+        self.firsts.append(first)
         outcomes = {job.key: Future() for job in jobs}
         self.running |= outcomes
         return [*outcomes.values()]
@@ -152,6 +155,15 @@ def test_every_episode_is_trained_once_and_no_token_is_too_old():
     scores = [reward for reward in rewards if reward >= 0]
     assert len({*scores}) == len(scores) and len(scores) < len(rewards)
     assert 1 < max(lags) <= MAX_VERSIONS
+
+
+def test_programs_of_an_evaluation_come_before_those_of_training():
+    agents = Agents()
+    source_of(agents, 0).take(1)
+    wanted = Wanted([prompt(5)], 1, SamplingParams(0.0, 1.0))
+    episodes = ProgramEpisodes(agents, 1, agents, agents.failures, -1.0)
+    whole_episodes(episodes, lambda wanted, count: [0], 2, wanted)
+    assert agents.firsts == [False, True]
 
 
 def test_programs_that_sample_nothing_have_tokens_of_no_age():

@@ -64,6 +64,25 @@ KEEPS_KEY = """open({keys!r}, "a").write(client.api_key + chr(10)); await asynci
     """
 
 
+IN_ORDER = """
+import asyncio
+async def run(task, client, *, file):
+    open(file, "a").write(task.example["answer"])
+    await asyncio.sleep(0.2)
+    return 1
+"""
+
+CLEANING = """
+import asyncio
+async def run(task, client, *, file):
+    try:
+        await asyncio.sleep(60)
+    finally:
+        open(file, "a").write("began ")
+        await asyncio.sleep(5)
+        open(file, "a").write("ended ")
+"""
+
 MEETING = """
 import asyncio
 from pathlib import Path
@@ -131,14 +150,44 @@ def test_a_failed_episode_costs_its_own_reward(tmp_path):
     assert time.monotonic() - start < 20
 
 
-def test_as_many_programs_run_at_the_same_time_as_allowed(tmp_path):
+@pytest.mark.parametrize(("allowed", "count"), [(8, 8), (None, 128)])
+def test_as_many_programs_run_at_the_same_time_as_allowed(tmp_path, allowed, count):
+    """By default 64 for each of two engines."""
     file, folder = tmp_path / "agent.py", tmp_path / "met"
     file.write_text(MEETING)
     folder.mkdir()
-    settings = config(f"{file}:run", folder=str(folder), count=8)
-    with ProgramPool(replace(settings, num_processes=3, timeout_s=30.0)) as pool:
-        found = results(pool, [job(str(number)) for number in range(8)])
-    assert found == [Reward(1.0, {})] * 8
+    settings = config(f"{file}:run", folder=str(folder), count=count)
+    settings = replace(settings, concurrency=allowed, num_processes=3, timeout_s=30.0)
+    with ProgramPool(settings, num_engines=2) as pool:
+        found = results(pool, [job(str(number)) for number in range(count)])
+    assert found == [Reward(1.0, {})] * count
+
+
+def test_what_begins_first_waits_for_no_others_turn(tmp_path):
+    """Two run at a time; those of an evaluation come before what waits, in their order."""
+    file, order = tmp_path / "agent.py", tmp_path / "order"
+    file.write_text(IN_ORDER)
+    settings = replace(config(f"{file}:run", file=str(order)), concurrency=2, num_processes=1)
+    with ProgramPool(settings) as pool:
+        waiting = pool.begin([job(name) for name in "abcdef"])
+        assert wait_for(order.exists)
+        first = pool.begin([job(name) for name in "123"], first=True)
+        assert [one.result(60) for one in (*first, *waiting)] == [Reward(1.0, {})] * 9
+    assert order.read_text() == "ab123cdef"
+
+
+def test_long_clean_up_after_the_time_limit_repeats_no_episode(tmp_path):
+    """The failure waits for its beginning alone; it goes on and ends."""
+    file, notes = tmp_path / "agent.py", tmp_path / "notes"
+    file.write_text(CLEANING)
+    settings = replace(config(f"{file}:run", file=str(notes)), num_processes=1, timeout_s=1.0)
+    repeated: list[str] = []
+    with ProgramPool(settings) as pool:
+        pool.on_repeat = lambda name, attempt: repeated.append(name)
+        found = results(pool, [job("a"), job("b"), job("c")])
+        assert notes.read_text() == "began " * 3 and not repeated
+        assert [one.reason for one in found] == ["took longer than 1 s"] * 3
+        assert wait_for(lambda: notes.read_text().endswith("ended " * 3))
 
 
 def test_a_program_that_is_repeated_has_a_new_key_that_was_named_before(tmp_path):

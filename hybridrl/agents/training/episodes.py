@@ -24,6 +24,7 @@ from hybridrl.agents.training.batch import EpisodeResult, batch_of, unknown_turn
 from hybridrl.agents.training.endpoint import Endpoint, check_address
 from hybridrl.agents.training.programs import Outcome, ProgramPool, task_of
 from hybridrl.config.checks.frozen_models import named_models
+from hybridrl.config.planner.world import num_engines
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
@@ -115,7 +116,8 @@ class ProgramEpisodes:
 
         It is asked again when a program has ended.
         """
-        running = {place: self._running(groups, place, params) for place in unfinished(groups)}
+        # Where all are waited for, as in evaluations, others that wait can end in a later step.
+        running = self._running(groups, params, first=until.needed == len(groups))
 
         def is_enough() -> bool:
             is_open = {g for (g, _), one in running.items() if not one.outcome.done()}
@@ -148,23 +150,29 @@ class ProgramEpisodes:
         return batch_of(results, version, self._endpoint.end_token, images)
 
     def _running(
-        self, groups: Sequence[Group], place: Place, params: SamplingParams
-    ) -> RunningProgram:
-        """Return the program of an episode, started if it is new or its driver has ended."""
-        group, state = groups[place[0]], groups[place[0]].responses[place[1]].episode
-        if isinstance(state, RunningProgram):
-            return state
-        endpoint, sample = self._endpoint, group.first_sample + place[1]
+        self, groups: Sequence[Group], params: SamplingParams, *, first: bool
+    ) -> dict[Place, RunningProgram]:
+        """Return the programs of episodes, started if they are new or their driver has ended."""
+        states = {(g, k): groups[g].responses[k].episode for g, k in unfinished(groups)}
+        running = {at: one for at, one in states.items() if isinstance(one, RunningProgram)}
+        new = [place for place in states if place not in running]
+        jobs = [self._job(groups[g], k, params) for g, k in new]
+        outcomes = self._programs.begin(jobs, first=first)
+        for place, job, outcome in zip(new, jobs, outcomes, strict=True):
+            outcome.add_done_callback(self._endpoint.engines.wake)
+            running[place] = RunningProgram(name=job.key, outcome=outcome)
+        return {place: running[place] for place in states}
+
+    def _job(self, group: Group, index: int, params: SamplingParams) -> Job:
+        """Open an episode at the endpoint; return the job of its program."""
+        endpoint, sample = self._endpoint, group.first_sample + index
         episode = endpoint.episode(
             secrets.token_urlsafe(16),
             (self._seed, "agent", group.step, group.prompt.prompt_id, sample),
             group.engine,
             replace(endpoint.settings, temperature=params.temperature, top_p=params.top_p),
         )
-        job = Job(task_of(group.prompt), endpoint.server.url, episode.key)
-        (outcome,) = self._programs.begin([job])
-        outcome.add_done_callback(endpoint.engines.wake)
-        return RunningProgram(name=episode.name, outcome=outcome)
+        return Job(task_of(group.prompt), endpoint.server.url, episode.key)
 
     def _ended(
         self, groups: Sequence[Group], ended: dict[Place, RunningProgram]
@@ -236,7 +244,7 @@ def open_agent(config: RunConfig, stack: ExitStack) -> Environment:
     agent = config.agent
     assert agent is not None
     check_address(agent.host, agent.port)
-    pool, failures = stack.enter_context(ProgramPool(agent)), FailureReasons()
+    pool, failures = stack.enter_context(ProgramPool(agent, num_engines(config))), FailureReasons()
 
     def episodes(rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
         endpoint = Endpoint(

@@ -1,11 +1,11 @@
 """Processes of agent programs."""
 
+import itertools
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from itertools import count
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -20,6 +20,8 @@ from hybridrl.processes.pool import TaskPool
 TASK = "hybridrl.environments.programs.program_task"
 # A request costs its process some milliseconds of CPU in an SDK, while an engine waits for it.
 MAX_PROCESSES = 16
+# Episodes at a time for each rollout engine, if agent.concurrency is null.
+EACH = 64
 # `Reward` of an episode, or `Failure`.
 Outcome = Future[Any]
 
@@ -50,11 +52,9 @@ class ProgramPool:
         on_repeat: called with an episode's name and a new attempt's, before its program runs again.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
-        options = {"memory_mb": config.memory_mb}
-        setup = Setup(
-            TASK, config.function, config.args, config.timeout_s, config.concurrency, options
-        )
+    def __init__(self, config: AgentConfig, num_engines: int = 1) -> None:
+        options, count = {"memory_mb": config.memory_mb}, config.concurrency or num_engines * EACH
+        setup = Setup(TASK, config.function, config.args, config.timeout_s, count, options)
         self._pool = TaskPool(
             setup,
             config.num_processes,
@@ -64,14 +64,16 @@ class ProgramPool:
             repeated=self._repeated,
         )
         self.on_repeat: Callable[[str, str], None] = lambda name, attempt: None
-        self._new: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
-        self._numbers, self._open = count(), dict[int, Outcome]()
+        self._new: SimpleQueue[tuple[list[tuple[Job, Outcome]], bool]] = SimpleQueue()
+        self._numbers, self._open = itertools.count(), dict[int, Outcome]()
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._serving = run_in_background(self._serve, name="programs")
 
-    def begin(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def begin(self, jobs: Sequence[Job], *, first: bool = False) -> list[Outcome]:
         """Begin to run jobs; return the Future of each one's `Reward` or `Failure`.
+
+        With `first` they run before those that wait for their turn.
 
         Raises:
             ProcessesError: processes do not start up.
@@ -79,8 +81,7 @@ class ProgramPool:
         if self._serving.done():
             self._serving.result()
         begun = [(job, Outcome()) for job in jobs]
-        for one in begun:
-            self._new.put(one)
+        self._new.put((begun, first))
         self._ring.send(b"!")
         return [outcome for _, outcome in begun]
 
@@ -121,6 +122,11 @@ class ProgramPool:
         with suppress(BlockingIOError):
             self._bell.recv(2**16)
         while not self._new.empty():
-            (job, outcome), number = self._new.get(), next(self._numbers)
-            self._open[number] = outcome
-            yield number, job
+            begun, first = self._new.get()
+            numbered = [(next(self._numbers), *one) for one in begun]
+            self._open |= {number: outcome for number, _, outcome in numbered}
+            items = [(number, job) for number, job, _ in numbered]
+            if first:
+                self._pool.put_first(items)
+            else:
+                yield from items

@@ -92,7 +92,7 @@ AGENT = ["hardware=cpu", "environment=calculator_agent", "algorithm=grpo"]
 
 def test_an_agent_and_its_command():
     agent = examined(AGENT).config.agent
-    assert (agent.concurrency, agent.other_sampling, agent.host) == (64, "refuse", "127.0.0.1")
+    assert (agent.concurrency, agent.other_sampling, agent.host) == (None, "refuse", "127.0.0.1")
     result = examined([*AGENT, "environment=agent_command", "agent.args.command=[ls]"])
     assert result.report.problems == [] and result.config.environment is None
     assert result.config.agent.args == {
