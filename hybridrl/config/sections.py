@@ -122,6 +122,8 @@ class DataConfig(Section):
     name: str
     train_files: Any
     eval_files: Any
+    function: str | None
+    args: dict[str, Any]
     prompt_key: str
     answer_key: str | None
     images_key: str | None

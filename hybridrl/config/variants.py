@@ -234,6 +234,8 @@ VARIANTS = (
         ", whose data sets set these themselves",
     ),
     Variant("data.train_files", _is_set("data.train_files"), "data.name"),
+    Variant("data.function", _is_set("data.function"), "data.name"),
+    Variant("data.function", None, "data.args"),
     Variant(
         "data.few_shot",
         lambda c: c.data.few_shot == 0 and not trains_on_answers(c),

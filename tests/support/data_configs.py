@@ -14,6 +14,8 @@ def data_config(**changes: Any) -> DataConfig:
         "name": "embedded",
         "train_files": None,
         "eval_files": None,
+        "function": None,
+        "args": {},
         "prompt_key": "question",
         "answer_key": "answer",
         "images_key": "images",

@@ -14,6 +14,8 @@ from hybridrl.config.errors import ABSENT, Problem
 from hybridrl.config.estimators import is_supervised, trains_on_answers
 from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import function_at
+from hybridrl.config.user_code.importing import check_import, check_itself
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 # Parameters of apply_chat_template that are not a template's own.
@@ -28,9 +30,23 @@ _NAME = re.compile(r"[A-Za-z]\w*")
 
 def source_problems(config: RunConfig) -> Iterator[tuple[str, Iterator[Problem]]]:
     """Yield the keys of sources, which are not read if they have problems, with the problems."""
+    yield "data.function", _function_problems(config)
     yield "data.mixture", mixture_problems(config)
     for key in ("data.train_files", "data.eval_files"):
         yield key, _files_at(config, key)
+
+
+def _function_problems(config: RunConfig) -> Iterator[Problem]:
+    """Check the function and that there is no other source of problems."""
+    data, path = config.data, config.data.function
+    if path is not None:
+        for name in ("train_files", "eval_files", "mixture"):
+            if value := vars(data)[name]:
+                why = f"data.function = {path} returns the problems"
+                remedy = f"Remove data.{name}, or set data.function=null"
+                yield Problem("two_sources", f"data.{name}", value, "null", why, remedy)
+        check_import("data.function", path)
+        check_itself("data", path, function_at("data", path), data.args)
 
 
 def _files_at(config: RunConfig, key: str) -> Iterator[Problem]:

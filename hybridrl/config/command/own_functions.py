@@ -3,7 +3,8 @@
 Hydra merges sections, so `reward.function=my_module.my_reward` would keep the args of
 conf/reward/gsm8k.yaml. The rule: if a recipe or the command line replaces a section's function by
 another dotted path, or by a list, what earlier sources set in `args` is dropped. With a reward, the
-rules of eval.rules that use the replaced function go, too; with an environment, its stop texts.
+rules of eval.rules that use the replaced function go, too; with an environment, its stop texts. A
+function that gives the data without answers drops all inherited rules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,7 @@ def drop_inherited(cfg: DictConfig, layers: Sequence[Layer]) -> None:
         node = OmegaConf.select(cfg, section, throw_on_resolution_failure=False)
         if not isinstance(node, DictConfig):
             continue
-        own = {key for layer in layers[replaced:] for key in layer}
+        own = _own(layers[replaced:])
         args: Any = raw_tree(node).get("args")
         inherited = leaves(args) if isinstance(args, Mapping) else {}
         if inherited:
@@ -80,6 +81,14 @@ def drop_inherited(cfg: DictConfig, layers: Sequence[Layer]) -> None:
             old = [layer[key] for layer in layers[:replaced] if key in layer]
             old += [inherited[name] for name in _functions([inherited])]
             _drop_rules(cfg, old, own)
+    data = OmegaConf.select(cfg, "data", throw_on_resolution_failure=False)
+    if isinstance(data, DictConfig) and data.get("function") and data.get("answer_key") is None:
+        rules = raw_tree(cfg.eval).get("rules") or {}
+        _drop_rules(cfg, [rule.get("function") for rule in rules.values()], _own(layers[1:]))
+
+
+def _own(layers: Sequence[Layer]) -> set[str]:
+    return {key for layer in layers for key in layer}
 
 
 def _functions(layers: Sequence[Layer]) -> list[str]:

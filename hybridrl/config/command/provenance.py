@@ -13,7 +13,7 @@ from hybridrl.config.keys import leaves, raw_tree
 
 # Keys of which one makes a group's choice what it is.
 _MAIN_KEYS = {
-    "data": ("name", "train_files", "mixture"),
+    "data": ("name", "train_files", "mixture", "function"),
     "environment": ("function",),
     "model": ("path",),
     "reward": ("function",),

@@ -17,6 +17,7 @@ from hybridrl.processes.supervisor import describe_exit
 from hybridrl.processes.texts import place_of, printable
 
 TRIAL_TIMEOUT_S = 120.0
+LOADING_TIMEOUT_S = 1800.0  # of data, perhaps a download
 
 _MAX_CHARS = 1000
 
@@ -62,10 +63,13 @@ def import_problem(key: str, path: str, reason: str) -> Problem:
     return Problem("import", key, path, why=why, remedy=remedy)
 
 
-def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> list[Problem]:
+def try_out(
+    key: str, path: str, what: str, function: str, *arguments: Any, always: bool = False
+) -> list[Problem]:
     """Import the module of `path` and run a check of what it names; return the problems.
 
-    Both happen in one separate process. Code of hybridrl needs no trial.
+    Both happen in one separate process. Code of hybridrl needs no trial, unless `always`, which
+    has more time as well.
 
     Args:
         key, path: of the config.
@@ -76,10 +80,11 @@ def try_out(key: str, path: str, what: str, function: str, *arguments: Any) -> l
     Raises:
         ConfigError: the module cannot be imported.
     """
-    if is_ours(path):
+    if is_ours(path) and not always:
         return []
     module, _ = module_and_name(key, path)
-    imported, answer = _tried(module, (function, (key, path, *arguments)))
+    limit_s = LOADING_TIMEOUT_S if always else TRIAL_TIMEOUT_S
+    imported, answer = _tried(module, (function, (key, path, *arguments)), limit_s)
     if isinstance(answer, list):
         return [Problem(*fields) for fields in answer]
     if not imported:
@@ -123,20 +128,22 @@ def _tried_import(module: str, import_path: tuple[str, ...]) -> str:
     return "" if imported else str(answer)
 
 
-def _tried(module: str, check: Check | None = None) -> tuple[bool, list[tuple[str, ...]] | str]:
+def _tried(
+    module: str, check: Check | None = None, limit_s: float = TRIAL_TIMEOUT_S
+) -> tuple[bool, list[tuple[str, ...]] | str]:
     """Run `trial` in a separate process.
 
     Returns:
         Whether the module was imported; and the problems, or why the import or check failed.
     """
     answers: list[Any] = []
-    end, why = time.monotonic() + TRIAL_TIMEOUT_S, ""
+    end, why = time.monotonic() + limit_s, ""
     process = UserProcess(f"{__name__}.trial", os.environ, is_silent=True)
     try:
         process.send((module, check), TRIAL_TIMEOUT_S)
         while wait([process.socket], max(0.0, end - time.monotonic())):
             answers += process.messages()
-        why = f"it did not end within {TRIAL_TIMEOUT_S:g} s"
+        why = f"it did not end within {limit_s:g} s"
     except (EOFError, OSError):
         pass
     finally:

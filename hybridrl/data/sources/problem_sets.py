@@ -13,6 +13,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.sections import SOURCE_KEYS, DataConfig, MixturePart
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.files import Split, hub_files, read_problems
+from hybridrl.data.sources.functions import files_of
 from hybridrl.data.sources.images import keys_of
 from hybridrl.data.sources.order import most_drawn
 from hybridrl.data.sources.problems import held_out_problems, labelled, pair, train_problems
@@ -70,7 +71,7 @@ class DataSet:
         """Description of the problems' origin, for the user."""
         files = _paths(self.config.train_files)
         if files is None:
-            return self.config.name
+            return self.config.function or self.config.name
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         return f"{files[0]}{more}" if files else "no files"
 
@@ -164,6 +165,10 @@ def _read(data: DataSet, targets: Targets | None) -> list[str]:
     """Read the problems of a data set before filters; return messages for a ConfigError."""
     config = data.config
     train_files, eval_files = _paths(config.train_files), _paths(config.eval_files)
+    keys = ("data.train_files", "data.eval_files")
+    if config.function is not None:
+        keys = ("data.function", "data.function")
+        train_files, eval_files = files_of(config.function, config.args)
     name, _, folder = config.name.partition("/") if train_files is None else ("", "", "")
     hub: dict[Split, list[Path]] = {}
     faults: list[str] = []
@@ -185,10 +190,10 @@ def _read(data: DataSet, targets: Targets | None) -> list[str]:
         own = {"dataset": data.name} if data.name else {}
         return [replace(p, example=label | p.example | own, tags=p.tags | own) for p in problems]
 
-    data.train = read(Split.train, "data.train_files", train_files)
-    data.held_out = read(Split.held_out, "data.eval_files", eval_files)
+    data.train = read(Split.train, keys[0], train_files)
+    data.held_out = read(Split.held_out, keys[1], eval_files)
     if train_files is not None and eval_files is None and not faults:
-        faults += _hold_out_last(data)
+        faults += _hold_out_last(data, keys[0])
     return faults
 
 
@@ -239,7 +244,7 @@ def _paths(value: Any) -> list[Path] | None:
     return [Path(name).expanduser() for name in names]
 
 
-def _hold_out_last(data: DataSet) -> list[str]:
+def _hold_out_last(data: DataSet, key: str) -> list[str]:
     """Move the last training problems to the held-out set; return messages for a ConfigError."""
     total, count = len(data.train), data.config.num_eval_problems
     if count is None:
@@ -247,13 +252,11 @@ def _hold_out_last(data: DataSet) -> list[str]:
     if count >= total:
         return [
             f"data.eval_files = null holds out the last {count} of the {total} problems in "
-            f"data.train_files, which leaves none to train on.\n"
+            f"{key}, which leaves none to train on.\n"
             "Set data.eval_files, or a smaller data.num_eval_problems."
         ]
     data.train, data.held_out = data.train[:-count], data.train[-count:]
-    data.notes.append(
-        f"the last {count:,} problems of data.train_files are held out, not trained on"
-    )
+    data.notes.append(f"the last {count:,} problems of {key} are held out, not trained on")
     return []
 
 
