@@ -19,7 +19,6 @@ from hybridrl.agents.text import ModelText
 from hybridrl.agents.training.programs import ProgramPool, task_of
 from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.importing import is_ours
 from hybridrl.data.requests import Progress, Request
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import load_tokenizer
@@ -34,6 +33,8 @@ from hybridrl.rollout.vllm_text import Parsed
 # Seconds after which a program that has asked nothing yet, such as one that builds its tools first,
 # passes.
 TRIAL_S = 60.0
+# Needs no trial.
+CALCULATOR = "hybridrl.environments.calculator_agent.run"
 
 
 class Silent:
@@ -56,7 +57,7 @@ def trial_problems(config: RunConfig, prompt: Prompt) -> list[str]:
     """Run the program on a problem up to its first prompt; return why it did not get so far."""
     agent = config.agent
     assert agent is not None
-    if is_ours(agent.function) and "command" not in agent.args:
+    if agent.function == CALCULATOR:
         return []
     engines, ends = Silent(), stop_token_ids(plain_folder(config.model.path))
     parse = None if agent.tool_parser is None else lambda text, tools: Parsed(text, [])

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.choices import Targets
 from hybridrl.config.command.input_errors import expanded, is_address, reason_of
-from hybridrl.config.errors import ABSENT, Problem
+from hybridrl.config.errors import ABSENT, Problem, raised_problems
 from hybridrl.config.estimators import is_supervised, trains_on_answers
 from hybridrl.config.policy_losses import targets_of
 from hybridrl.config.schema import RunConfig
@@ -45,8 +45,12 @@ def _function_problems(config: RunConfig) -> Iterator[Problem]:
                 why = f"data.function = {path} returns the problems"
                 remedy = f"Remove data.{name}, or set data.function=null"
                 yield Problem("two_sources", f"data.{name}", value, "null", why, remedy)
-        check_import("data.function", path)
-        check_itself("data", path, function_at("data", path), data.args)
+        yield from raised_problems(_check_function, path, data.args)
+
+
+def _check_function(path: str, args: dict[str, Any]) -> None:
+    check_import("data.function", path)
+    check_itself("data", path, function_at("data", path), args)
 
 
 def _files_at(config: RunConfig, key: str) -> Iterator[Problem]:

@@ -34,6 +34,9 @@ OWN_AGENT = {
         "+agent.args.max_turns=2",
     ],
     "agent_command": ["agent.args.command=[ls]"],
+    "gymnasium": ["agent.args.env=Game-v0"],
+    "openenv": ["agent.args.url=http://127.0.0.1:8000"],
+    "verifiers": ["agent.args.env=reverse-text"],
 }
 OWN_ENVIRONMENT = [
     "environment.function=hybridrl.environments.calculator.Calculator",
@@ -109,12 +112,12 @@ def test_the_first_page_has_the_accuracies_of_the_recipes_pages():
         ], name
 
 
-def test_the_composed_config_has_at_most_169_leaves():
-    """Besides the thresholds, one for each health check."""
+def test_the_composed_config_has_at_most_171_leaves():
+    """Besides the thresholds, one for each health check. data.function and its args came last."""
     cfg = composed(["+recipe=gsm8k_ppo", "hardware=cpu"])
     found = [*leaves(OmegaConf.to_container(cfg, resolve=False))]
     thresholds = [key for key in found if key.startswith("health.")]
-    assert len(found) - len(thresholds) <= 169
+    assert len(found) - len(thresholds) <= 171
     assert len(thresholds) == len(dataclasses.fields(HealthConfig))
 
 
