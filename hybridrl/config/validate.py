@@ -90,6 +90,7 @@ TRAINING_MODEL_CHECKS = (
     algorithm.expert_problems,
     algorithm.recurrent_problems,
     algorithm.forward_problems,
+    algorithm.sharing_problems,
     exact_problems,
 )
 

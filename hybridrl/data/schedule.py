@@ -24,6 +24,7 @@ from hybridrl.data.partition import Micros, Partitioner, partitioner_for
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
+from hybridrl.data.units import Rows, prompt_indices
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
@@ -155,7 +156,7 @@ def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
     return used, [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
 
 
-def _rows(micros: Micros, units: Sequence[range]) -> Micros:
+def _in_rows(micros: Micros, units: Sequence[Sequence[int]]) -> Micros:
     """Return micro-batches of units as micro-batches of their responses."""
     return [[row for unit in micro for row in units[unit]] for micro in micros]
 
@@ -187,6 +188,8 @@ class UpdateSizes:
         image_cost: images of a sequence -> their cost, in the same unit.
         partition: splits a mini-batch over ranks and into micro-batches.
         whole_episodes: the responses of an episode share a micro-batch, as the loss compares them.
+        share_prompts: responses to a prompt stay together, as it is computed once for those of a
+            micro-batch.
     """
 
     num_shards: int
@@ -197,6 +200,7 @@ class UpdateSizes:
     partition: Partitioner
     whole_episodes: bool = False
     image_cost: Callable[[PromptImages], float] = len
+    share_prompts: bool = False
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
@@ -210,6 +214,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
         partition=partitioner_for(config.fsdp),
         whole_episodes=policy_loss_of(config.algorithm.loss.function).targets is Targets.pairs,
         image_cost=partial(images_cost, shape, trains=config.train_vision),
+        share_prompts=config.fsdp.share_prompts,
     )
 
 
@@ -239,27 +244,28 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
     if "teacher_prompts" in batch.added:  # in whose place teachers may read longer ones
         whole = whole.maximum(batch.teacher_prompts.lengths + batch.responses.lengths)
     lengths = whole.tolist()
-    units = members if sizes.whole_episodes else [range(row, row + 1) for row in range(len(batch))]
-    tokens = [sum(lengths[row] for row in unit) for unit in units]
-    each = [sizes.cost(length) for length in lengths]
+    cost = [sizes.cost(length) for length in lengths]
     if batch.images is not None:  # of each row, though a micro-batch computes equal ones once
-        rows = zip(each, batch.images.rows, strict=True)
-        each = [one + (sizes.image_cost(images) if images else 0.0) for one, images in rows]
-    cost = [sum(each[row] for row in unit) for unit in units]
+        images = zip(cost, batch.images.rows, strict=True)
+        cost = [one + (sizes.image_cost(own) if own else 0.0) for one, own in images]
+    prompts = prompt_indices(batch) if sizes.share_prompts else [*range(len(batch))]
+    rows = Rows(prompts, lengths, batch.responses.lengths.tolist(), cost)
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
         generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
         order = torch.randperm(len(members), generator=generator).tolist()
-        minis = [
-            order[start : start + per_step]
-            if sizes.whole_episodes
-            else [row for episode in order[start : start + per_step] for row in members[episode]]
-            for start in range(0, len(order), per_step)
-        ]
-        partitions = [
-            sizes.partition(mini, cost, tokens, sizes.num_shards, sizes.max_tokens)
-            for mini in minis
-        ]
+        if sizes.share_prompts:
+            order = rows.by_prompt(order, [unit[0] for unit in members])
+        partitions = []
+        for start in range(0, len(order), per_step):
+            units: list[Sequence[int]] = [members[one] for one in order[start : start + per_step]]
+            if not sizes.whole_episodes:
+                flat = [row for unit in units for row in unit]
+                units = rows.units(flat, sizes.num_shards, sizes.max_tokens)
+            costs, tokens = zip(*map(rows.size, units), strict=True)
+            mini = [*range(len(units))]
+            per_rank = sizes.partition(mini, costs, tokens, sizes.num_shards, sizes.max_tokens)
+            partitions.append([_in_rows(micros, units) for micros in per_rank])
         for rank, epochs in enumerate(ranks):
-            epochs.append([_rows(per_rank[rank], units) for per_rank in partitions])
+            epochs.append([per_rank[rank] for per_rank in partitions])
     return ScheduledBatch.of(batch, ranks)

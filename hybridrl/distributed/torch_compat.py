@@ -77,7 +77,7 @@ def varlen_backward(
     qkv: Sequence[Tensor],
     output: Tensor,
     log_sum_exp: Tensor,
-    bounds: tuple[Tensor, int],
+    bounds: tuple[Tensor, int, Tensor, int],
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, ...]:
@@ -86,19 +86,19 @@ def varlen_backward(
     Args:
         grad, output: [N, H, D]; of queries, keys and values [N, heads, D].
         log_sum_exp: of the scores, [H, N] float32.
-        bounds: first token of each sequence [B + 1] int32, longest length.
+        bounds: first token of each sequence [B + 1] int32, longest length; those of their keys.
         window: visible tokens, itself included; None: all.
     """
-    starts, longest = bounds
+    starts, longest, key_starts, longest_keys = bounds
     grads: tuple[Tensor, ...] = torch.ops.torch_attn._varlen_attn_backward(
         grad.contiguous(),
         *qkv,
         output,
         log_sum_exp,
         starts,
-        starts,
+        key_starts,
         longest,
-        longest,
+        longest_keys,
         window is None,
         torch.zeros(2, dtype=torch.uint64, device=grad.device),  # no dropout
         scale,

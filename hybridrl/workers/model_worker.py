@@ -16,6 +16,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
+from hybridrl.distributed.forward.layers import shares_prompts
 from hybridrl.distributed.forward.packing import Packed, States, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.forward.vision import ImagePacker
@@ -37,6 +38,7 @@ class ModelWorker(Worker):
 
     model: nn.Module
     weights: Offloadable
+    shares_prompts: bool
 
     def __init__(self, config: Any, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
@@ -47,6 +49,7 @@ class ModelWorker(Worker):
     def own(self, model: nn.Module) -> None:
         """Set the role's model, and make it offloadable."""
         self.model = model
+        self.shares_prompts = self.config.fsdp.share_prompts and shares_prompts(model)
         self.weights = offloadable_weights(model, self.config.fsdp.offload, self.device)
 
     @classmethod
@@ -78,7 +81,15 @@ class ModelWorker(Worker):
     ) -> Packed:
         """Pack this rank's part of a micro-batch, on the device, with its experts if given."""
         images: ImagePacker | None = vars(self.model).get("images")
-        return pack(micro, self.device, self.sequence_group, states, routed_experts, images)
+        return pack(
+            micro,
+            self.device,
+            self.sequence_group,
+            states,
+            routed_experts,
+            images,
+            shares=self.shares_prompts,
+        )
 
     def on_device(self, values: Ragged) -> Tensor:
         """Copy the flat values of a field of the batch to the device."""

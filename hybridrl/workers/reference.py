@@ -46,6 +46,7 @@ class ReferenceWorker(ModelWorker):
             actor = roles["actor"]
             assert isinstance(actor, ModelWorker)
             self.model, self.weights = actor.model, actor.weights
+            self.shares_prompts = actor.shares_prompts
             self.others = [other for other in self.others if other is not actor]
 
     def rest(self) -> None:

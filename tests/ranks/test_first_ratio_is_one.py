@@ -1,5 +1,7 @@
 """On-policy means ratio 1: log-probs of the first mini-batch equal old_log_probs bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,10 +26,10 @@ def scored(dealt, worker_method):
     return dealt.join(parts)
 
 
-def two_steps(folder, replicas, target):
+def two_steps(folder, replicas, shares, target):
     """Two steps of the loop; metrics of both, and log-probs before and after saving."""
     ranks = dist.get_world_size()
-    spec = fsdp_config(dp_shard=ranks // replicas, dp_replicate=replicas)
+    spec = fsdp_config(ranks // replicas, replicas, share_prompts=shares)
     mesh = build_mesh(spec, "cpu")
     actor = ActorWorker(actor_config(folder, spec), mesh)
     critic = CriticWorker(critic_config(folder, spec), mesh)
@@ -35,6 +37,8 @@ def two_steps(folder, replicas, target):
     history = []
     for step in (1, 2):
         batch = training_batch()
+        if shares:  # two prompts of four responses
+            batch = replace(batch, prompts=batch.prompts.select([0, 0, 0, 0, 1, 1, 1, 1]))
         dealt = scheduled(
             batch,
             num_ranks=ranks,
@@ -43,6 +47,7 @@ def two_steps(folder, replicas, target):
             max_tokens=30,
             step=step,
             partition=partitioner_for(spec),
+            share_prompts=shares,
         )
         old_log_probs = scored(dealt, actor.compute_log_probs)
         ref_log_probs = scored(dealt, reference.compute_log_probs)
@@ -60,12 +65,16 @@ def two_steps(folder, replicas, target):
     return history, now, saved
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (2, 2)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1, False), (2, 1, False), (2, 2, False), (2, 1, True)],
+    ids=str,
+)
 def run(request, tmp_path_factory):
-    ranks, replicas = request.param
+    ranks, replicas, shares = request.param
     root = tmp_path_factory.mktemp("ratio")
     folder = tiny_folder("qwen3", root / "model")
-    return run_on_ranks(two_steps, ranks, folder, replicas, root / "final")
+    return run_on_ranks(two_steps, ranks, folder, replicas, shares, root / "final")
 
 
 def test_log_ratio_is_zero_first_and_not_after_an_update(run):
@@ -108,7 +117,7 @@ def test_what_was_saved_continues_bit_for_bit(run):
 @pytest.mark.parametrize("name", MORE)
 def test_every_family(name, tmp_path):
     folder = tiny_folder(name, tmp_path / "model")
-    results = run_on_ranks(two_steps, 2, folder, 1, tmp_path / "final", time_limit_s=280)
+    results = run_on_ranks(two_steps, 2, folder, 1, False, tmp_path / "final", time_limit_s=280)
     for history, now, saved in results:
         for metrics, _, _ in history:
             assert metrics["actor/first_log_ratio_max"] == 0.0

@@ -83,10 +83,17 @@ def scheduled(
     epochs: int = 1,
     step: int = 1,
     partition: Partitioner = partition_by_micro_batch,
+    share_prompts: bool = False,
 ) -> ScheduledBatch:
     """The batch partitioned over ranks by its tokens."""
     sizes = UpdateSizes(
-        num_ranks, mini_batch_size, epochs, max_tokens, cost=float, partition=partition
+        num_ranks,
+        mini_batch_size,
+        epochs,
+        max_tokens,
+        cost=float,
+        partition=partition,
+        share_prompts=share_prompts,
     )
     return schedule(batch, sizes, seed=1, step=step)
 

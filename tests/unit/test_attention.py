@@ -97,7 +97,7 @@ def test_a_sequence_does_not_see_its_neighbours():
 def test_smaller_values_are_exact_with_a_kernel_of_one_size(monkeypatch):
     def kernel(q, k, v, bounds, _, longest, *rest, scale, **named):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-        return attention._padded((q, k, v), (bounds, longest), scale, None)
+        return attention._padded((q, k, v), (bounds, longest) * 2, scale, None)
 
     sizes = ((4, 8), (2, 8), (2, 6))
     generator = torch.Generator().manual_seed(3)

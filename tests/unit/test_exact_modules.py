@@ -26,7 +26,7 @@ def gated(gate, up, kind):
 
 
 def attend(q, k, v, bounds, longest, scale):
-    output = attention._padded((q, k, v), (bounds, longest), scale, None)
+    output = attention._padded((q, k, v), (bounds, longest) * 2, scale, None)
     return output.contiguous(), q.new_zeros(q.shape[1], q.shape[0])
 
 

@@ -40,7 +40,7 @@ def relative(one, other):
 def check(attend, device, dtype, window, tolerance):
     inputs = tensors(device, dtype)
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=device)
-    output = attend(inputs[:3], (bounds, 70), None, window, sinks=inputs[3])
+    output = attend(inputs[:3], (bounds, 70) * 2, None, window, sinks=inputs[3])
     exact = [x.detach().float().requires_grad_() for x in inputs]
     expected = reference(*exact, window or 200)
     weights = torch.randn(expected.shape).to(device)
@@ -59,7 +59,7 @@ def test_padded(window):
 def test_padded_computes_the_same_bits_without_gradients():
     """Old log-probs have none, those of the update have: the first ratio is exactly 1."""
     inputs = tensors("cpu", torch.float32)
-    arguments = inputs[:3], (torch.tensor(BOUNDS, dtype=torch.int32), 70), None, 16
+    arguments = inputs[:3], (torch.tensor(BOUNDS, dtype=torch.int32), 70) * 2, None, 16
     with torch.no_grad():
         expected = attention._padded(*arguments, sinks=inputs[3])
     assert torch.equal(attention._padded(*arguments, sinks=inputs[3]), expected)

@@ -260,6 +260,21 @@ def forward_problems(
         yield must_be("compiled_sharing", key, True, "false", why)
 
 
+def sharing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Find what a prompt that is computed once for several responses cannot have."""
+    size, key = config.fsdp.ulysses_size, "fsdp.share_prompts"
+    reasons = {
+        "recurrent layers pass a state from token to token": shape.recurrent,
+        "experts are balanced by sequence": shape.experts is not None,
+        "images have positions of their own": shape.takes_images,
+        f"ranks share sequences (fsdp.ulysses_size = {size})": size > 1,
+        "vLLM computes each sequence whole (rollout.exact = true)": config.rollout.exact,
+    }
+    if config.fsdp.share_prompts:
+        for why in (reason for reason, is_so in reasons.items() if is_so):
+            yield must_be("shared_prompts", key, True, "false", why)
+
+
 def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Find a replay of experts that recurrent layers do not have."""
     replay = config.rollout.router_replay

@@ -31,8 +31,10 @@ from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, 
 from hybridrl.distributed.forward.sinks import with_sinks
 from hybridrl.distributed.torch_compat import GROUPED_QUERY, activate_flash_attention_4
 
-# Of queries, keys and values; bounds and longest length of sequences; scaling; window.
-Attend = Callable[[Sequence[Tensor], tuple[Tensor, int], float | None, int | None], Tensor]
+# Of queries, keys and values; bounds and longest length of sequences, those of their keys; scaling;
+# window. Where a sequence has more keys than queries, the last of both are of the same token.
+Bounds = tuple[Tensor, int, Tensor, int]
+Attend = Callable[[Sequence[Tensor], Bounds, float | None, int | None], Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ TOWER_ATTENTION = "hybridrl_as_flash"
 # Arguments that say which tokens are a sequence, and of which rank.
 BOUNDS = (
     *("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"),
-    *("sequence_group", "num_shared_tokens"),
+    *("sequence_group", "num_shared_tokens", "key_index"),
 )
 # Arguments that are read, or whose effect is in queries and keys already; and those with values
 # that change nothing. Any other may change the scores: ignoring it would be silently wrong.
@@ -94,6 +96,8 @@ def packed_attention(
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are required; sliding_window is the
             number of visible tokens, itself included; s_aux [H] are sinks. With sequence_group the
             tokens are this rank's shard of num_shared_tokens; cu_seq_lens_q covers all of them.
+            With key_index [K], the tokens of sequences' keys, cu_seq_lens_k and max_length_k are
+            their bounds.
 
     Returns:
         [1, N, H, size of values], and None in place of the attention weights.
@@ -111,13 +115,33 @@ def packed_attention(
         sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
     if sinks is not None:
         attend = partial(with_sinks if attend is _varlen else _padded, sinks=sinks)
-    bounds = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    own = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    bounds = *own, *own
+    if (index := kwargs.get("key_index")) is not None:
+        k, v = (_Repeated.apply(x, index) for x in (k, v))
+        bounds = *own, kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
     output = attend((q, k, v), bounds, scaling, kwargs.get("sliding_window"))
     if group is not None:
         output = tokens_of_all_heads(output, query.shape[2], group)
     if output.shape[-1] > value.shape[-1]:
         output = output[..., : value.shape[-1]]
     return output[None], None
+
+
+class _Repeated(torch.autograd.Function):
+    """x[index] of [N, heads, D]; gradients of repeated tokens add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = grads[0].new_zeros(ctx.count, *grads[0].shape[1:], dtype=torch.float32)
+        return total.index_add_(0, index, grads[0].float()).to(grads[0].dtype), None
 
 
 def tower_attention(
@@ -191,17 +215,17 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
 
 
 def _varlen(
-    qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
+    qkv: Sequence[Tensor], bounds: Bounds, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute attention of [N, heads, D] by the kernel; `bounds`: cu_seq_lens, longest length."""
-    cu_seq_lens, max_length = bounds
+    """Compute attention of [N, heads, D] by the kernel."""
+    starts, longest, key_starts, longest_keys = bounds
     query, key, value = qkv
     return varlen_attn(
         *(x.contiguous() for x in (query, key, of_one_size(query, value))),
-        cu_seq_lens,
-        cu_seq_lens,
-        max_length,
-        max_length,
+        starts,
+        key_starts,
+        longest,
+        longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **GROUPED_QUERY,
@@ -215,16 +239,16 @@ def of_one_size(query: Tensor, value: Tensor) -> Tensor:
 
 
 def _exact(
-    qkv: Sequence[Tensor], bounds: tuple[Tensor, int], scaling: float | None, window: int | None
+    qkv: Sequence[Tensor], bounds: Bounds, scaling: float | None, window: int | None
 ) -> Tensor:
     """Compute the same by vLLM's kernel; no window cuts (config/checks/exact.py)."""
     scale = qkv[0].shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(*(x.contiguous() for x in qkv), *bounds, scale)[0]
+    return attention(*(x.contiguous() for x in qkv), *bounds[:2], scale)[0]
 
 
 def _padded(
     qkv: Sequence[Tensor],
-    bounds: tuple[Tensor, int],
+    bounds: Bounds,
     scaling: float | None,
     window: int | None,
     sinks: Tensor | None = None,
@@ -233,17 +257,27 @@ def _padded(
 
     With sinks there is a last key without value, whose score is the head's sink.
     """
-    max_length = bounds[1]
-    padding = Padding.of(*bounds, qkv[0].shape[0])
+    starts, longest, key_starts, max_length = bounds
+    queries, keys = qkv[0].shape[0], qkv[1].shape[0]
+    padding = of_keys = Padding.of(starts, longest, queries)
     mask = None
-    if sinks is not None or (window is not None and window < max_length):
+    if keys != queries:  # each sequence has queries for its last keys
+        of_keys = Padding.of(key_starts, max_length, keys)
+        place = torch.arange(max_length, device=starts.device)
+        before = key_starts.diff() - starts.diff()
+        behind = before[:, None, None] + place[:longest, None] - place  # of a key, [B, T, K]
+        mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        mask = mask[:, None]
+    elif sinks is not None or (window is not None and window < max_length):
         ones = torch.ones(max_length, max_length, dtype=torch.bool, device=qkv[0].device)
         mask = ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
-    q, k, v = (padding.pad(x).transpose(1, 2) for x in qkv)
+    q = padding.pad(qkv[0]).transpose(1, 2)
+    k, v = (of_keys.pad(x).transpose(1, 2) for x in qkv[1:])
     if sinks is not None:
         assert mask is not None
-        scores = q.new_zeros(1, len(sinks), *mask.shape).masked_fill(~mask, -torch.inf)
-        last = sinks.to(q.dtype)[None, :, None, None].expand(-1, -1, max_length, 1)
+        mask = mask.expand(len(mask) if mask.dim() > 2 else 1, len(sinks), *mask.shape[-2:])
+        scores = q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        last = sinks.to(q.dtype)[None, :, None, None].expand(len(mask), -1, longest, 1)
         mask = torch.cat([scores, last], -1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     # Of scores with a gradient, others compute something else: ratios would not be exactly 1.

@@ -146,7 +146,7 @@ def _attention_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> 
 
 def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, bounds, output, log_sum_exp = ctx.saved_tensors
-    whole = bounds, ctx.longest
+    whole = (bounds, ctx.longest) * 2
     grads = varlen_backward(grad, (q, k, v), output, log_sum_exp, whole, ctx.scale)
     return *grads, None, None, None
 

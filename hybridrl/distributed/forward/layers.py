@@ -74,6 +74,15 @@ def check_layers(model: PreTrainedModel) -> None:
         )
 
 
+def shares_prompts(root: nn.Module) -> bool:
+    """Return whether equal prompts of a role's model can be computed once (`Keys` of packing.py).
+
+    All of its layers then are attention without experts, as shares of experts are by sequence.
+    """
+    model = root.lm if hasattr(root, "lm") else root.backbone
+    return not root.recurrent and not any(map(has_experts, decoder(model).layers))
+
+
 def layer_types(model: PreTrainedModel) -> list[str]:
     """Return the kind of each decoder layer, as config.json or its model names it."""
     config: dict[str, Any] = text_config(model).to_dict()

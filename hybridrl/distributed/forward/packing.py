@@ -49,6 +49,22 @@ class Kept(NamedTuple):
     bounds: list[int]
 
 
+class Keys(NamedTuple):
+    """Keys of packed sequences where sequences with equal prompts compute these once.
+
+    The first has the prompt's tokens. Others begin with their response, and read the first's keys.
+
+    Attributes:
+        index: [K] int64, the packed token of each key of each sequence.
+        bounds: [B + 1] int32, first key of each sequence; the last is K.
+        max_length: most keys of a sequence.
+    """
+
+    index: Tensor
+    bounds: Tensor
+    max_length: int
+
+
 @dataclass(frozen=True)
 class Packed:
     """B packed sequences, each a prompt and its response, without padding.
@@ -66,6 +82,8 @@ class Packed:
         routed_experts: [1, N, L K], `RolloutBatch.routed_experts`; None: not used.
         kept: sets of the response tokens; None: all tokens.
         images: None on all ranks if no rank's responses have any.
+        keys: None if every sequence has its own prompt; else cu_seq_lens and max_length are those
+            of the tokens that are computed.
         shard: None if one rank has the whole input. Otherwise cu_seq_lens and max_length are those
             of the whole input, all else is this rank's shard; state_index counts within it.
     """
@@ -79,6 +97,7 @@ class Packed:
     routed_experts: Tensor | None = None
     kept: Kept | None = None
     images: PackedImages | None = None
+    keys: Keys | None = None
     shard: SequenceShard | None = None
 
 
@@ -89,10 +108,13 @@ def pack(
     states: States = States.predicting,
     routed_experts: Ragged | None = None,
     images: ImagePacker | None = None,
+    *,
+    shares: bool = False,
 ) -> Packed:
     """Pack prompts and responses on `device`; with a group, this rank's shard of them.
 
     `routed_experts` are those of the batch, if the model uses them; `images` packs its images.
+    If it `shares`, equal prompts are computed once.
 
     Raises:
         ValueError: a prompt is empty, so the response's first token has no predicting state; or the
@@ -116,8 +138,11 @@ def pack(
     if states is States.last:
         state_index, response_ids = ends - 1, response_ids[responses.lengths.cumsum(0) - 1]
     starts = torch.cat([ends.new_zeros(1), ends])
-    parts = (input_ids, position_ids, state_index, response_ids, starts)
-    shard = None
+    parts: Parts = (input_ids, position_ids, state_index, response_ids, starts)
+    max_length, keys, shard = int(lengths.max()), None, None
+    if shares and len(index := _first_rows(prompts)) > len({*index}):
+        parts, keys = _shared(parts, index, is_response, device)
+        max_length = int(parts[4].diff().max())
     routed = None if routed_experts is None else routed_experts.values.view(1, total, -1)
     if group is not None:
         parts, shard = _cut(parts, group)
@@ -127,14 +152,43 @@ def pack(
         input_ids=moved[0][None],
         position_ids=moved[1][None],
         cu_seq_lens=moved[4].to(torch.int32),
-        max_length=int(lengths.max()),
+        max_length=max_length,
         state_index=moved[2],
         response_ids=moved[3],
         routed_experts=None if routed is None else to_device(routed, device),
         kept=_kept(batch, shard, device) if states is States.predicting else None,
+        keys=keys,
         shard=shard,
     )
     return packed if batch.images is None else _with_images(packed, input_ids, batch, images)
+
+
+def _first_rows(prompts: Ragged) -> list[int]:
+    """Return the first row with the same prompt as each row."""
+    rows = dict[bytes, int]()
+    return [rows.setdefault(row.tobytes(), index) for index, row in enumerate(prompts.views())]
+
+
+def _shared(
+    whole: "Parts", first: list[int], is_response: Tensor, device: torch.device
+) -> tuple["Parts", Keys]:
+    """Leave out the prompts of rows that are not the first with it; return where keys then are."""
+    input_ids, position_ids, state_index, response_ids, starts = whole
+    places = torch.arange(len(input_ids))
+    to_first = (starts[first] - starts[:-1]).repeat_interleave(starts.diff())
+    source = torch.where(is_response, places, places + to_first)
+    computed = source == places
+    index = (computed.cumsum(0) - 1)[source]
+    ends = computed.cumsum(0)[starts[1:] - 1]
+    parts = (
+        input_ids[computed],
+        position_ids[computed],
+        index[state_index],
+        response_ids,
+        torch.cat([starts[:1], ends]),
+    )
+    longest = int(starts.diff().max())
+    return parts, Keys(to_device(index, device), to_device(starts.int(), device), longest)
 
 
 def _with_images(

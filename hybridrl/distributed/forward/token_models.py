@@ -222,14 +222,17 @@ def response_states(backbone: PreTrainedModel, packed: Packed, *, recurrent: boo
     inputs: dict[str, Any] = {"input_ids": packed.input_ids}
     if packed.images is not None:
         inputs = inputs_with_images(backbone, packed.input_ids, packed.images)
+    keys = packed.keys
+    if keys is not None:
+        sharing = {"key_index": keys.index}
     output = decoder(backbone)(
         **inputs,
         position_ids=packed.position_ids,
         use_cache=False,
         cu_seq_lens_q=packed.cu_seq_lens,
-        cu_seq_lens_k=packed.cu_seq_lens,
+        cu_seq_lens_k=packed.cu_seq_lens if keys is None else keys.bounds,
         max_length_q=packed.max_length,
-        max_length_k=packed.max_length,
+        max_length_k=packed.max_length if keys is None else keys.max_length,
         **sharing,
     )
     return output.last_hidden_state[0].index_select(0, packed.state_index)
