@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from hybridrl.algorithms.primitive_losses import fields_of, loss_of, loss_sum
+from hybridrl.algorithms.primitive_losses import Settings, fields_of, loss_of, loss_sum
 from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
@@ -88,8 +88,17 @@ class Primitives:
         """End a model."""
         return self._calls.add(lambda: self._weights.delete(model))
 
-    def forward(self, data: Sequence[Datum], *, model: str = FIRST) -> Future[Output]:
-        """Compute the log-probs of each datum's targets, by a model's weights."""
+    def forward(
+        self,
+        data: Sequence[Datum],
+        loss: str | None = None,
+        settings: Mapping[str, float] | None = None,
+        *,
+        model: str = FIRST,
+    ) -> Future[Output]:
+        """Compute the log-probs of each datum's targets; with a loss its sum, too."""
+        if loss is not None:
+            return self._add(data, loss, settings, model, lambda scheduled, _: self._run(scheduled))
         plain = [Datum(datum.tokens, datum.targets, {}) for datum in data]
         check(plain, (), self.longest, self._shape.vocab)
 
@@ -114,6 +123,17 @@ class Primitives:
         """
         if not isinstance(loss, str):
             return self._calls.add(partial(self._custom, data, loss, model))
+        return self._add(data, loss, settings, model, partial(self._backward, loss))
+
+    def _add(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        settings: Mapping[str, float] | None,
+        model: str,
+        run: Callable[[ScheduledBatch, Settings], Ragged],
+    ) -> Future[Output]:
+        """Add a call that runs a model on data; its result is with the sum of a loss."""
         try:
             kind, whole = loss_of(loss, settings or {})
         except ValueError as error:
@@ -122,9 +142,9 @@ class Primitives:
 
         def compute() -> Output:
             self._weights.begin(model)
-            scheduled, log_probs = self._backward(data, loss, whole)
-            fields = fields_of(kind, scheduled.batch)
-            total = loss_sum(kind, whole, log_probs.values, fields)
+            scheduled = self._scheduled(data, kind.inputs)
+            log_probs = run(scheduled, whole)
+            total = loss_sum(kind, whole, log_probs.values, fields_of(kind, scheduled.batch))
             return Output(self._rows(log_probs, data), {"loss:sum": float(total)})
 
         return self._calls.add(compute)
@@ -146,17 +166,14 @@ class Primitives:
             for one, gradient in zip(data, gradients, strict=True)
         ]
         check(weighted, ("weights",), self.longest, self._shape.vocab)
-        self._backward(weighted, "cross_entropy", {})
+        self._backward("cross_entropy", self._scheduled(weighted, ("weights",)), {})
         return Output(rows, {**metrics, "loss:sum": float(value.detach())})
 
-    def _backward(
-        self, data: Sequence[Datum], loss: str, settings: Mapping[str, float]
-    ) -> tuple[ScheduledBatch, Ragged]:
-        """Add a gradient to that of the model on the device; return the data and log-probs."""
-        scheduled = self._scheduled(data, loss_of(loss, settings)[0].inputs)
+    def _backward(self, loss: str, scheduled: ScheduledBatch, settings: Settings) -> Ragged:
+        """Add a gradient to that of the model on the device; return log-probs."""
         log_probs: Ragged = self._actor.call("forward_backward", scheduled, loss, settings)
         self._weights.add_gradients()
-        return scheduled, log_probs
+        return log_probs
 
     def optim_step(self, params: AdamParams, *, model: str = FIRST) -> Future[dict[str, float]]:
         """Take an AdamW step with a model's gradients; return their norm, and 1 if skipped.
@@ -272,7 +289,10 @@ class Primitives:
         return schedule(batch, sizes, seed=0, step=0)
 
     def _forward(self, data: Sequence[Datum]) -> Ragged:
-        values: Ragged = self._actor.call("compute_log_probs", self._scheduled(data, ()))
+        return self._run(self._scheduled(data, ()))
+
+    def _run(self, scheduled: ScheduledBatch) -> Ragged:
+        values: Ragged = self._actor.call("compute_log_probs", scheduled)
         return values
 
     @staticmethod
