@@ -16,6 +16,7 @@ USAGE = """usage: hybridrl <command> [arguments]
   export   write a checkpoint as a folder for transformers and vLLM
   eval     score a checkpoint or a model on a data set: pass@1, pass@k, completions
   serve    serve a checkpoint or a model at the endpoint of agents
+  tinker   serve a model to tinker's SDK: training loops of your own
   replay   find the responses that make an update NaN or infinite
   resume   go on with a run, without typing its command again
   runs     list runs: step, accuracy, state, path
@@ -34,6 +35,7 @@ COMMANDS = {
     "export": "hybridrl.commands.export",
     "eval": "hybridrl.commands.evaluate",
     "serve": "hybridrl.commands.serve",
+    "tinker": "hybridrl.commands.tinker",
     "replay": "hybridrl.commands.replay",
     "resume": "hybridrl.commands.resume",
     "runs": "hybridrl.commands.runs",
