@@ -17,7 +17,7 @@ PATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
 
 
 def test_examples_are_short():
-    names = ["own_task", "reshard", "sandboxed_agent", "step", "train"]
+    names = ["own_loop", "own_task", "reshard", "sandboxed_agent", "step", "train"]
     assert [path.stem for path in EXAMPLES] == names
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) < 60
