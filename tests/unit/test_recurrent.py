@@ -1,12 +1,14 @@
 """Recurrent layers on packed tokens compute what transformers does of each sequence alone."""
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.distributed.forward.packing import sequence_index
-from hybridrl.distributed.forward.recurrent import pack_recurrences
+from hybridrl.distributed.forward.recurrent import DELTA_RULE, Recurrence, pack_recurrences
 from tests.support.tiny_hf import packed_recurrences
 
 # Of sequences: several; prompts of one token and their responses, shorter than a convolution.
@@ -85,3 +87,34 @@ def test_packed_sequences_are_those_alone(kind, lengths):
     assert packed_grads.keys() == grads.keys()
     for name, grad in grads.items():
         assert float((packed_grads[name] - grad).norm()) <= 1e-4 * float(grad.norm()) + 1e-4, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_kernel_agrees_with_padded_sequences():
+    """Qwen3.5's sizes of heads, in bfloat16; the padded function computes in float32."""
+    pytest.importorskip("fla", reason="pip install 'hybridrl[linear-attention]'")
+    names = vars(sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"])
+    function = getattr(names[DELTA_RULE], "function", names[DELTA_RULE])
+    lengths = [5, 1, 200, 700]
+    count, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    torch.manual_seed(0)
+    shapes = [(1, count, heads, 128) for heads in (16, 16, 32)]
+    qkv = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
+    g = torch.nn.functional.logsigmoid(torch.randn(1, count, 32, device="cuda")).requires_grad_()
+    beta = torch.rand(1, count, 32, device="cuda").bfloat16().requires_grad_()
+    results = []
+    for has_kernel in (True, False):
+        output, _ = Recurrence(function, has_kernel)(
+            *(x.repeat_interleave(32 // x.shape[2], 2) for x in qkv),
+            g=g,
+            beta=beta,
+            use_qk_l2norm_in_kernel=True,
+            cu_seq_lens_q=bounds,
+            max_length_q=max(lengths),
+        )
+        weights = torch.linspace(-1, 1, output.numel(), device="cuda").view_as(output)
+        grads = torch.autograd.grad((output.float() * weights).sum(), [*qkv, g, beta])
+        results.append([output, *grads])
+    for one, other in zip(*results, strict=True):
+        assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.02

@@ -2,23 +2,32 @@
 
 transformers computes gated delta rules (Qwen3.5, Qwen3-Next), Mamba-2 (Nemotron-H) and short
 convolutions (LFM2) by three functions of each modelling file. Without extra kernels they ignore the
-bounds that packing passes, in silence. Here they are replaced by functions that require them.
+bounds that packing passes, in silence. Here they are replaced by functions that require them. On a
+GPU with flash-linear-attention the gated delta rule is its kernels'.
 
 Shapes:  N = packed tokens   C = channels   K = taps of a convolution
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import distributions, version
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.packing import Padding
 
-RECURRENCES = ("torch_chunk_gated_delta_rule", "mamba2_chunk_scan")
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+RECURRENCES = (DELTA_RULE, "mamba2_chunk_scan")
+# Package with kernels of the gated delta rule, and the first Triton that compiles them right.
+KERNELS, OLDEST_TRITON = "fla-core", (3, 7, 1)
+KERNEL_ARGUMENTS = ("g", "beta", "use_qk_l2norm_in_kernel")
 CONVOLUTION = "causal_conv1d_fn"
 # Arguments of other kernels. Of Nemotron-H transformers alone limits steps (dt_limit) from below by
 # config.json's time_step_min; vLLM's model and NVIDIA's own do not.
@@ -35,7 +44,7 @@ def pack_recurrences(lm: nn.Module) -> set[str]:
         if name == CONVOLUTION:
             functions[name] = packed_convolution
         elif not isinstance(functions[name], Recurrence):
-            functions[name] = Recurrence(functions[name])
+            functions[name] = Recurrence(functions[name], has_kernel=name == DELTA_RULE)
     return {name for _, name in places}
 
 
@@ -77,9 +86,10 @@ def packed_convolution(
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Recurrence over tokens, computed of sequences that are padded on the right."""
+    """Recurrence over tokens, by a kernel or of sequences that are padded on the right."""
 
     function: Callable[..., Any]
+    has_kernel: bool = False
 
     def __call__(self, *tensors: Any, **others: Any) -> Any:
         """Compute the recurrence of tensors [1, N, ...], given cu_seqlens or cu_seq_lens_q."""
@@ -88,10 +98,14 @@ class Recurrence:
             bounds = others.pop("cu_seq_lens_q", None)
         if bounds is None:
             raise ValueError("a recurrence over packed sequences needs cu_seq_lens_q")
-        num_tokens = tensors[0].shape[1]
-        padding = Padding.of(bounds, int(others.pop("max_length_q")), num_tokens)
+        num_tokens, longest = tensors[0].shape[1], int(others.pop("max_length_q"))
         for name in IGNORED:
             others.pop(name, None)
+        kernel = delta_rule_kernel() if self.has_kernel and is_half_on_gpu(tensors[0]) else None
+        if kernel is not None:
+            known = {name: others[name] for name in KERNEL_ARGUMENTS if name in others}
+            return kernel(*tensors, cu_seqlens=bounds.long(), **known)[0], None
+        padding = Padding.of(bounds, longest, num_tokens)
 
         def pad(x: Any) -> Any:
             of_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, num_tokens)
@@ -101,3 +115,30 @@ class Recurrence:
         if isinstance(output, tuple):
             return padding.unpad(output[0])[None], None
         return padding.unpad(output)[None]
+
+
+def is_half_on_gpu(x: Tensor) -> bool:
+    """Return whether the kernel supports such tensors."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def delta_rule_kernel() -> Callable[..., Any] | None:
+    """Return the gated delta rule of flash-linear-attention; None if it is not installed.
+
+    Raises:
+        ConfigError: the installed Triton is too old for it.
+    """
+    if not any(distributions(name=KERNELS)):
+        return None
+    triton = version("triton")
+    if tuple(map(int, triton.partition("+")[0].split(".")[:3])) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        raise ConfigError(
+            f"{KERNELS} is installed, with triton {triton}: expected {oldest} or later. With "
+            f"earlier ones gradients of its gated delta rule are wrong on Hopper GPUs.\n"
+            f"Install a later triton, with a later torch, or remove {KERNELS}."
+        )
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
