@@ -20,11 +20,16 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.data.requests import STOP, Progress, Request
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.environments.programs import Reward, Task, as_reward
+from hybridrl.rollout.vllm_text import ParseTools
 
 Play = Callable[..., Coroutine[Any, Any, object]]
 TINY = Path(hybridrl.__file__).parent / "models" / "tiny"
 MODEL = ModelConfig(path=str(TINY), init=Init.pretrained, seed=0, trust_remote_code=False)
 END = 1
+TOOLS_TEMPLATE = (
+    "{% if tools %}tools{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}<|assistant|>"
+)
 
 
 class Scripted:
@@ -47,7 +52,12 @@ class Scripted:
 
 
 def played(
-    play: Play, examples: Sequence[dict[str, Any]], say: Callable[[str], str], **args: Any
+    play: Play,
+    examples: Sequence[dict[str, Any]],
+    say: Callable[[str], str],
+    *,
+    parse: ParseTools | None = None,
+    **args: Any,
 ) -> tuple[list[Reward | Exception], list[str]]:
     """Play an episode of each example at the same time, each with its own key.
 
@@ -55,7 +65,9 @@ def played(
         The reward or error of each, and all prompts.
     """
     engines = Scripted(say)
-    policy = Policy(ModelText(engines.tokenizer, [END]), engines, lambda text, tools: None)
+    if parse is not None:
+        engines.tokenizer.chat_template = TOOLS_TEMPLATE
+    policy = Policy(ModelText(engines.tokenizer, [END]), engines, parse)
     settings = Settings(1.0, 1.0, 1.0, 1.0, 500, OtherSampling.refuse)
 
     async def one(url: str, number: int, example: dict[str, Any]) -> Reward:

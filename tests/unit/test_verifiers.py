@@ -6,6 +6,7 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.environments.others.verifiers import rows, run
+from hybridrl.rollout.vllm_text import Parsed
 from tests.support.other_environments import played
 
 pytest.importorskip("verifiers", reason="pip install 'hybridrl[verifiers]'")
@@ -60,11 +61,34 @@ class Pair(vf.Env[PairConfig]):
 __all__ = ["Numbers", "Pair"]
 """
 
+# A server of tools is another process, which runs the module.
+TOOLS = """
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        return str(a + b)
+
+class Adding(Task):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
+
+class Sums(vf.Taskset[Adding, Config]):
+    def load(self):
+        yield Adding(Data(prompt="3 7", answer="10"), self.config.task)
+
+__all__ = ["Sums"]
+if __name__ == "__main__":
+    Adder.run()
+"""
+
 
 @pytest.fixture
 def args(tmp_path):
     def written(name: str, text: str = TASKSET, endless: str = "False", **more: object) -> dict:
-        (file := tmp_path / f"{name}.py").write_text(text.replace("ENDLESS", endless))
+        (file := tmp_path / f"{name}_{tmp_path.name}.py").write_text(
+            text.replace("ENDLESS", endless)
+        )
         return {"env": str(file), "config": {}, "eval_config": None, "num_tasks": None} | more
 
     return written
@@ -78,7 +102,7 @@ def say(prompt: str) -> str:
 
 
 def test_its_tasks_are_the_data_and_are_played_beside_each_other(args):
-    own = args("numbers")
+    own = args("numbers_backwards")
     train = rows("train", **own)
     assert train[5]["question"] == [
         {"role": "system", "content": "Reverse."},
@@ -104,18 +128,33 @@ def test_an_environment_of_several_turns_and_seats(args):
     assert "agent.args.config.guide is not trained and has no model" in str(failed)
 
 
+def test_a_task_may_have_tools(args):
+    own = args("summing", TASKSET + TOOLS)
+
+    def parse(text: str, tools: list) -> Parsed:
+        call = (tools[0]["function"]["name"], '{"a": 3, "b": 7}')
+        return Parsed("", [call]) if text == "add" else Parsed(text, [])
+
+    def call_once(prompt: str) -> str:
+        return re.findall(r"tool\|>(\d+)", prompt)[0] if "tool|>" in prompt else "add"
+
+    (reward,), prompts = played(run, rows("train", **own), call_once, parse=parse, **own)
+    assert reward.total == 1.5 and len(prompts) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"env": "no-such-taskset"}, "agent.args.env = no-such-taskset.*'no_such_taskset'"),
         ({"env": "/no/file.py"}, "agent.args.env = /no/file.py"),
+        ({"env": "/no/json.py"}, "its name is that of another module, .*json"),
         ({"config": {"taskset": {"fist": 1}}}, "agent.args.env = .*fist"),
         ({"config": {"agent": {"harness": {"id": "basch"}}}}, "built-in harnesses are: .*bash"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(args, change, why):
     with pytest.raises(ConfigError, match=re.compile(why, re.DOTALL)):
-        rows("train", **args("numbers2") | change)
+        rows("train", **args("numbers_again") | change)
 
 
 def test_endless_tasks_need_a_number(args):

@@ -8,11 +8,12 @@ import asyncio
 import functools
 import importlib
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.errors import ConfigError, Problem
-from hybridrl.config.user_code.files import module_of
 from hybridrl.environments.others.base import EpisodeFailed, needs, unusable
 from hybridrl.environments.others.verifiers_chat import KEY, adapt
 from hybridrl.environments.programs import Task
@@ -70,12 +71,21 @@ def loaded(env: str, config: str) -> Any:
 
 
 def _plugged_in(env: str) -> str:
-    """Return a taskset's id; of a file, or a module of a package, one by which it is found."""
-    module = module_of(f"{env}:_") if env.endswith(".py") else env
-    if "." not in module.replace("%2E", "."):
+    """Return a taskset's id; of a file, or a module of a package, one by which it is found.
+
+    Servers of tools, which are other processes, find the same modules.
+    """
+    name, path = env, Path(env).resolve()
+    if env.endswith(".py"):
+        sys.path.insert(0, str(path.parent))
+        name = path.stem
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+    if env == name and "." not in env:
         return env
-    name = env.removesuffix(".py").replace("/", ".").rpartition(".")[2]
-    sys.modules[f"verifiers.v1.tasksets.{name}"] = importlib.import_module(module)
+    module, name = importlib.import_module(name), name.rpartition(".")[2]
+    if env.endswith(".py") and Path(str(module.__file__)) != path:
+        raise ImportError(f"its name is that of another module, {module.__file__}")
+    sys.modules[f"verifiers.v1.tasksets.{name.lower()}"] = module
     return name
 
 
