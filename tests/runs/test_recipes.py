@@ -2,8 +2,9 @@
 
 But gsm8k_ppo, gsm8k_grpo, calculator_tool, calculator_agent, gsm8k_sft, gsm8k_distill and
 gsm8k_dpo, which test_run.py, test_python.py, test_calculator_run.py, test_agent_run.py,
-test_sft_slow.py, test_distill.py and test_preferences_run.py run, and those of a size that needs
-GPUs, whose plans tests/unit/conf/test_plan.py holds. A check of wiring; that they learn is shown by
+test_sft_slow.py, test_distill.py and test_preferences_run.py run; reverse_text, which needs another
+package (test_verifiers_slow.py); and those of a size that needs GPUs, whose plans
+tests/unit/conf/test_plan.py holds. A check of wiring; that they learn is shown by
 test_recipe_learns_slow.py.
 """
 
@@ -17,6 +18,7 @@ from tests.support.runs import ROOT, SMALL, started
 ELSEWHERE = (
     *("gsm8k_ppo", "gsm8k_grpo", "calculator_tool", "calculator_agent", "gsm8k_sft"),
     *("qwen2_5_7b_grpo_8gpu", "qwen2_5_1_5b_grpo_1gpu", "gsm8k_distill", "gsm8k_dpo"),
+    "reverse_text",
 )
 # What is their own, advantages, loss or adapters, other tests hold.
 SLOW = ["gsm8k_gspo", "gsm8k_lora", "gsm8k_reinforce_pp", "gsm8k_rloo"]
