@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -214,6 +215,7 @@ def test_loops_of_the_cookbook_learn(tmp_path):
         rewards = [row["reward/total"] for row in rows]
         print("rl_loop:", [round(one, 2) for one in rewards])
         assert all(math.isfinite(value) for row in rows for value in row.values())
+        assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.3
 
 
 SL_RATE, SL_STEPS = 2e-3, 40
