@@ -10,13 +10,12 @@ from pathlib import Path
 
 from hybridrl.agents.episode import RequestError
 from hybridrl.agents.record import Images
-from hybridrl.config.planner.families import placeholder_ids
 from hybridrl.config.planner.shape import NamedModel
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.images import ImageRows, PromptImages, image_rows
 from hybridrl.data.sources.image_tokens import ImageProcessor
 from hybridrl.data.sources.images import ImageFile, read_image
-from hybridrl.models.resolve import read_model_config, takes_images
+from hybridrl.models.resolve import takes_images
 
 # Images whose URLs are remembered.
 READ = 32
@@ -30,9 +29,7 @@ class RequestImages:
     """
 
     def __init__(self, model: ModelConfig, blind: Sequence[str]) -> None:
-        config, self._blind = read_model_config(model.path), blind
-        self._processor = ImageProcessor(model)
-        self._placeholders, self._video = placeholder_ids(config), config.get("video_token_id")
+        self._processor, self._blind = ImageProcessor(model), blind
         self._read = lru_cache(READ)(_read)
 
     def read(self, url: str) -> ImageFile:
@@ -45,15 +42,9 @@ class RequestImages:
     def expanded(self, ids: Sequence[int], images: Sequence[ImageFile]) -> list[int]:
         """Return the token ids of a rendered text with those of its images."""
         try:
-            expanded, _ = self._processor.expanded(ids, images)
+            return self._processor.expanded_untrusted(ids, images)
         except ValueError as error:
             raise RequestError(f"The prompt has {error}.", param="messages") from error
-        for token in self._placeholders:  # around an image there is one of each
-            if ids.count(token) > len(images) * (token != self._video):
-                what = f"token {token} {ids.count(token)} times, which stands for an image or video"
-                why = f"The prompt has the {what}, and {len(images)} images."
-                raise RequestError(f"{why} Remove it from texts.", param="messages")
-        return expanded
 
     def processed(self, images: Sequence[ImageFile]) -> PromptImages:
         """Return the images' tensors: the same object for as long as someone holds it."""

@@ -18,6 +18,10 @@ from hybridrl.rewards.base import finite_number
 KEY = "environment.function"
 
 
+# A text, or parts of a message in the forms of chat completions, for images.
+Text = str | list[dict[str, object]]
+
+
 class StepResult(NamedTuple):
     """Answer of an environment to a turn of the model.
 
@@ -27,7 +31,7 @@ class StepResult(NamedTuple):
         done: True if the conversation is over.
     """
 
-    text: str
+    text: Text
     reward: float
     done: bool
 
@@ -41,7 +45,7 @@ class Environment(Protocol):
     must be picklable and stored in the object.
     """
 
-    def reset(self) -> str:
+    def reset(self) -> Text:
         """Return the text between the prompt and the model's first turn, usually "".
 
         Called once per prompt; all its responses continue from copies of the resulting state.
@@ -94,7 +98,7 @@ def environment_task(
         else:
             environment = make(item, **args)
             text = environment.reset()
-            if not isinstance(text, str):
+            if not isinstance(text, str | list):
                 raise TypeError(f"reset of {function} returned {text!r}, expected text")
             result = StepResult(text, 0.0, False)
         result = checked(result, function)
@@ -125,8 +129,9 @@ def try_environment(
 def read_reply(value: Any, function: str) -> EnvironmentReply:
     """Parse an EnvironmentReply from JSON; raise a TypeError or ValueError if it is none."""
     match value:
-        case [str() as state, [str() as text, reward, done], None, ""]:
-            result = checked(StepResult(visible(text), reward, done), function)
+        case [str() as state, [text, reward, done], None, ""]:
+            text = visible(text) if isinstance(text, str) else text
+            result = checked(StepResult(text, reward, done), function)
             return EnvironmentReply(state, result)
     raise ValueError("not an answer of an environment")
 
@@ -139,7 +144,7 @@ def checked(result: Any, function: str) -> StepResult:
         WrongScore: the reward is no number, NaN, infinite or too large.
     """
     match result:
-        case StepResult(text=str(), done=bool()):
+        case StepResult(text=str() | list(), done=bool()):
             reward = finite_number(result.reward, f"{function}, as a reward,")
             return result._replace(reward=reward)
     raise TypeError(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
+from hybridrl.config.checks.frozen_models import named_models
 from hybridrl.config.choices import Schedule
 from hybridrl.config.schema import RolloutConfig, RunConfig
 from hybridrl.config.user_code.classes import locate
@@ -12,6 +13,7 @@ from hybridrl.data.requests import Generate
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.base import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer, rule_config
+from hybridrl.trainer.episodes.answers import AnswerImages
 from hybridrl.trainer.episodes.base import Episodes, Generator, Wanted, whole_episodes
 from hybridrl.trainer.episodes.conversations import (
     Conversations,
@@ -61,7 +63,8 @@ def open_environment(config: RunConfig, stack: ExitStack) -> Environment | None:
 
     def episodes(rollout: WorkerGroup, decode: Decode, stack: ExitStack) -> Episodes:
         tokens = turn_tokens(config.model, environment, template)
-        conversations = Conversations(pool, tokens, decode, limits, failures)
+        images = AnswerImages(config.model, named_models(config))
+        conversations = Conversations(pool, tokens, decode, limits, failures, images)
         return TurnEpisodes(config.rollout, conversations, partial(rollout.call, "generate"))
 
     return Environment(episodes, failures, Wanted.engines)

@@ -40,6 +40,55 @@ async def run(task, client):
 """
 
 
+# Answers with another picture; after a third of the second turns with a placeholder as text.
+ENVIRONMENT = """
+import base64
+from hybridrl.data.sources.shapes import shape_problem
+from hybridrl.environments.base import StepResult
+
+class Asks:
+    def __init__(self, example):
+        self.turn, self.number = 0, len(str(example))
+
+    def reset(self):
+        return ""
+
+    def step(self, text):
+        self.turn += 1
+        if self.turn == 3:
+            return StepResult("", float(len(text) % 2), True)
+        if self.turn == 2 and len(text) % 3 == 0:
+            return StepResult("And <|image_pad|>?", 0.0, False)
+        data = shape_problem("others", self.number + self.turn + len(text))["images"][0]["bytes"]
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        picture = {"type": "image_url", "image_url": {"url": url}}
+        return StepResult([{"type": "text", "text": "And here?"}, picture], 0.25, False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "partial"])
+def test_an_environment_answers_with_pictures(tmp_path, schedule):
+    """What vLLM saw is trained; an answer with a placeholder as text fails alone."""
+    (tmp_path / "asks.py").write_text(ENVIRONMENT)
+    own = ["environment=custom", f"environment.function={tmp_path / 'asks.py'}:Asks"]
+    own += ["rollout.max_response_tokens=160", f"rollout.schedule={schedule}"]
+    own += ["checkpoint.every_steps=1", "trainer.samples_every_steps=1"]
+    with started(tmp_path / "run", *SMALL[1:], "+recipe=shapes_vision", *own) as run:
+        output = run.ended(timeout=250)
+        rows = run.metrics()
+    assert len(rows) == 3, output
+    for row in rows[1:]:
+        assert row["rollout/turns_mean"] > 1.5, output
+        assert row["actor/first_log_ratio_max"] == 0.0
+    # With partial all tokens of step 2 may be of the weights before.
+    compared = [row for row in rows[1:] if row["rollout/log_prob_diff_max"] is not None]
+    for row in compared:
+        assert row["rollout/log_prob_diff_mean"] < 1e-6
+        assert row["rollout/log_prob_diff_max"] < 5e-5
+    assert compared and any(row["reward/failed"] > 0.0 for row in rows[1:])
+
+
 @pytest.mark.slow
 def test_a_program_sends_pictures_in_two_turns(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -19,6 +19,7 @@ from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.turns import TurnTokens
 from hybridrl.environments.base import EnvironmentReply, StepRequest, StepResult
 from hybridrl.processes.messages import FailureKind
+from hybridrl.trainer.episodes.answers import AnswerImages
 from hybridrl.trainer.episodes.base import GenerateWhole, Wanted, whole_episodes
 from hybridrl.trainer.episodes.conversations import (
     MAX_REASONS,
@@ -30,9 +31,10 @@ from hybridrl.trainer.episodes.conversations import (
 from hybridrl.trainer.episodes.turns import TurnEpisodes
 from hybridrl.trainer.timing.engines import turn_metrics
 from tests.support.fake_engine import FakeEngines
+from tests.support.role_configs import model_config
 from tests.support.talking import AB, ABA, ELEVEN, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
-SEED = 7
+SEED, EMBEDDED = 7, model_config("embedded")
 
 
 # Prompt, sample and turn of each seed.
@@ -59,9 +61,8 @@ def prompt(number: int, **example: str) -> Prompt:
 
 
 def generator(sample_turn, environments, limits, failures) -> GenerateWhole:
-    conversations = Conversations(
-        environments, TurnTokens(TOKENIZER, [END], ["="], "user"), decode, limits, failures
-    )
+    tokens, images = TurnTokens(TOKENIZER, [END], ["="], "user"), AnswerImages(EMBEDDED, [])
+    conversations = Conversations(environments, tokens, decode, limits, failures, images)
     rollout = SimpleNamespace(seed=SEED, max_response_tokens=limits.max_tokens, keep_kv=False)
     episodes = TurnEpisodes(rollout, conversations, sample_turn)
     engines = lambda asked, count: [one.prompt_id % count for one in asked.prompts]  # noqa: E731

@@ -12,6 +12,7 @@ from hybridrl.data.requests import Request, Requests
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.turns import TurnTokens
+from hybridrl.trainer.episodes.answers import AnswerImages
 from hybridrl.trainer.episodes.base import Generator
 from hybridrl.trainer.episodes.conversations import Conversations, FailureReasons, Limits
 from hybridrl.trainer.episodes.responses import Response
@@ -24,6 +25,7 @@ from hybridrl.trainer.sampling.partial import GroupsInFlight
 from hybridrl.trainer.sampling.source import StepSource
 from hybridrl.trainer.sampling.split import GroupsAhead
 from tests.support.fake_engine import FakeEngines
+from tests.support.role_configs import model_config
 from tests.support.sampling_fakes import in_flight_config, source_parts
 from tests.support.talking import AB, END, ONE, STOP, TOKENIZER, A, B, Here, decode
 
@@ -108,6 +110,7 @@ def run(
             decode,
             Limits(3, LONGEST),
             FailureReasons(),
+            AnswerImages(model_config("embedded"), []),
         )
         episodes = TurnEpisodes(config.rollout, conversations, engines.generate)
         generation = replace(parts.generation, generate=Generator(episodes, engines.generate))

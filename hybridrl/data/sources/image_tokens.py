@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.families import placeholder_ids
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.images import ImageFile, Size
-from hybridrl.models.resolve import plain_folder, takes_images
+from hybridrl.models.resolve import plain_folder, read_model_config, takes_images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,8 @@ class ImageProcessor:
     def __init__(self, model: ModelConfig) -> None:
         self._processor = _loaded(model.path)
         self._placeholder = self._processor.image_token_id
+        config = read_model_config(model.path)
+        self._placeholders, self._video = placeholder_ids(config), config.get("video_token_id")
         settings = json.dumps(
             self._processor.image_processor.to_dict(), sort_keys=True, default=str
         )
@@ -75,6 +78,19 @@ class ImageProcessor:
         each = iter(tokens)
         rows = (next(each) if token == self._placeholder else [token] for token in ids)
         return [token for row in rows for token in row], [*map(len, tokens)]
+
+    def expanded_untrusted(self, ids: Sequence[int], images: Sequence[ImageFile]) -> list[int]:
+        """Return the token ids of a text that nobody has checked, with its images' tokens.
+
+        Raises:
+            ValueError: as `expanded`, or it has further tokens that stand for images or videos.
+        """
+        expanded, _ = self.expanded(ids, images)
+        for token in self._placeholders:  # around an image there is one of each
+            if ids.count(token) > len(images) * (token != self._video):
+                has = f"token {token} {ids.count(token)} times, which stands for an image or video"
+                raise ValueError(f"{has}, and {len(images)} images: remove it from texts")
+        return expanded
 
     def processed(self, files: Sequence[ImageFile]) -> "PromptImages":
         """Return the tensors of images: the same object for as long as someone holds it."""

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
+from hybridrl.data.sources.images import MARK, ImageText
 from hybridrl.data.sources.rows import Message
 from hybridrl.data.sources.tokenizer import (
     ANSWER,
@@ -129,38 +130,53 @@ class TurnTokens:
                 render an answer.
         """
         stops = set(self.stop_token_ids)
+        shown = map(self._with_places, texts)
         framed = [
             text if last in stops else self._frame[0] + text + self._frame[1]
-            for text, last in zip(texts, last_tokens, strict=True)
+            for text, last in zip(shown, last_tokens, strict=True)
         ]
         return ids_after(self._tokenizer, last_tokens, framed)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise texts without adding special tokens."""
-        return token_ids(self._tokenizer, texts, special=False)
+        return token_ids(self._tokenizer, [*map(self._with_places, texts)], special=False)
+
+    def _with_places(self, text: str) -> str:
+        """Return a text with the chat template's placeholder of each of its images."""
+        return text.replace(MARK, self._image) if isinstance(text, ImageText) else text
+
+    @cached_property
+    def _image(self) -> str:
+        """Text of the chat template for an image between two texts."""
+        if not self._tokenizer.chat_template:
+            return ""
+        return self._rendered(ImageText(f"{ANSWER}{MARK}{ANSWER}", ())).split(ANSWER)[1]
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
         """Text of the chat template before an answer (after the end token), and after it."""
         if not self._tokenizer.chat_template:
             return "\n\n", "\n"
-        messages = [
-            {"role": "user", "content": ""},
-            {"role": "assistant", "content": TURN},
-            {"role": self._role, "content": ANSWER},
-        ]
-        try:
-            options = {"add_generation_prompt": True, **self._options}
-            text = rendered(self._tokenizer, messages, **options)
-        except TemplateError as error:
-            raise self._template_error(str(error)) from error
-        behind = text.partition(TURN)[2]
+        behind = self._rendered(ANSWER).partition(TURN)[2]
         ends = [self._tokenizer.decode([token]) for token in self._end_token_ids]
         end = next((text for text in ends if behind.startswith(text)), None)
         before, answer, after = behind.removeprefix(end or "").partition(ANSWER)
         if end is None or not answer:
             raise self._template_error(f"after a turn it renders {behind!r} without an end token")
         return before, after
+
+    def _rendered(self, answer: str) -> str:
+        """Return the chat template's text of an answer to a turn."""
+        messages = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": TURN},
+            {"role": self._role, "content": answer},
+        ]
+        try:
+            options = {"add_generation_prompt": True, **self._options}
+            return rendered(self._tokenizer, messages, **options)
+        except TemplateError as error:
+            raise self._template_error(str(error)) from error
 
     def _template_error(self, reason: str) -> ConfigError:
         return ConfigError(

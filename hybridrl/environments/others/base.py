@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hybridrl.config.errors import ConfigError, Problem
-from hybridrl.environments.base import StepResult
+from hybridrl.environments.base import StepResult, Text
 from hybridrl.environments.programs import Reward, Task
 from hybridrl.rewards.base import Checked, checked_by
 
@@ -43,7 +43,7 @@ def seeds(name: str, count: int, **more: object) -> list[dict[str, Any]]:
 async def play(
     task: Task,
     client: Any,
-    first: str,
+    first: Text,
     step: Callable[[str], Awaitable[StepResult]],
     *,
     max_turns: int,

@@ -12,13 +12,20 @@ from hybridrl.config.errors import Problem, raised_problems
 from hybridrl.config.schema import EnvironmentConfig, ModelConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import ConversationOutcome, RolloutBatch
+from hybridrl.data.images import PromptImages
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import NO_OPTIONS, Decode, load_tokenizer
 from hybridrl.data.sources.turns import TurnTokens
-from hybridrl.environments.base import EnvironmentPool, EnvironmentReply, StepRequest
+from hybridrl.environments.base import (
+    EnvironmentPool,
+    EnvironmentReply,
+    StepRequest,
+    StepResult,
+)
 from hybridrl.models.resolve import plain_folder
 from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.processes.messages import Failure, FailureKind
+from hybridrl.trainer.episodes.answers import AnswerImages, files_of
 from hybridrl.trainer.episodes.base import Episodes, Wanted
 from hybridrl.trainer.episodes.responses import EpisodeState, Response
 from hybridrl.trainer.episodes.turns import Turns
@@ -110,6 +117,10 @@ def stop_problems(model: ModelConfig, config: EnvironmentConfig) -> list[Problem
     return raised_problems(turn_tokens, model, config)
 
 
+# A reply, and its answer with the images read.
+Answered = tuple[EnvironmentReply, str]
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a conversation: the policy's turns, and all tokens after the prompt."""
@@ -145,19 +156,21 @@ class Conversations(Turns):
         decode: Decode,
         limits: Limits,
         failures: FailureReasons,
+        images: AnswerImages,
     ) -> None:
         self._environments = environments
         self._tokens = tokens
         self._decode = decode
         self._limits = limits
         self._failures = failures
+        self._images = images
         self._seconds = 0.0
         self.stop_token_ids = tokens.stop_token_ids
 
     def open(self, prompts: Sequence[Prompt]) -> list[Response]:
         """Return the beginning of a conversation to each prompt, which its samples share."""
         replies = self._timed(self._environments.open, [prompt.example for prompt in prompts])
-        openings = self._tokens.encode([reply.result.text for reply in replies])
+        openings = self._tokens.encode([answer for _, answer in replies])
         return [self._opened(*opened) for opened in zip(replies, openings, strict=True)]
 
     def next(self, responses: Sequence[Response], cut: Sequence[bool]) -> list[Response]:
@@ -168,16 +181,21 @@ class Conversations(Turns):
         turns = [StepRequest(states[index], texts[index]) for index in asked]
         replies = dict(zip(asked, self._timed(self._environments.step, turns), strict=True))
         new = [
-            self._judged(response, replies.get(index), is_cut)
+            self._judged(response, replies[index][0] if index in replies else None, is_cut)
             for index, (response, is_cut) in enumerate(zip(responses, cut, strict=True))
         ]
         going = [index for index, response in enumerate(new) if not response.is_finished]
-        answers = [replies[index].result.text for index in going]
+        answers = [replies[index][1] for index in going]
         last = [int(new[index].tokens[-1]) for index in going]
         for index, ids in zip(going, self._tokens.answers(answers, last), strict=True):
-            has_room = len(new[index]) + len(ids) < self._limits.max_tokens
-            new[index] = new[index].with_answer(ids) if has_room else _ended(new[index], cut=True)
+            new[index] = self._answered(new[index], ids, replies[index][1])
         return new
+
+    def images(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response]
+    ) -> list[PromptImages | None]:
+        """Return the images of prompts and answers, where responses have answers with some."""
+        return self._images.processed(prompts, responses)
 
     def outcome(self, responses: Sequence[Response]) -> ConversationOutcome:
         """Return the turns, rewards and failures of finished conversations."""
@@ -195,15 +213,28 @@ class Conversations(Turns):
         taken, self._seconds = self._seconds, 0.0
         return taken
 
-    def _opened(self, reply: EnvironmentReply, ids: list[int]) -> Response:
-        state = Conversation(failure=reply.failure, reason=reply.reason)
-        if len(ids) >= self._limits.max_tokens:  # no room for the policy's turn
-            limit = f"rollout.max_response_tokens={self._limits.max_tokens}"
-            reason = f"its opening of {len(ids)} tokens leaves none of {limit}"
-            state, ids = Conversation(failure=FailureKind.error, reason=reason), []
-        if not state.failure:
-            state = Conversation(environment=reply.state)
-        return replace(Response.empty().with_answer(ids), episode=state)
+    def _opened(self, answered: Answered, ids: list[int]) -> Response:
+        reply, answer = answered
+        try:
+            ids = self._images.expanded(ids, answer)
+            if len(ids) >= self._limits.max_tokens:  # no room for the policy's turn
+                limit = f"rollout.max_response_tokens={self._limits.max_tokens}"
+                raise ValueError(f"its opening of {len(ids)} tokens leaves none of {limit}")
+        except ValueError as error:
+            reply, ids, answer = _failed(str(error)), [], ""
+        state = Conversation(environment=reply.state, failure=reply.failure, reason=reply.reason)
+        return replace(Response.empty().with_answer(ids, files_of(answer)), episode=state)
+
+    def _answered(self, response: Response, ids: list[int], answer: str) -> Response:
+        """Return a conversation that goes on with an answer, or has no room for it."""
+        try:
+            ids = self._images.expanded(ids, answer)
+        except ValueError as error:
+            return self._judged(response, _failed(str(error)), cut=False)
+        has_room = len(response) + len(ids) < self._limits.max_tokens
+        return (
+            response.with_answer(ids, files_of(answer)) if has_room else _ended(response, cut=True)
+        )
 
     def _judged(self, response: Response, reply: EnvironmentReply | None, cut: bool) -> Response:
         """Return a conversation with the reply to its turn, if its environment has not failed."""
@@ -219,13 +250,24 @@ class Conversations(Turns):
         is_last = cut or response.turns >= self._limits.max_turns
         return _ended(response, cut=True) if is_last else response
 
+    def _read(self, reply: EnvironmentReply) -> Answered:
+        """Return a reply and its answer; as failed, if the answer cannot be read."""
+        try:
+            return reply, "" if reply.result.done else self._images.read(reply.result.text)
+        except ValueError as error:
+            return _failed(str(error)), ""
+
     def _timed(
         self, function: Callable[[Any], list[EnvironmentReply]], items: Sequence[Any]
-    ) -> list[EnvironmentReply]:
+    ) -> list[Answered]:
         start = time.perf_counter()
-        replies = function(items)
+        replies = [*map(self._read, function(items))]
         self._seconds += time.perf_counter() - start
         return replies
+
+
+def _failed(reason: str) -> EnvironmentReply:
+    return EnvironmentReply("", StepResult("", 0.0, True), FailureKind.error, reason)
 
 
 def _ended(response: Response, *, cut: bool) -> Response:

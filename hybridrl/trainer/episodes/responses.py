@@ -3,6 +3,7 @@
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import NO_VERSION
+from hybridrl.data.sources.images import ImageFile, read_image
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.processes.messages import FailureKind
 
@@ -64,6 +66,7 @@ class Response:
         turns: turns of the policy that have ended.
         turn_tokens: tokens of the policy's last turn so far.
         episode: state of the environment or program; None if there is none, or not yet.
+        images: those of the environment's answers, whose tokens `tokens` has.
     """
 
     tokens: Tensor
@@ -75,6 +78,7 @@ class Response:
     turns: int = 0
     turn_tokens: int = 0
     episode: EpisodeState | None = None
+    images: tuple[ImageFile, ...] = ()
 
     @classmethod
     def empty(cls) -> "Response":
@@ -105,10 +109,11 @@ class Response:
         )
         return more._with(tokens, log_probs, version)
 
-    def with_answer(self, ids: Sequence[int]) -> "Response":
-        """Return this response with tokens of the environment, before a new turn."""
-        tokens = torch.tensor(ids, dtype=torch.int32)
-        return replace(self, turn_tokens=0)._with(tokens, torch.zeros(len(ids)), NO_VERSION)
+    def with_answer(self, ids: Sequence[int], images: Sequence[ImageFile] = ()) -> "Response":
+        """Return this response with tokens of the environment and images, before a new turn."""
+        tokens, images = torch.tensor(ids, dtype=torch.int32), (*self.images, *images)
+        more = replace(self, turn_tokens=0, images=images)
+        return more._with(tokens, torch.zeros(len(ids)), NO_VERSION)
 
     def finished(self, *, truncated: bool) -> "Response":
         """Return this response as finished."""
@@ -206,7 +211,7 @@ def _encode(response: Response) -> dict[str, Any]:
         if isinstance(value, Tensor)
         else value
         for name, value in vars(response).items()
-    } | {"episode": episode}
+    } | {"episode": episode, "images": [image.url for image in response.images]}
 
 
 def _decode(state: Mapping[str, Any]) -> Response:
@@ -218,4 +223,5 @@ def _decode(state: Mapping[str, Any]) -> Response:
     if (fields := state["episode"]) is not None:
         fields = dict(fields)
         episode = locate("episode", STATES[fields.pop("kind")]).decode(fields)
-    return Response(**{**state, **arrays, "episode": episode})
+    images = tuple(read_image(url, Path()) for url in state.get("images", ()))
+    return Response(**{**state, **arrays, "episode": episode, "images": images})

@@ -48,6 +48,12 @@ class Turns:
         """Return the outcome of finished conversations; None without an environment."""
         return None
 
+    def images(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response]
+    ) -> list[PromptImages | None]:
+        """Return the images of prompts and answers, where responses have answers with some."""
+        return [None] * len(responses)
+
     def take_seconds(self) -> float:
         """Return the seconds that answers have taken since the last call."""
         return 0.0
@@ -90,6 +96,8 @@ class TurnEpisodes:
         """Return the responses of finished groups as a batch."""
         rows = [(index, group) for index, group in enumerate(groups) for _ in group.responses]
         responses = [response for group in groups for response in group.responses]
+        own = self.turns.images([group.prompt for _, group in rows], responses)
+        given = processed(group.prompt.images for _, group in rows)
 
         def ragged(name: str, dtype: torch.dtype) -> Ragged:
             return Ragged.from_rows([vars(response)[name] for response in responses], dtype)
@@ -100,7 +108,7 @@ class TurnEpisodes:
             response_mask=ragged("mask", torch.bool),
             rollout_log_probs=ragged("log_probs", torch.float32),
             group_id=torch.tensor([index for index, _ in rows]),
-            images=image_rows(processed(group.prompt.images for _, group in rows)),
+            images=image_rows(a or b for a, b in zip(own, given, strict=True)),
             weight_version=torch.tensor([int(response.versions[-1]) for response in responses]),
             truncated=torch.tensor([response.truncated for response in responses]),
             token_versions=ragged("versions", torch.int32),
@@ -146,7 +154,9 @@ class TurnEpisodes:
         is_cut, most = math.isfinite(budget), self.config.max_response_tokens
         params = replace(params, stop_token_ids=self.turns.stop_token_ids)
         requests = []
-        for g, k in places:
+        responses = [groups[g].responses[k] for g, k in places]
+        more = self.turns.images([groups[g].prompt for g, _ in places], responses)
+        for (g, k), own in zip(places, more, strict=True):
             group, response = groups[g], groups[g].responses[k]
             request = Request(
                 request_id=response_name(group.step, group.prompt, group.first_sample + k),
@@ -156,7 +166,7 @@ class TurnEpisodes:
                 params=params,
                 engine=group.engine,
                 must_finish=is_cut and g < needed,
-                images=images[g],
+                images=own or images[g],
             )
             requests.append(request)
         return Requests(
