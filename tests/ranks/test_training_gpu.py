@@ -50,6 +50,26 @@ def has_flash_attention_4():
 
 
 @pytest.mark.parametrize("window", [None, 32])
+def test_kernel_agrees_with_the_padded_path_where_prompts_are_shared(window):
+    """The last 1 to 129 tokens of each sequence have queries; all have keys."""
+    attention.choose_kernel()
+    (query, key, value), ends = attention_case(12, 2, 128)
+    counts = torch.tensor([30, 1, 129, 64])
+    own = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    query = query.detach()[: int(own[-1])].requires_grad_()
+    bounds = own.int().cuda(), int(counts.max()), ends, max(LENGTHS)
+    fast = attention._varlen((query, key, value), bounds, None, window)
+    exact = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    slow = attention._padded(exact, bounds, None, window)
+    weights = torch.randn_like(slow)
+    fast_grads = torch.autograd.grad((fast.float() * weights).sum(), (query, key, value))
+    slow_grads = torch.autograd.grad((slow * weights).sum(), exact)
+    for one, other in zip((fast, *fast_grads), (slow, *slow_grads), strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.01 * scale)
+
+
+@pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size"), [(8, 8, 64), (14, 2, 64), (12, 2, 128), (4, 1, 256)]
 )
