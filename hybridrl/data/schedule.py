@@ -21,10 +21,10 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.images import PromptImages
 from hybridrl.data.partition import Micros, Partitioner, partitioner_for
-from hybridrl.data.ragged import Ragged, concat
+from hybridrl.data.ragged import Ragged, concat, first_equal
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
-from hybridrl.data.units import Rows, prompt_indices
+from hybridrl.data.units import Rows
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
@@ -248,7 +248,7 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
     if batch.images is not None:  # of each row, though a micro-batch computes equal ones once
         images = zip(cost, batch.images.rows, strict=True)
         cost = [one + (sizes.image_cost(own) if own else 0.0) for one, own in images]
-    prompts = prompt_indices(batch) if sizes.share_prompts else [*range(len(batch))]
+    prompts = first_equal(batch.prompts) if sizes.share_prompts else [*range(len(batch))]
     rows = Rows(prompts, lengths, batch.responses.lengths.tolist(), cost)
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):

@@ -3,16 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hybridrl.data.batch import RolloutBatch
-
 # Units that each rank has at least in a mini-batch, for its balance.
 UNITS_PER_RANK = 2
-
-
-def prompt_indices(batch: RolloutBatch) -> list[int]:
-    """Return an index of each row's prompt, the same of equal ones."""
-    known = dict[bytes, int]()
-    return [known.setdefault(row.tobytes(), len(known)) for row in batch.prompts.views()]
 
 
 class Rows(NamedTuple):

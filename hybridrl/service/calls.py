@@ -76,9 +76,18 @@ class Calls:
                 taken.append(self._waiting.popleft())
         return [call for call in taken if call.future.set_running_or_notify_cancel()]
 
-    def close(self) -> None:
-        """Refuse further calls, and wait for the end of the one under way."""
-        self._end(ServiceError("it was closed"))
+    def refuse(self, error: BaseException) -> None:
+        """Refuse the calls that wait, and further ones."""
+        with self._condition:
+            self._error = self._error or error
+            waiting, self._waiting = self._waiting, deque()
+            self._condition.notify()
+        for call in waiting:
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(ServiceError(f"the service has ended: {error}"))
+
+    def join(self) -> None:
+        """Wait for the end of the call under way, after `refuse`."""
         self._thread.join(END_S)
 
     def _run(self) -> None:
@@ -101,13 +110,4 @@ class Calls:
                 log.exception("The service has ended")
                 if not call.future.done():
                     call.future.set_exception(error)
-                self._end(error)
-
-    def _end(self, error: BaseException) -> None:
-        with self._condition:
-            self._error = self._error or error
-            waiting, self._waiting = self._waiting, deque()
-            self._condition.notify()
-        for call in waiting:
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(ServiceError(f"the service has ended: {error}"))
+                self.refuse(error)

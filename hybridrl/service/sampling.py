@@ -3,17 +3,27 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from numbers import Integral
 from threading import Thread
 from typing import Any
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.live_engines import LiveEngines
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.requests import FAILED, STOP, Request, SamplingParams
+from hybridrl.data.requests import STOP, Request, SamplingParams
 from hybridrl.data.seeds import derive_seed
 from hybridrl.service.calls import Asked, Call
 from hybridrl.service.data import Sample, Sampling, ServiceError
 
+# Highest temperature of vLLM.
+HOTTEST = 2
+EXPECTED = {
+    "temperature": f"a number from 0 to {HOTTEST}",
+    "top_p": "a number above 0, at most 1",
+    "seed": "a whole number, or None",
+    "stop": "texts that are not empty, and token ids",
+    **dict.fromkeys(("num_samples", "max_tokens", "top_k"), "a whole number above 0"),
+}
 # Tokens of a character, at most; byte-level tokens may be parts of one.
 TOKENS_PER_CHARACTER = 4
 
@@ -57,8 +67,21 @@ class Samples:
         try:
             self._engines.run(is_enough, self._loop)
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._fail, error)
+            self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the calls that are open, so that `serve` returns."""
+
+        async def fail() -> None:
+            for future, task in [*self._open.items()]:
+                task.cancel()
+                if not future.done():
+                    future.set_exception(error)
+            self._open.clear()
+
+        asyncio.run_coroutine_threadsafe(fail(), self._loop).result()
+        self._engines.wake()
 
     def close(self) -> None:
         """End the thread."""
@@ -71,24 +94,20 @@ class Samples:
     def _begin(self, call: Call) -> None:
         self._open[call.future] = asyncio.create_task(self._answer(call))
 
-    def _fail(self, error: BaseException) -> None:
-        for future, task in self._open.items():
-            task.cancel()
-            if not future.done():
-                future.set_exception(error)
-
     async def _answer(self, call: Call) -> None:
         assert isinstance(call.work, Asked)
         try:
             requests = self._requests(call.work)
             texts = [one for one in call.work.sampling.stop if isinstance(one, str)]
             samples = await asyncio.gather(*(self._sampled(one, texts) for one in requests))
-        except ServiceError as error:
-            call.future.set_exception(error)
-        else:
-            call.future.set_result(samples)
-        del self._open[call.future]
-        self._engines.wake()
+            if not call.future.done():
+                call.future.set_result(samples)
+        except Exception as error:  # of this call alone
+            if not call.future.done():
+                call.future.set_exception(error)
+        finally:
+            self._open.pop(call.future, None)
+            self._engines.wake()
 
     def _requests(self, asked: Asked) -> list[Request]:
         """Return the requests of a call, all to the engine with the fewest open ones."""
@@ -99,6 +118,7 @@ class Samples:
                 f"prompt and answer have at most {self._longest}"
             )
         engine = self._load.index(min(self._load))
+        self._load[engine] += asked.count
         self._count += 1
         own = ("service", self._count) if sampling.seed is None else ("seed", sampling.seed)
         is_cut = any(isinstance(one, str) for one in sampling.stop)
@@ -125,13 +145,10 @@ class Samples:
         """Sample one answer, to its end or the first of the texts `stop`."""
         tokens: list[int] = []
         log_probs: list[float] = []
-        self._load[request.engine] += 1
         queue = self._engines.submit(request)
         try:
             while True:
                 new = await queue.get()
-                if new.reason == FAILED:
-                    raise ServiceError("vLLM cannot sample by these parameters")
                 seen = len(tokens)
                 tokens += new.tokens
                 log_probs += new.log_probs
@@ -155,20 +172,34 @@ class Samples:
         return None
 
 
-def check_sampling(sampling: Sampling, count: int) -> None:
-    """Check how a call samples.
+def checked(sampling: Sampling, count: int) -> Sampling:
+    """Return how a call samples, with numbers of Python.
 
     Raises:
         ServiceError: names the first value that cannot be.
     """
+    top_k, longest = sampling.top_k, sampling.max_tokens
     right = {
-        "num_samples": count >= 1,
-        "max_tokens": sampling.max_tokens is None or sampling.max_tokens >= 1,
-        "temperature": 0 <= sampling.temperature < float("inf"),
+        "num_samples": _is_count(count),
+        "max_tokens": longest is None or _is_count(longest),
+        "temperature": 0 <= sampling.temperature <= HOTTEST,
         "top_p": 0 < sampling.top_p <= 1,
-        "top_k": sampling.top_k is None or sampling.top_k >= 1,
-        "stop": all(one != "" for one in sampling.stop),
+        "top_k": top_k is None or _is_count(top_k),
+        "seed": sampling.seed is None or isinstance(sampling.seed, Integral),
+        "stop": all(isinstance(one, str | Integral) and one != "" for one in sampling.stop),
     }
     values = {**sampling._asdict(), "num_samples": count}
     if wrong := [name for name, is_right in right.items() if not is_right]:
-        raise ServiceError(f"{wrong[0]} = {values[wrong[0]]}: expected another value")
+        raise ServiceError(f"{wrong[0]} = {values[wrong[0]]!r}: expected {EXPECTED[wrong[0]]}")
+    return sampling._replace(
+        temperature=float(sampling.temperature),
+        top_p=float(sampling.top_p),
+        max_tokens=None if longest is None else int(longest),
+        top_k=None if top_k is None else int(top_k),
+        seed=None if sampling.seed is None else int(sampling.seed),
+        stop=tuple(one if isinstance(one, str) else int(one) for one in sampling.stop),
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and int(value) >= 1

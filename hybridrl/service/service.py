@@ -28,7 +28,7 @@ from hybridrl.service.data import (
     batch_of,
     check,
 )
-from hybridrl.service.sampling import Samples, check_sampling
+from hybridrl.service.sampling import Samples, checked
 from hybridrl.service.states import States
 from hybridrl.service.weights import BASE, ServedWeights
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
@@ -122,7 +122,7 @@ class Primitives:
         loss:sum. A function takes the log-probs of all data; it costs one more forward.
         """
         if not isinstance(loss, str):
-            return self._calls.add(partial(self._custom, data, loss, model))
+            return self._calls.add(partial(self._custom, [*data], loss, model))
         return self._add(data, loss, settings, model, partial(self._backward, loss))
 
     def _add(
@@ -138,6 +138,7 @@ class Primitives:
             kind, whole = loss_of(loss, settings or {})
         except ValueError as error:
             raise ServiceError(str(error)) from error
+        data = [*data]  # the caller may change the list meanwhile
         check(data, kind.inputs, self.longest, self._shape.vocab)
 
         def compute() -> Output:
@@ -158,6 +159,7 @@ class Primitives:
         log_probs = [torch.tensor(row, requires_grad=True) for row in rows]
         try:
             value, metrics = loss(data, log_probs)
+            metrics = {**metrics, "loss:sum": float(value.detach())}
             gradients = torch.autograd.grad(value, log_probs, materialize_grads=True)
         except Exception as error:  # of the caller's function
             raise ServiceError(f"the loss raised {type(error).__name__}: {error}") from error
@@ -167,7 +169,7 @@ class Primitives:
         ]
         check(weighted, ("weights",), self.longest, self._shape.vocab)
         self._backward("cross_entropy", self._scheduled(weighted, ("weights",)), {})
-        return Output(rows, {**metrics, "loss:sum": float(value.detach())})
+        return Output(rows, metrics)
 
     def _backward(self, loss: str, scheduled: ScheduledBatch, settings: Settings) -> Ragged:
         """Add a gradient to that of the model on the device; return log-probs."""
@@ -207,9 +209,9 @@ class Primitives:
         self, prompt: Sequence[int], num_samples: int, sampling: Sampling, *, weights: str = BASE
     ) -> Future[list[Sample]]:
         """Sample answers to a prompt, token ids, by the weights of a name."""
-        check_sampling(sampling, num_samples)
-        check([Datum(prompt, prompt, {})], (), self.longest, self._shape.vocab)
-        return self._calls.add(Asked([*prompt], num_samples, sampling, weights))
+        ids = [int(token) for token in prompt]
+        check([Datum(ids, ids, {})], (), self.longest, self._shape.vocab)
+        return self._calls.add(Asked(ids, num_samples, checked(sampling, num_samples), weights))
 
     def log_probs(self, tokens: Sequence[int], *, weights: str = BASE) -> Future[list[float]]:
         """Compute the log-probs of tokens[1:], nats, by the weights of a name."""
@@ -217,8 +219,8 @@ class Primitives:
         check(data, (), self.longest, self._shape.vocab)
 
         def compute() -> list[float]:
-            with self._weights.on_device(weights):
-                return self._rows(self._forward(data), data)[0]
+            self._weights.load(weights)
+            return self._rows(self._forward(data), data)[0]
 
         return self._calls.add(compute)
 
@@ -238,6 +240,7 @@ class Primitives:
         def load() -> None:
             self._states.existing(name)
             self._weights.begin(model)
+            self._actor.call("drop_gradients")
             try:
                 self._states.load(name)
                 if not optimizer:
@@ -267,7 +270,10 @@ class Primitives:
 
     def close(self) -> None:
         """End the service; calls that wait get a ServiceError."""
-        self._calls.close()
+        closed = ServiceError("the service was closed")
+        self._calls.refuse(closed)
+        self._samples.fail(closed)
+        self._calls.join()
         self._samples.close()
 
     def __enter__(self) -> Self:

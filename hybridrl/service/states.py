@@ -6,11 +6,12 @@ import re
 import shutil
 from pathlib import Path
 
-from hybridrl.checkpoint.files import sync_folder, sync_tree
+from hybridrl.checkpoint.files import STATE, sync_folder, sync_tree
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.distributed.storage.checkpoint import StoredState
 from hybridrl.service.data import ServiceError
 
 # Folder of the states, the file that a whole one has, and the prefix of one that is being written.
@@ -22,7 +23,10 @@ class States:
     """States below a run's folder; a state is there whole or not at all."""
 
     def __init__(self, config: RunConfig, saver: WorkerGroup, folder: Path) -> None:
-        self._config, self._saver, self._folder = config, saver, folder / STATES
+        self._saver, self._folder = saver, folder / STATES
+        lora = config.lora
+        kind = None if lora is None else [lora.rank, lora.alpha, sorted(lora.target_modules)]
+        self._about = {"model": config.model.path, "lora": kind}
 
     def names(self) -> list[str]:
         """Return the names of the states."""
@@ -52,9 +56,7 @@ class States:
             result = self._saver.call("finish_save")[0]
             if result.error is not None:
                 raise OSError(result.error)
-            lora = self._config.lora
-            about = {"model": self._config.model.path, "rank": None if lora is None else lora.rank}
-            (partial / ABOUT).write_text(json.dumps(about))
+            (partial / ABOUT).write_text(json.dumps(self._about))
             sync_tree(partial)
             os.rename(partial, final)
             sync_folder(final.parent)
@@ -67,8 +69,18 @@ class States:
         """Load a state into the actor."""
         folder = self.existing(name)
         try:
+            about = json.loads((folder / ABOUT).read_text())
+            StoredState(folder / STATE)  # damage is found before a rank loads a part
+        except (OSError, ValueError, DamagedCheckpoint) as error:
+            raise ServiceError(f"state {name} is damaged: {error}") from error
+        if about != self._about:
+            raise ServiceError(
+                f"state {name} is of {json.dumps(about)}, the service has "
+                f"{json.dumps(self._about)}.\nStart the service with the state's model and lora"
+            )
+        try:
             self._saver.call("load", str(folder))
-        except (ConfigError, DamagedCheckpoint) as error:  # of another model, or lost on the disk
+        except ConfigError as error:  # other sizes, though of the same name
             raise ServiceError(f"state {name} cannot be loaded: {error}") from error
 
     def delete(self, name: str) -> None:

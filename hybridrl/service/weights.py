@@ -6,9 +6,6 @@ adapters, which are small, a copy is held under the name. Without, its weights a
 have changed.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.service.data import ServiceError
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
@@ -17,8 +14,6 @@ from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 BASE = "base"
 # Names for sampling whose weights are held, the last ones.
 KEPT = 8
-# Set of the actor with what is on the device, while weights of a name are.
-_PRESENT = "present"
 
 
 class ServedWeights:
@@ -92,8 +87,9 @@ class ServedWeights:
         return self._named(f"weights-{number}", number) if number else BASE
 
     def name_other(self, name: str) -> str:
-        """Give a name to weights on the device that are no model's."""
-        return self._named(name, self._new())
+        """Return a name for weights on the device that are no model's; it begins with `name`."""
+        self._on_device = self._new()
+        return self._named(f"{name}-{self._on_device}", self._on_device)
 
     def leave(self) -> None:
         """Hold the model on the device, so that other weights can be loaded there."""
@@ -108,27 +104,20 @@ class ServedWeights:
     def wake(self, name: str) -> None:
         """Move the weights of a name to vLLM, unless it holds them."""
         number = self._number(name)
-        self._engine.weight_version, self._is_awake = number, True
+        self._engine.weight_version = number
         if not self._engine.is_current:
-            with self._loaded(name, number):
-                self._engine.reshard()
+            self.load(name)
+            self._engine.reshard()
+        self._is_awake = True
 
-    @contextmanager
-    def on_device(self, name: str) -> Iterator[None]:
-        """Within this context, the weights of a name are the actor's, and vLLM sleeps."""
+    def load(self, name: str) -> None:
+        """Put the weights of a name on the device, while vLLM sleeps; a model `begin`s again."""
+        number = self._number(name)
         self._sleep()
-        with self._loaded(name, self._number(name)):
-            yield
-
-    @contextmanager
-    def _loaded(self, name: str, number: int) -> Iterator[None]:
-        is_there = number == self._on_device
-        if not is_there:
-            self._actor.call("hold", _PRESENT, whole=False)
+        if number != self._on_device:
+            self._leave()
             self._actor.call("take", name, whole=False)
-        yield
-        if not is_there:
-            self._actor.call("take", _PRESENT, whole=False)
+            self._on_device = number
 
     def _number(self, name: str) -> int:
         number = self._names.get(name)
@@ -140,9 +129,10 @@ class ServedWeights:
         return number
 
     def _named(self, name: str, number: int) -> str:
+        """Hold the weights on the device under a name, which is then the last one."""
         if not self._holds:
             self._names = {BASE: 0}
-        elif name not in self._names:
+        elif self._names.pop(name, None) is None:
             self._actor.call("hold", name, whole=False)
             if gone := [one for one in self._names if one != BASE][: -KEPT + 1]:
                 self._actor.call("drop", gone)

@@ -105,6 +105,11 @@ class PrimitiveActor(ActorWorker):
             self.held.pop(name, None)
 
     @on_all_ranks(Dispatch.BROADCAST)
+    def drop_gradients(self) -> None:
+        """Clear the gradients."""
+        self.optimizer.drop_gradients()
+
+    @on_all_ranks(Dispatch.BROADCAST)
     def forget_optimizer(self) -> None:
         """Drop AdamW's moments and step counts, and the gradients."""
         self.optimizer.drop_gradients()

@@ -56,6 +56,9 @@ def adapters(folder: Path) -> None:
             with pytest.raises(ServiceError, match=text):
                 call()
         state(one)
+        names_are_kept_in_the_order_of_their_use(one)
+        late = one.sample(TOKENS[:3], 64, Sampling(max_tokens=200))
+    assert isinstance(late.exception(timeout=5), ServiceError)  # closed meanwhile
     with service(folder, "lora=default") as one:  # another process would find it as well
         one.load_state("first").result()
         assert one.states() == ["first"]
@@ -132,11 +135,35 @@ def state(one: Service) -> None:
     one.save_state("first").result()
     trained = one.forward(DATA).result().log_probs
     after = train(one, 2)
+    one.forward_backward(DATA)  # its gradient is dropped
     one.load_state("first").result()
     assert one.forward(DATA).result().log_probs == trained
     assert train(one, 2) == after  # with its moments
     weights = one.weights_of_state("first").result()
     assert one.log_probs(TOKENS, weights=weights).result() == pytest.approx(trained[0], abs=1e-6)
+    # Another state of the same name has other weights.
+    one.delete_state("first").result()
+    one.save_state("first").result()
+    other = one.weights_of_state("first").result()
+    now = one.forward(DATA).result().log_probs[0]
+    assert one.log_probs(TOKENS, weights=other).result() == pytest.approx(now, abs=1e-6)
+    assert one.log_probs(TOKENS, weights=weights).result() == pytest.approx(trained[0], abs=1e-6)
+
+
+def names_are_kept_in_the_order_of_their_use(one: Service) -> None:
+    first = one.weights_for_sampling().result()
+    other = one.create_model().result()
+    later = []
+    for _ in range(7):
+        train(one, 1, other)
+        later.append(one.weights_for_sampling(model=other).result())
+    assert one.weights_for_sampling().result() == first  # now the last of eight
+    train(one, 1, other)
+    one.weights_for_sampling(model=other).result()
+    one.log_probs(TOKENS, weights=first).result()
+    with pytest.raises(ServiceError, match="only the last 8 are kept"):
+        one.log_probs(TOKENS, weights=later[0]).result()
+    one.delete_model(other).result()
 
 
 def faults(one: Service) -> list[tuple]:
@@ -144,6 +171,7 @@ def faults(one: Service) -> list[tuple]:
     return [
         (lambda: one.sample([], 1, ANSWER), "datum 0 has 0 tokens, expected 1 to"),
         (lambda: one.sample([1], 1, ANSWER._replace(top_p=0.0)), "top_p = 0.0"),
+        (lambda: one.sample([1], 1, ANSWER._replace(temperature=3.0)), "temperature = 3.0"),
         (lambda: one.forward_backward(DATA, "other"), "loss other: expected one of cross_entropy"),
         (lambda: one.forward_backward(DATA, "ppo"), "datum 0 has weights: the loss takes logprobs"),
         (lambda: one.forward_backward([wrong]), "1 weights for 2 tokens"),
@@ -154,7 +182,12 @@ def faults(one: Service) -> list[tuple]:
         (lambda: one.load_state("x").result(), "state x: expected one of none"),
         (lambda: one.save_state("../x"), "expected letters"),
         (lambda: one.forward_backward(DATA, lambda *_: 1 / 0).result(), "ZeroDivisionError"),
+        (lambda: one.forward_backward(DATA, no_metrics).result(), "TypeError"),
     ]
+
+
+def no_metrics(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, None]:
+    return rows[0].sum(), None
 
 
 def whole(folder: Path) -> None:

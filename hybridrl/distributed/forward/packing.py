@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.ragged import Ragged, first_equal
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup, shard_sizes
 from hybridrl.distributed.forward.vision import SIZES, ImagePacker, PackedImages
 
@@ -140,7 +140,7 @@ def pack(
     starts = torch.cat([ends.new_zeros(1), ends])
     parts: Parts = (input_ids, position_ids, state_index, response_ids, starts)
     max_length, keys, shard = int(lengths.max()), None, None
-    if shares and len(index := _first_rows(prompts)) > len({*index}):
+    if shares and len(index := first_equal(prompts)) > len({*index}):
         parts, keys = _shared(parts, index, is_response, device)
         max_length = int(parts[4].diff().max())
     routed = None if routed_experts is None else routed_experts.values.view(1, total, -1)
@@ -161,12 +161,6 @@ def pack(
         shard=shard,
     )
     return packed if batch.images is None else _with_images(packed, input_ids, batch, images)
-
-
-def _first_rows(prompts: Ragged) -> list[int]:
-    """Return the first row with the same prompt as each row."""
-    rows = dict[bytes, int]()
-    return [rows.setdefault(row.tobytes(), index) for index, row in enumerate(prompts.views())]
 
 
 def _shared(

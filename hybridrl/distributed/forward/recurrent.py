@@ -9,6 +9,7 @@ Shapes:  N = packed tokens   C = channels   K = taps of a convolution
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ def pack_recurrences(lm: nn.Module) -> set[str]:
         if name == CONVOLUTION:
             functions[name] = packed_convolution
         elif not isinstance(functions[name], Recurrence):
-            functions[name] = Recurrence(functions[name], has_kernel=name == DELTA_RULE)
+            # transformers hides its function behind one of a package that is installed.
+            function = inspect.unwrap(functions[name])
+            functions[name] = Recurrence(function, has_kernel=name == DELTA_RULE)
     return {name for _, name in places}
 
 
