@@ -8,6 +8,7 @@ number of micro-batches, or FSDP's collectives would hang.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -262,6 +263,7 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
             if not sizes.whole_episodes:
                 flat = [row for unit in units for row in unit]
                 units = rows.units(flat, sizes.num_shards, sizes.max_tokens)
+            units.sort(key=itemgetter(0))  # units of equal cost are dealt in this order
             costs, tokens = zip(*map(rows.size, units), strict=True)
             mini = [*range(len(units))]
             per_rank = sizes.partition(mini, costs, tokens, sizes.num_shards, sizes.max_tokens)
