@@ -111,12 +111,6 @@ def padded(rows: Sequence[np.ndarray], fill: float) -> Tensor:
     return torch.from_numpy(whole)
 
 
-def first_equal(rows: Ragged) -> list[int]:
-    """Return for each row the index of the first that is equal to it."""
-    first = dict[bytes, int]()
-    return [first.setdefault(row.tobytes(), index) for index, row in enumerate(rows.views())]
-
-
 def concat(parts: Sequence[Ragged], order: Tensor | None = None) -> Ragged:
     """Concatenate at least one part; `order` [B] int64, if given, are the indices of its rows."""
     lengths = torch.cat([part.lengths for part in parts])

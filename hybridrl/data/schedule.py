@@ -22,10 +22,10 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.images import PromptImages
 from hybridrl.data.partition import Micros, Partitioner, partitioner_for
-from hybridrl.data.ragged import Ragged, concat, first_equal
+from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
-from hybridrl.data.units import Rows
+from hybridrl.data.units import Rows, whole_rows
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
@@ -189,8 +189,8 @@ class UpdateSizes:
         image_cost: images of a sequence -> their cost, in the same unit.
         partition: splits a mini-batch over ranks and into micro-batches.
         whole_episodes: the responses of an episode share a micro-batch, as the loss compares them.
-        share_prompts: responses to a prompt stay together, as it is computed once for those of a
-            micro-batch.
+        share_prefixes: responses to a prompt stay together, as first tokens that sequences of a
+            micro-batch share are computed once.
     """
 
     num_shards: int
@@ -201,7 +201,7 @@ class UpdateSizes:
     partition: Partitioner
     whole_episodes: bool = False
     image_cost: Callable[[PromptImages], float] = len
-    share_prompts: bool = False
+    share_prefixes: bool = False
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
@@ -215,7 +215,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
         partition=partitioner_for(config.fsdp),
         whole_episodes=policy_loss_of(config.algorithm.loss.function).targets is Targets.pairs,
         image_cost=partial(images_cost, shape, trains=config.train_vision),
-        share_prompts=config.fsdp.share_prompts,
+        share_prefixes=config.fsdp.share_prefixes,
     )
 
 
@@ -249,13 +249,13 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
     if batch.images is not None:  # of each row, though a micro-batch computes equal ones once
         images = zip(cost, batch.images.rows, strict=True)
         cost = [one + (sizes.image_cost(own) if own else 0.0) for one, own in images]
-    prompts = first_equal(batch.prompts) if sizes.share_prompts else [*range(len(batch))]
-    rows = Rows(prompts, lengths, batch.responses.lengths.tolist(), cost)
+    tokens_of = whole_rows(batch.prompts, batch.responses) if sizes.share_prefixes else []
+    rows = Rows(lengths, cost, batch.group_id.tolist(), tokens_of)
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
         generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
         order = torch.randperm(len(members), generator=generator).tolist()
-        if sizes.share_prompts:
+        if sizes.share_prefixes:
             order = rows.by_prompt(order, [unit[0] for unit in members])
         partitions = []
         for start in range(0, len(order), per_step):

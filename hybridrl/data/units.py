@@ -1,47 +1,88 @@
-"""Units of a mini-batch: responses that are computed together, as they share a prompt."""
+"""First tokens that sequences share, and units of a mini-batch that are computed together.
+
+A token's states depend on itself and those before it, so equal first tokens need to be computed
+once: a prompt for its responses, the turns before a branch for the branches of an episode.
+"""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridrl.data.ragged import Ragged
 
 # Units that each rank has at least in a mini-batch, for its balance.
 UNITS_PER_RANK = 2
+Tokens = NDArray[np.int32]
+
+
+def common(other: Tokens, row: Tokens) -> int:
+    """Return how many first tokens of a row are the other's; its last one is always its own."""
+    count = min(len(other), len(row) - 1)
+    differing = np.flatnonzero(other[:count] != row[:count])
+    return int(differing[0]) if len(differing) else count
+
+
+def shared(rows: Sequence[Tokens]) -> list[tuple[int, int, int]]:
+    """Return (row, other, count) of rows that share first tokens, others before the rows.
+
+    `count` is the number of tokens. With no other before it a row shares more: in the order of
+    their bytes that is the one just before.
+    """
+    order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
+    pairs = ((row, other, common(rows[other], rows[row])) for other, row in pairwise(order))
+    return [(row, other, count) for row, other, count in pairs if count]
+
+
+def whole_rows(prompts: Ragged, responses: Ragged) -> list[Tokens]:
+    """Return prompt and response of each row."""
+    return [np.concatenate(pair) for pair in zip(prompts.views(), responses.views(), strict=True)]
 
 
 class Rows(NamedTuple):
-    """What rows of a batch take: index of the prompt, tokens, those of the response, cost."""
+    """Rows of a batch: length and cost of each by itself, the group of responses to one prompt.
 
-    prompts: Sequence[int]
-    tokens: Sequence[int]
-    of_response: Sequence[int]
+    `tokens` are those of each row, if equal first tokens within a unit cost once; else empty.
+    """
+
+    lengths: Sequence[int]
     cost: Sequence[float]
+    groups: Sequence[int]
+    tokens: Sequence[Tokens]
 
     def size(self, unit: Sequence[int]) -> tuple[float, int]:
-        """Return cost and tokens of rows that are computed together; an equal prompt is once."""
-        cost, tokens = 0.0, 0
-        for row, before in zip(unit, [None, *unit], strict=False):
-            is_new = before is None or self.prompts[before] != self.prompts[row]
-            own = self.tokens[row] if is_new else self.of_response[row]
-            cost, tokens = cost + self.cost[row] * (own / self.tokens[row]), tokens + own
-        return cost, tokens
+        """Return cost and tokens of rows that are computed together."""
+        own = [self.lengths[row] for row in unit]
+        if self.tokens:
+            for place, _, count in shared([self.tokens[row] for row in unit]):
+                own[place] -= count
+        parts = [self.cost[r] * (n / self.lengths[r]) for r, n in zip(unit, own, strict=True)]
+        return sum(parts), sum(own)
 
     def by_prompt(self, order: Sequence[int], first: Sequence[int]) -> list[int]:
         """Return episodes in an order, but those of a prompt behind its first one."""
         groups: dict[int, list[int]] = {}
         for episode in order:
-            groups.setdefault(self.prompts[first[episode]], []).append(episode)
+            groups.setdefault(self.groups[first[episode]], []).append(episode)
         return [episode for group in groups.values() for episode in group]
 
     def units(self, rows: Sequence[int], num_shards: int, max_tokens: int) -> list[Sequence[int]]:
         """Cut rows into units of one prompt: within the token budget, and enough for all ranks."""
+        if not self.tokens:
+            return [[row] for row in rows]
         most = max(1, len(rows) // (UNITS_PER_RANK * num_shards))
         units: list[list[int]] = []
         room = 0
         for row in rows:
-            is_same = units and self.prompts[units[-1][0]] == self.prompts[row]
-            if is_same and len(units[-1]) < most and self.of_response[row] <= room:
-                units[-1].append(row)
-                room -= self.of_response[row]
-            else:
-                units.append([row])
-                room = max_tokens - self.tokens[row]
+            own = self.lengths[row]
+            if units and self.groups[units[-1][0]] == self.groups[row] and len(units[-1]) < most:
+                new = own - common(self.tokens[units[-1][-1]], self.tokens[row])
+                if new <= room:
+                    units[-1].append(row)
+                    room -= new
+                    continue
+            units.append([row])
+            room = max_tokens - own
         return [*units]

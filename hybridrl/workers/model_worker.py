@@ -16,7 +16,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.forward.layers import shares_prompts
+from hybridrl.distributed.forward.layers import shares_prefixes
 from hybridrl.distributed.forward.packing import Packed, States, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.forward.vision import ImagePacker
@@ -38,7 +38,7 @@ class ModelWorker(Worker):
 
     model: nn.Module
     weights: Offloadable
-    shares_prompts: bool
+    shares_prefixes: bool
 
     def __init__(self, config: Any, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
@@ -49,7 +49,7 @@ class ModelWorker(Worker):
     def own(self, model: nn.Module) -> None:
         """Set the role's model, and make it offloadable."""
         self.model = model
-        self.shares_prompts = self.config.fsdp.share_prompts and shares_prompts(model)
+        self.shares_prefixes = self.config.fsdp.share_prefixes and shares_prefixes(model)
         self.weights = offloadable_weights(model, self.config.fsdp.offload, self.device)
 
     @classmethod
@@ -88,7 +88,7 @@ class ModelWorker(Worker):
             states,
             routed_experts,
             images,
-            shares=self.shares_prompts,
+            shares=self.shares_prefixes,
         )
 
     def on_device(self, values: Ragged) -> Tensor:

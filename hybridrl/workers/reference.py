@@ -46,7 +46,7 @@ class ReferenceWorker(ModelWorker):
             actor = roles["actor"]
             assert isinstance(actor, ModelWorker)
             self.model, self.weights = actor.model, actor.weights
-            self.shares_prompts = actor.shares_prompts
+            self.shares_prefixes = actor.shares_prefixes
             self.others = [other for other in self.others if other is not actor]
 
     def rest(self) -> None:

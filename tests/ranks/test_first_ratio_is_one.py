@@ -29,7 +29,7 @@ def scored(dealt, worker_method):
 def two_steps(folder, replicas, shares, target):
     """Two steps of the loop; metrics of both, and log-probs before and after saving."""
     ranks = dist.get_world_size()
-    spec = fsdp_config(ranks // replicas, replicas, share_prompts=shares)
+    spec = fsdp_config(ranks // replicas, replicas, share_prefixes=shares)
     mesh = build_mesh(spec, "cpu")
     actor = ActorWorker(actor_config(folder, spec), mesh)
     critic = CriticWorker(critic_config(folder, spec), mesh)
@@ -47,7 +47,7 @@ def two_steps(folder, replicas, shares, target):
             max_tokens=30,
             step=step,
             partition=partitioner_for(spec),
-            share_prompts=shares,
+            share_prefixes=shares,
         )
         old_log_probs = scored(dealt, actor.compute_log_probs)
         ref_log_probs = scored(dealt, reference.compute_log_probs)

@@ -69,7 +69,7 @@ def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPCon
         "ulysses_size": 1,
         "offload": Offload.none,
         "compile": False,
-        "share_prompts": False,
+        "share_prefixes": False,
         "exact": False,
     }
     return FSDPConfig(dp_shard=dp_shard, dp_replicate=dp_replicate, **(values | changes))

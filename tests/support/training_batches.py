@@ -83,7 +83,7 @@ def scheduled(
     epochs: int = 1,
     step: int = 1,
     partition: Partitioner = partition_by_micro_batch,
-    share_prompts: bool = False,
+    share_prefixes: bool = False,
 ) -> ScheduledBatch:
     """The batch partitioned over ranks by its tokens."""
     sizes = UpdateSizes(
@@ -93,7 +93,7 @@ def scheduled(
         max_tokens,
         cost=float,
         partition=partition,
-        share_prompts=share_prompts,
+        share_prefixes=share_prefixes,
     )
     return schedule(batch, sizes, seed=1, step=step)
 

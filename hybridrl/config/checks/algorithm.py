@@ -261,8 +261,8 @@ def forward_problems(
 
 
 def sharing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Find what a prompt that is computed once for several responses cannot have."""
-    size, key = config.fsdp.ulysses_size, "fsdp.share_prompts"
+    """Find what tokens that are computed once for several sequences cannot have."""
+    size, key = config.fsdp.ulysses_size, "fsdp.share_prefixes"
     reasons = {
         "recurrent layers pass a state from token to token": shape.recurrent,
         "experts are balanced by sequence": shape.experts is not None,
@@ -270,9 +270,9 @@ def sharing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         f"ranks share sequences (fsdp.ulysses_size = {size})": size > 1,
         "vLLM computes each sequence whole (rollout.exact = true)": config.rollout.exact,
     }
-    if config.fsdp.share_prompts:
+    if config.fsdp.share_prefixes:
         for why in (reason for reason, is_so in reasons.items() if is_so):
-            yield must_be("shared_prompts", key, True, "false", why)
+            yield must_be("shared_prefixes", key, True, "false", why)
 
 
 def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:

@@ -74,8 +74,8 @@ def check_layers(model: PreTrainedModel) -> None:
         )
 
 
-def shares_prompts(root: nn.Module) -> bool:
-    """Return whether equal prompts of a role's model can be computed once (`Keys` of packing.py).
+def shares_prefixes(root: nn.Module) -> bool:
+    """Return whether a role's model can compute equal first tokens once (`Keys` of packing.py).
 
     All of its layers then are attention without experts, as shares of experts are by sequence.
     """

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.ragged import Ragged, first_equal
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.units import shared, whole_rows
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup, shard_sizes
 from hybridrl.distributed.forward.vision import SIZES, ImagePacker, PackedImages
 
@@ -50,9 +51,9 @@ class Kept(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys of packed sequences where sequences with equal prompts compute these once.
+    """Keys of packed sequences where equal first tokens of several are computed once.
 
-    The first has the prompt's tokens. Others begin with their response, and read the first's keys.
+    One sequence has them. Others begin with their first token that differs, and read its keys.
 
     Attributes:
         index: [K] int64, the packed token of each key of each sequence.
@@ -82,7 +83,7 @@ class Packed:
         routed_experts: [1, N, L K], `RolloutBatch.routed_experts`; None: not used.
         kept: sets of the response tokens; None: all tokens.
         images: None on all ranks if no rank's responses have any.
-        keys: None if every sequence has its own prompt; else cu_seq_lens and max_length are those
+        keys: None if no sequences share first tokens; else cu_seq_lens and max_length are those
             of the tokens that are computed.
         shard: None if one rank has the whole input. Otherwise cu_seq_lens and max_length are those
             of the whole input, all else is this rank's shard; state_index counts within it.
@@ -114,7 +115,7 @@ def pack(
     """Pack prompts and responses on `device`; with a group, this rank's shard of them.
 
     `routed_experts` are those of the batch, if the model uses them; `images` packs its images.
-    If it `shares`, equal prompts are computed once.
+    If it `shares`, equal first tokens of sequences are computed once.
 
     Raises:
         ValueError: a prompt is empty, so the response's first token has no predicting state; or the
@@ -140,8 +141,8 @@ def pack(
     starts = torch.cat([ends.new_zeros(1), ends])
     parts: Parts = (input_ids, position_ids, state_index, response_ids, starts)
     max_length, keys, shard = int(lengths.max()), None, None
-    if shares and len(index := first_equal(prompts)) > len({*index}):
-        parts, keys = _shared(parts, index, is_response, device)
+    if shares and (once := shared(whole_rows(prompts, responses))):
+        parts, keys = _shared(parts, once, device)
         max_length = int(parts[4].diff().max())
     routed = None if routed_experts is None else routed_experts.values.view(1, total, -1)
     if group is not None:
@@ -164,13 +165,18 @@ def pack(
 
 
 def _shared(
-    whole: "Parts", first: list[int], is_response: Tensor, device: torch.device
+    whole: "Parts", once: list[tuple[int, int, int]], device: torch.device
 ) -> tuple["Parts", Keys]:
-    """Leave out the prompts of rows that are not the first with it; return where keys then are."""
+    """Leave out tokens that another sequence has; return where the keys of each then are.
+
+    `once` says of which row how many first tokens are those of which other.
+    """
     input_ids, position_ids, state_index, response_ids, starts = whole
     places = torch.arange(len(input_ids))
-    to_first = (starts[first] - starts[:-1]).repeat_interleave(starts.diff())
-    source = torch.where(is_response, places, places + to_first)
+    source, first = places.clone(), starts.tolist()
+    for row, other, count in once:
+        own, there = first[row], first[other]
+        source[own : own + count] = source[there : there + count]
     computed = source == places
     index = (computed.cumsum(0) - 1)[source]
     ends = computed.cumsum(0)[starts[1:] - 1]

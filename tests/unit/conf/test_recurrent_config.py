@@ -15,7 +15,7 @@ HYBRID = TINY | {
 MISTAKES = """
 recurrent_parts fsdp.ulysses_size fsdp.ulysses_size=2 fsdp.compile=false | a state
 compiled_recurrence fsdp.compile fsdp.compile=true
-shared_prompts fsdp.share_prompts fsdp.share_prompts=true fsdp.compile=false
+shared_prefixes fsdp.share_prefixes fsdp.share_prefixes=true fsdp.compile=false
 """
 REPLAY = """
 recurrent_replay rollout.router_replay fsdp.compile=false rollout.router_replay=record

@@ -1,4 +1,4 @@
-"""Prompts that are computed once for several responses: packing, equality, mini-batches."""
+"""First tokens that are computed once for several sequences: packing, equality, mini-batches."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import UpdateSizes, schedule
 from hybridrl.distributed.experts import replace_experts
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.forward.layers import hand_on_bounds, shares_prompts
+from hybridrl.distributed.forward.layers import hand_on_bounds, shares_prefixes
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.forward.packing import States, pack
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
@@ -43,6 +43,19 @@ def test_hand_worked():
     assert pack(whole.select([0, 1]), CPU, shares=True).keys is None
 
 
+def test_branches_share_all_tokens_before_they_part():
+    """A conversation of three turns, a branch that leaves it after the first, one after that."""
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 7, 3, 4], [2, 6]]
+    whole = batch([row[:1] for row in rows], [row[1:] for row in rows])
+    packed = pack(whole, CPU, shares=True)
+    assert packed.input_ids.tolist() == [[8, 9, 5, 6, 7, 3, 4, 2, 6]]
+    assert packed.cu_seq_lens.tolist() == [0, 2, 6, 7, 9]
+    # Of the second row, each token is predicted by its own; the first row's 6 by the second's 5.
+    assert packed.state_index.tolist() == [2, 3, 4, 0, 2, 3, 4, 2, 3, 4, 5, 7]
+    keys = packed.input_ids[0][packed.keys.index].tolist()
+    assert keys == [token for row in rows for token in row]
+
+
 def groups():
     """Two prompts of 30 and 9 tokens, one more of one response; responses of 1 to 12 tokens."""
     generator = torch.Generator().manual_seed(5)
@@ -61,7 +74,7 @@ def test_log_probs_and_gradients_are_those_without(name):
         lm = tiny_model(name, PACKED_ATTENTION)
         hand_on_bounds(lm)
         model = TokenLogProbs(lm, 16, keep_logits=False)
-        assert shares_prompts(model)
+        assert shares_prefixes(model)
         packed = pack(groups(), CPU, shares=shares)
         assert (packed.input_ids.shape[1] == 120 + 32) is not shares
         log_probs = model(packed, 1.0, Entropy.omit).log_probs
@@ -87,17 +100,19 @@ def test_experts_and_recurrent_layers_share_nothing():
     register_packed_attention()
     with_experts, dense = (tiny_model(name, PACKED_ATTENTION) for name in ("qwen2_moe", "qwen2"))
     replace_experts(with_experts)
-    assert not shares_prompts(TokenLogProbs(with_experts, 16, keep_logits=False))
+    assert not shares_prefixes(TokenLogProbs(with_experts, 16, keep_logits=False))
     root = TokenLogProbs(dense, 16, keep_logits=False)
-    assert shares_prompts(root)
+    assert shares_prefixes(root)
     root.recurrent = True
-    assert not shares_prompts(root)
+    assert not shares_prefixes(root)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_responses_to_a_prompt_stay_together(ranks):
     """Eight prompts of 100 tokens with 8 responses of 10: without, 110 tokens each."""
-    whole = batch([[p] * 100 for p in range(8) for _ in range(8)], [[1] * 10] * 64)
+    answers = [[row] * 10 for row in range(64)]
+    whole = batch([[64 + row // 8] * 100 for row in range(64)], answers)
+    whole = replace(whole, group_id=torch.arange(64) // 8)
     sizes = UpdateSizes(
         num_shards=ranks,
         mini_batch_size=32,
@@ -105,7 +120,7 @@ def test_responses_to_a_prompt_stay_together(ranks):
         max_tokens=400,
         cost=float,
         partition=partition_by_total,
-        share_prompts=True,
+        share_prefixes=True,
     )
     scheduled = schedule(whole, sizes, seed=1, step=3)
     for epoch in range(2):
