@@ -62,8 +62,12 @@ def test_what_conf_names_is_ours():
         for key, value in leaves(OmegaConf.to_container(OmegaConf.load(path))).items()
         if names_code(key) and "." in (value or "")
     }
-    commands = {"hybridrl.environments.commands.command"}  # which run code of others
-    assert named - commands == ALLOWED
+    others = "hybridrl.environments.others"
+    of_others = {f"{others}.{name}" for name in ("verifiers", "openenv", "gymnasium")}
+    run_others = {f"{name}.{function}" for name in of_others for function in ("rows", "run")}
+    run_others.add("hybridrl.environments.commands.command")
+    assert named - run_others == ALLOWED and not run_others & ALLOWED
+    assert all(needs_trust({"agent": {"function": name}}) for name in run_others)
 
 
 @pytest.mark.parametrize("override", ["reward=gsm8k_form", "environment=calculator", "seed=2"])

@@ -33,7 +33,8 @@ MAY_PICKLE = {
     "environments/base.py",
     "processes/process.py",
 }
-MAY_EXECUTE = {"rewards/sandbox/jail.py"}
+# Code of the policy, in a jail; a program of an installed package, verifiers'.
+MAY_EXECUTE = {"rewards/sandbox/jail.py", "environments/others/verifiers_chat.py"}
 # `trusts`: model.trust_remote_code is set.
 MAY_TRUST = {("data/sources/tokenizer.py", "AutoTokenizer.from_pretrained", "trusts")}
 

@@ -83,7 +83,7 @@ def try_out(
     if is_ours(path) and not always:
         return []
     module, _ = module_and_name(key, path)
-    limit_s = LOADING_TIMEOUT_S if always else TRIAL_TIMEOUT_S
+    limit_s = LOADING_TIMEOUT_S if always else None
     imported, answer = _tried(module, (function, (key, path, *arguments)), limit_s)
     if isinstance(answer, list):
         return [Problem(*fields) for fields in answer]
@@ -129,7 +129,7 @@ def _tried_import(module: str, import_path: tuple[str, ...]) -> str:
 
 
 def _tried(
-    module: str, check: Check | None = None, limit_s: float = TRIAL_TIMEOUT_S
+    module: str, check: Check | None = None, limit_s: float | None = None
 ) -> tuple[bool, list[tuple[str, ...]] | str]:
     """Run `trial` in a separate process.
 
@@ -137,6 +137,7 @@ def _tried(
         Whether the module was imported; and the problems, or why the import or check failed.
     """
     answers: list[Any] = []
+    limit_s = TRIAL_TIMEOUT_S if limit_s is None else limit_s
     end, why = time.monotonic() + limit_s, ""
     process = UserProcess(f"{__name__}.trial", os.environ, is_silent=True)
     try:
