@@ -60,6 +60,7 @@ def pool_config(
             ulysses_size=1,
             offload=Offload.none,
             compile=False,
+            share_prefixes=False,
             exact=False,
         ),
         modules=["tests.support.controller_roles"],
