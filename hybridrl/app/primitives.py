@@ -11,7 +11,6 @@ from hybridrl.app.lock import exclusive_run
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
-from hybridrl.models.resolve import absolute_path
 
 if TYPE_CHECKING:
     from hybridrl.controller.worker_group import WorkerGroup
@@ -52,7 +51,6 @@ def service_parts(prepared: Prepared, folder: Path) -> Iterator[ServiceParts]:
         from hybridrl.controller.worker_group import build_workers, open_pool, role_configs
 
         with ray_runtime(config.cluster, config.hardware.accelerator):
-            config.model.path = absolute_path(config.model.path)
             roles = role_configs(config)
             roles["rollout"] = replace(config.rollout, top_p=1.0)  # nothing is recorded
             roles["actor"] = replace(config.actor, worker=ACTOR, temperature=1.0)

@@ -15,7 +15,7 @@ from hybridrl.data.ragged import Ragged
 
 # Units that each rank has at least in a mini-batch, for its balance.
 UNITS_PER_RANK = 2
-Tokens = NDArray[np.int32]
+Tokens = NDArray[np.int32] | NDArray[np.int64]
 
 
 def common(other: Tokens, row: Tokens) -> int:

@@ -1,4 +1,4 @@
-"""What primitives take and return, and the batch of a call's data.
+"""Arguments and results of primitives, and the batch of a call's data.
 
 A datum of N tokens is trained on N targets: targets[i] is what follows tokens[: i + 1]. In a batch
 its first token is the prompt; the other tokens and the last target are the response. Log-probs are

@@ -58,12 +58,14 @@ class Samples:
             WorkerError: a rank failed; all open calls get the error.
         """
 
+        waiting = [first]
+
         def is_enough() -> bool:
-            for call in joining():
-                self._begin(call)
+            for call in [*waiting, *joining()]:
+                self._open[call.future] = asyncio.create_task(self._answer(call))
+            waiting.clear()
             return not self._open
 
-        asyncio.run_coroutine_threadsafe(self._in_loop(first), self._loop).result()
         try:
             self._engines.run(is_enough, self._loop)
         except BaseException as error:
@@ -87,12 +89,6 @@ class Samples:
         """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-
-    async def _in_loop(self, call: Call) -> None:
-        self._begin(call)
-
-    def _begin(self, call: Call) -> None:
-        self._open[call.future] = asyncio.create_task(self._answer(call))
 
     async def _answer(self, call: Call) -> None:
         assert isinstance(call.work, Asked)

@@ -99,12 +99,11 @@ class Primitives:
         """Compute the log-probs of each datum's targets; with a loss its sum, too."""
         if loss is not None:
             return self._add(data, loss, settings, model, lambda scheduled, _: self._run(scheduled))
-        plain = [Datum(datum.tokens, datum.targets, {}) for datum in data]
-        check(plain, (), self.longest, self._shape.vocab)
+        plain = self._plain(data)
 
         def compute() -> Output:
             self._weights.begin(model)
-            return Output(self._rows(self._forward(plain), plain), {})
+            return Output(self._forward(plain), {})
 
         return self._calls.add(compute)
 
@@ -138,8 +137,7 @@ class Primitives:
             kind, whole = loss_of(loss, settings or {})
         except ValueError as error:
             raise ServiceError(str(error)) from error
-        data = [*data]  # the caller may change the list meanwhile
-        check(data, kind.inputs, self.longest, self._shape.vocab)
+        data = self._checked(data, kind.inputs)
 
         def compute() -> Output:
             self._weights.begin(model)
@@ -152,10 +150,9 @@ class Primitives:
 
     def _custom(self, data: Sequence[Datum], loss: CustomLoss, model: str) -> Output:
         """Add the gradient of a function of log-probs: a sum over tokens, weighted by it."""
-        plain = [Datum(datum.tokens, datum.targets, {}) for datum in data]
-        check(plain, (), self.longest, self._shape.vocab)
+        plain = self._plain(data)
         self._weights.begin(model)
-        rows = self._rows(self._forward(plain), plain)
+        rows = self._forward(plain)
         log_probs = [torch.tensor(row, requires_grad=True) for row in rows]
         try:
             value, metrics = loss(data, log_probs)
@@ -167,8 +164,8 @@ class Primitives:
             Datum(one.tokens, one.targets, {"weights": (-gradient).tolist()})
             for one, gradient in zip(data, gradients, strict=True)
         ]
-        check(weighted, ("weights",), self.longest, self._shape.vocab)
-        self._backward("cross_entropy", self._scheduled(weighted, ("weights",)), {})
+        scheduled = self._scheduled(self._checked(weighted, ["weights"]), ["weights"])
+        self._backward("cross_entropy", scheduled, {})
         return Output(rows, metrics)
 
     def _backward(self, loss: str, scheduled: ScheduledBatch, settings: Settings) -> Ragged:
@@ -187,9 +184,8 @@ class Primitives:
             self._weights.begin(model)
             if not self._weights.has_gradients(model):
                 raise ServiceError("optim_step: there is no gradient.\nCall forward_backward first")
-            betas = params.beta1, params.beta2
+            lr, betas = params.learning_rate, (params.beta1, params.beta2)
             rest = params.eps, params.weight_decay, params.grad_clip_norm
-            lr = params.learning_rate
             metrics: dict[str, float] = self._actor.call("optim_step", lr, betas, *rest)
             self._weights.change()
             return metrics
@@ -210,17 +206,16 @@ class Primitives:
     ) -> Future[list[Sample]]:
         """Sample answers to a prompt, token ids, by the weights of a name."""
         ids = [int(token) for token in prompt]
-        check([Datum(ids, ids, {})], (), self.longest, self._shape.vocab)
+        self._checked([Datum(ids, ids, {})], ())
         return self._calls.add(Asked(ids, num_samples, checked(sampling, num_samples), weights))
 
     def log_probs(self, tokens: Sequence[int], *, weights: str = BASE) -> Future[list[float]]:
         """Compute the log-probs of tokens[1:], nats, by the weights of a name."""
-        data = [Datum(tokens[:-1], tokens[1:], {})]
-        check(data, (), self.longest, self._shape.vocab)
+        data = self._checked([Datum(tokens[:-1], tokens[1:], {})], ())
 
         def compute() -> list[float]:
             self._weights.load(weights)
-            return self._rows(self._forward(data), data)[0]
+            return self._forward(data)[0]
 
         return self._calls.add(compute)
 
@@ -294,8 +289,17 @@ class Primitives:
         sizes = replace(self._sizes, mini_batch_size=len(batch), epochs=1)
         return schedule(batch, sizes, seed=0, step=0)
 
-    def _forward(self, data: Sequence[Datum]) -> Ragged:
-        return self._run(self._scheduled(data, ()))
+    def _checked(self, data: Sequence[Datum], names: Sequence[str]) -> list[Datum]:
+        """Return a copy of a call's list, which the caller may change meanwhile; see `check`."""
+        check(data, names, self.longest, self._shape.vocab)
+        return [*data]
+
+    def _plain(self, data: Sequence[Datum]) -> list[Datum]:
+        """Return data without what losses take."""
+        return self._checked([Datum(datum.tokens, datum.targets, {}) for datum in data], ())
+
+    def _forward(self, data: Sequence[Datum]) -> list[list[float]]:
+        return self._rows(self._run(self._scheduled(data, ())), data)
 
     def _run(self, scheduled: ScheduledBatch) -> Ragged:
         values: Ragged = self._actor.call("compute_log_probs", scheduled)

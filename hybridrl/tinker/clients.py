@@ -1,4 +1,4 @@
-"""What is served, and sessions of clients: models, samplers, paths of saved states.
+"""The served model, and sessions of clients: models, samplers, paths of saved states.
 
 <session>:train:<n>                                 a model, a client's n-th
 <session>:sample:<n>                                weights for sampling
@@ -108,7 +108,7 @@ class Served(NamedTuple):
 
 
 class Clients:
-    """What clients have, for the thread of the event loop."""
+    """Sessions of clients, their models and samplers, for the thread of the event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, float] = {}  # when each has last sent a heartbeat

@@ -52,7 +52,7 @@ class Numbered(Protocol):
 
 
 class Answers:
-    """What each request does, in the thread of the event loop.
+    """Answers to each kind of request, in the thread of the event loop.
 
     A training request is checked in its turn, so that one that is refused does not hold up others.
     """

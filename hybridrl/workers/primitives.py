@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.primitive_losses import fields_of, loss_of, loss_sum
+from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.schedule import RankBatch
@@ -30,8 +32,10 @@ WHOLE = Totals(tokens=1, episodes=1)
 class PrimitiveActor(ActorWorker):
     """Actor of a service."""
 
-    # A set of tensors by key, this rank's shards, by name.
-    held: dict[str, dict[str, Tensor]]
+    def __init__(self, config: ActorConfig, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh)
+        # By name and key: this rank's shards.
+        self.held: dict[str, dict[str, Tensor]] = {}
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def forward_backward(
@@ -78,8 +82,8 @@ class PrimitiveActor(ActorWorker):
     def hold(self, name: str, *, whole: bool) -> None:
         """Copy the trained weights to host memory; if `whole`, also moments and gradients."""
         with self.state_on_device():
-            held = {key: copied(x) for key, x in self._tensors().items() if whole or is_weight(key)}
-        vars(self).setdefault("held", {})[name] = held
+            tensors = self._tensors().items()
+            self.held[name] = {key: copied(x) for key, x in tensors if whole or is_weight(key)}
 
     @on_all_ranks(Dispatch.BROADCAST)
     def take(self, name: str, *, whole: bool) -> None:

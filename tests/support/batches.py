@@ -1,6 +1,7 @@
 """Small batches for tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ def batch_of(lengths: list[int]) -> RolloutBatch:
         group_id=torch.arange(len(lengths)),
         weight_version=torch.zeros(len(lengths), dtype=torch.int64),
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+def batch_of_rows(prompts: list[list[int]], responses: list[list[int]]) -> RolloutBatch:
+    """These responses to these prompts."""
+    return replace(
+        batch_of([len(row) for row in responses]),
+        prompts=Ragged.from_rows(prompts, torch.int32),
+        responses=Ragged.from_rows(responses, torch.int32),
     )
 
 

@@ -1,24 +1,13 @@
 """pack: positions, boundaries, pieces and which state predicts which token, by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.forward.packing import pack
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup
-from tests.support.batches import batch_of
+from tests.support.batches import batch_of_rows as batch
 
 CPU = torch.device("cpu")
-
-
-def batch(prompts, responses):
-    return replace(
-        batch_of([len(row) for row in responses]),
-        prompts=Ragged.from_rows(prompts, torch.int64),
-        responses=Ragged.from_rows(responses, torch.int64),
-    )
 
 
 def test_hand_worked():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hybridrl.data.partition import partition_by_total
-from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import UpdateSizes, schedule
 from hybridrl.distributed.experts import replace_experts
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
@@ -14,18 +13,10 @@ from hybridrl.distributed.forward.layers import hand_on_bounds, shares_prefixes
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.forward.packing import States, pack
 from hybridrl.distributed.forward.token_models import ScalarModel, TokenLogProbs
-from tests.support.batches import batch_of
+from tests.support.batches import batch_of_rows as batch
 from tests.support.tiny_hf import tiny_model
 
 CPU = torch.device("cpu")
-
-
-def batch(prompts, responses):
-    return replace(
-        batch_of([len(row) for row in responses]),
-        prompts=Ragged.from_rows(prompts, torch.int32),
-        responses=Ragged.from_rows(responses, torch.int32),
-    )
 
 
 def test_hand_worked():

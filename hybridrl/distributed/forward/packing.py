@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.units import shared, whole_rows
+from hybridrl.data.units import shared
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup, shard_sizes
 from hybridrl.distributed.forward.vision import SIZES, ImagePacker, PackedImages
 
@@ -141,8 +141,8 @@ def pack(
     starts = torch.cat([ends.new_zeros(1), ends])
     parts: Parts = (input_ids, position_ids, state_index, response_ids, starts)
     max_length, keys, shard = int(lengths.max()), None, None
-    if shares and (once := shared(whole_rows(prompts, responses))):
-        parts, keys = _shared(parts, once, device)
+    if shares:
+        parts, keys = _shared(parts, device)
         max_length = int(parts[4].diff().max())
     routed = None if routed_experts is None else routed_experts.values.view(1, total, -1)
     if group is not None:
@@ -164,14 +164,12 @@ def pack(
     return packed if batch.images is None else _with_images(packed, input_ids, batch, images)
 
 
-def _shared(
-    whole: "Parts", once: list[tuple[int, int, int]], device: torch.device
-) -> tuple["Parts", Keys]:
-    """Leave out tokens that another sequence has; return where the keys of each then are.
-
-    `once` says of which row how many first tokens are those of which other.
-    """
+def _shared(whole: "Parts", device: torch.device) -> tuple["Parts", Keys | None]:
+    """Leave out first tokens that another sequence has; return where keys of each then are."""
     input_ids, position_ids, state_index, response_ids, starts = whole
+    once = shared([row.numpy() for row in input_ids.split(starts.diff().tolist())])
+    if not once:
+        return whole, None
     places = torch.arange(len(input_ids))
     source, first = places.clone(), starts.tolist()
     for row, other, count in once:

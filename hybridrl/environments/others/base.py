@@ -1,4 +1,4 @@
-"""What adapters of other people's environments share."""
+"""Parts that adapters of other people's environments share."""
 
 from collections.abc import Awaitable, Callable, Iterator
 from importlib.util import find_spec
