@@ -4,7 +4,7 @@ Shared by workers/, which have the shards, rollout/, which records traces, and r
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -171,6 +171,10 @@ class TracedFill(NamedTuple):
     value: float
 
 
+# dtype of FP8 (e4m3) weights in traces and reshards: their bits, which collectives can send.
+FP8 = torch.int8
+
+
 class Trace(NamedTuple):
     """All writes of the loader on one rank.
 
@@ -178,7 +182,8 @@ class Trace(NamedTuple):
         copies, fills: in the loader's order.
         parameters: shape of each parameter of the engine's model, and of each buffer that the
             loader writes; also of each whole weight that is `gathered` for it.
-        unrounded: those of float32 in an engine of another dtype.
+        dtypes: of those that are not of the engine's dtype: float32, or `FP8`.
+        scales: name of the tensor with the rows' scales, of each parameter that is FP8.
         loaded: tensors with which the loader does more than copy rectangles. Their parameters are
             gathered, and it loads them again after every move.
         computed: the engine's parameters that it writes so.
@@ -187,7 +192,8 @@ class Trace(NamedTuple):
     copies: list[TracedCopy]
     fills: list[TracedFill]
     parameters: dict[str, tuple[int, ...]]
-    unrounded: frozenset[str] = frozenset()
+    dtypes: Mapping[str, torch.dtype] = {}
+    scales: Mapping[str, str] = {}
     loaded: tuple[CheckpointTensor, ...] = ()
     computed: frozenset[str] = frozenset()
 

@@ -21,12 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.distributed.regions import Region
+from hybridrl.distributed.regions import FP8, Region
 
 # Elements that are widened to int64 at a time: they fit a CPU's cache.
 CHUNK_ELEMENTS = 1 << 17
 
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+# Largest number of FP8 (e4m3).
+FP8_MAX = 448.0
 
 
 class CopyRect(NamedTuple):
@@ -39,6 +41,7 @@ class CopyRect(NamedTuple):
         row, column: start in the whole checkpoint tensor, viewed as rows of its last dim.
         salt: fingerprint salt of the checkpoint tensor.
         sum: number of the sum to which the salted fingerprint is added.
+        scale: number of the first row's scale, if values are quantised.
     """
 
     source: int
@@ -53,6 +56,7 @@ class CopyRect(NamedTuple):
     column: int
     salt: int
     sum: int
+    scale: int = 0
 
 
 class Buffers:
@@ -113,11 +117,13 @@ def cut(
     whole: tuple[int, ...],
     salt: int,
     sum: int,
+    first_scale: int = 0,
 ) -> Iterator[CopyRect]:
     """Yield the rectangles of a region: one, unless the region has more than two dims.
 
     `source` and `target` are the number of the buffer that is read or written, and the region as
-    its view. The checkpoint tensor, to which `region` refers, has the shape `whole`.
+    its view. The checkpoint tensor, to which `region` refers, has the shape `whole`; `first_scale`
+    is the number of its first row's scale.
     """
     if not region.numel:
         return
@@ -139,6 +145,7 @@ def cut(
             column,
             salt,
             sum,
+            first_scale + row,
         )
 
 
@@ -185,7 +192,7 @@ def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor
     """Compute the unsalted fingerprint of a rectangle that begins at (row, column) of its tensor.
 
     Reference implementation, used on CPUs; on GPUs the copy kernel computes the same. `values` are
-    [rows, columns] of a dtype of 2 or 4 bytes. Returns a 0-dim int64.
+    [rows, columns] of a dtype of at most 4 bytes. Returns a 0-dim int64.
     """
     rows = hashes.rows[row : row + values.shape[0]]
     columns = hashes.columns[column : column + values.shape[1]].to(torch.int64)
@@ -199,15 +206,26 @@ def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor
     return total
 
 
+def quantised(values: Tensor, scales: Tensor) -> Tensor:
+    """Return the bits of FP8 that vLLM makes of [rows, columns], given [rows] scales.
+
+    e4m3(clamp(bfloat16(x) / scale)), with a true division, rounded to the nearest even number.
+    """
+    scaled = values.to(torch.bfloat16) / scales[:, None]
+    return scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(FP8)
+
+
 class Copier:
     """Copies a fixed set of rectangles, any number of times; here in a loop, for CPUs.
 
     Args:
         rects: rectangles to copy; no two write the same element.
         buffers: the memory that the rectangles number.
-        dtype: dtype of the targets, to which values are cast.
+        dtype: dtype of the targets, to which values are cast; for `FP8` those of other dtypes are
+            quantised.
         hashes: of all rows and columns, for fingerprints.
         write: false: only read the sources, for their fingerprints.
+        scales: [all rows] float32, for FP8.
     """
 
     def __init__(
@@ -218,11 +236,13 @@ class Copier:
         hashes: Hashes,
         *,
         write: bool = True,
+        scales: Tensor | None = None,
     ) -> None:
         self._buffers = buffers
         self._dtype = dtype
         self._hashes = hashes
         self._write = write
+        self._scales = scales
         self._prepare(rects)
 
     def _prepare(self, rects: Sequence[CopyRect]) -> None:
@@ -238,7 +258,11 @@ class Copier:
         for rect in self._rects[count * share // shares : count * (share + 1) // shares]:
             size = (rect.rows, rect.columns)
             source = buffers.view(rect.source, rect.source_start, size, rect.source_stride)
-            values = source.to(self._dtype)
+            if self._dtype is FP8 and source.dtype is not FP8:
+                assert self._scales is not None, "FP8 needs scales"
+                values = quantised(source, self._scales[rect.scale : rect.scale + rect.rows])
+            else:
+                values = source.to(self._dtype)
             if self._write:
                 target = buffers.view(rect.target, rect.target_start, size, rect.target_stride)
                 target.copy_(values)

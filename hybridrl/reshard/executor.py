@@ -20,6 +20,7 @@ from hybridrl.distributed.torch_compat import all_gather_single
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect, Hashes, cut, region_view, salt
 from hybridrl.reshard.plan import Plan
 from hybridrl.reshard.route import Route
+from hybridrl.reshard.row_scales import RowScales
 
 # Number of a buffer, and a view of its tensor.
 _BufferView = tuple[int, Tensor]
@@ -46,7 +47,8 @@ class PlanExecutor:
 
     Buffers are the shards of the plan's sources, all parameters, and the two halves of the staging
     memory, in this order. `shards` has those of all weights by name; `parameters`, in the trace's
-    order, never move. Those that the plan writes are of `dtype`, or float32 if it is unrounded.
+    order, never move. Those that the plan writes are of its dtype, or of `dtype` if it has none.
+    Where they are FP8, `scales` has those of their sources' rows.
 
     Fingerprints of what is sent are counted in cells, one per receiver and parameter. A transfer to
     several receivers is fingerprinted once; its sum counts for all of its cells.
@@ -60,8 +62,9 @@ class PlanExecutor:
         route: Route,
         hashes: Hashes,
         dtype: torch.dtype,
+        scales: RowScales | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.scales = plan, scales
         self._shards = [shards[source.name] for source in plan.sources]
         self._sources = {source.name: (i, source) for i, source in enumerate(plan.sources)}
         self._parameters = parameters
@@ -74,7 +77,7 @@ class PlanExecutor:
         self._held = [source.region(self._rank) for source in plan.sources]
         self._hashes = hashes
         self._device = next(iter(parameters.values())).device
-        self.dtype = torch.float32 if plan.unrounded else dtype
+        self.dtype = plan.dtype or dtype
         self._buffers = Buffers(self._device)
         self._halves: list[Tensor] = []
         self._sum_of: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -96,6 +99,9 @@ class PlanExecutor:
         """Enqueue the move; on GPUs it runs on the current stream and on the group's own."""
         for fill in self.plan.fills:
             region_view(self._parameters[fill.parameter], fill.region).fill_(fill.value)
+        if self.scales is not None:
+            shards = zip(self.plan.sources, self._held, self._buffers.tensors, strict=False)
+            self.scales.update(shards)
         self._run_buckets(self._sums.zero_() if fingerprint else None)
 
     def sent(self) -> Tensor:
@@ -144,8 +150,11 @@ class PlanExecutor:
             shape, key = self._sources[copy.source][1].shape, salt(copy.source)
             counted = (self._numbers[copy.parameter], tuple(receivers))
             number = self._sum_of.setdefault(counted, len(self._sum_of))
-            rects += cut(self._buffers, source, target, copy.region, shape, key, number)
-        return copier_class(self._device)(rects, self._buffers, self.dtype, self._hashes)
+            first = 0 if self.scales is None else self.scales.first[copy.source]
+            rects += cut(self._buffers, source, target, copy.region, shape, key, number, first)
+        scales = None if self.scales is None else self.scales.values
+        copier = copier_class(self._device)
+        return copier(rects, self._buffers, self.dtype, self._hashes, scales=scales)
 
     def _shard(self, copy: TracedCopy) -> _BufferView:
         """Return the region that a copy reads, which is inside this rank's shard."""

@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from hybridrl.distributed.process_memory import garbage_collection_off
-from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
+from hybridrl.distributed.regions import FP8, Region, Trace, TracedCopy, TracedFill
 from hybridrl.distributed.weights import HEADS
 from hybridrl.reshard.transfers import (
     Chunk,
@@ -72,7 +73,7 @@ class Plan:
         written: elements of parameters that this rank writes, without constants.
         received: elements this rank receives from others.
         frozen: the weights never change.
-        unrounded: they move as float32, whatever the engine's dtype.
+        dtype: dtype in which they move, as their targets; None: the engine's.
     """
 
     sources: list[SourceLayout]
@@ -82,7 +83,7 @@ class Plan:
     written: int
     received: int
     frozen: bool = False
-    unrounded: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def exchanges_much(self) -> bool:
@@ -101,8 +102,8 @@ def build_plans(
 ) -> list[Plan]:
     """Return the plans of one rank of a route, those of frozen weights first.
 
-    Targets of float32 in an engine of another dtype have plans of their own. Constants belong to
-    the first plan.
+    Targets of float32 in an engine of another dtype have plans of their own, and so have those of
+    FP8. Constants belong to the first plan.
 
     Args:
         sources: layout of every checkpoint tensor over the first ranks of the route.
@@ -110,7 +111,8 @@ def build_plans(
         traces: of the route's ranks, in order; empty for a rank without an engine.
         rank: position in the route.
         bucket_elements: limit on any rank's staging memory for one bucket, sent and received
-            together, as long as one row of one tensor fits.
+            together, as long as one row of one tensor fits; counted in elements of 2 bytes where a
+            plan has a dtype of its own.
         others: traces of other routes, whose ranks have as many plans.
 
     Raises:
@@ -122,8 +124,8 @@ def build_plans(
         if trace not in checked:
             check_coverage(trace)
             checked.append(trace)
-    unrounded = frozenset[str]().union(*(trace.unrounded for trace in checked))
-    written = {(c.source, c.parameter in unrounded) for trace in checked for c in trace.copies}
+    dtypes = {name: dtype for trace in checked for name, dtype in trace.dtypes.items()}
+    written = {(c.source, dtypes.get(c.parameter)) for trace in checked for c in trace.copies}
     read = {source for source, _ in written}
     # An engine reads no head that is tied to its embedding; one of its own would lack weights.
     known = read | {*HEADS}
@@ -132,22 +134,23 @@ def build_plans(
         raise ValueError(f"the rollout engine's model has no place for {', '.join(unread)}")
     never_change = set(frozen)
     plans: list[Plan] = []
-    for is_frozen, is_wide in itertools.product((True, False), (False, True)):
+    for is_frozen, dtype in itertools.product((True, False), (None, torch.float32, FP8)):
         part = [
             source
             for source in sources
             if (source.name in never_change) is is_frozen
-            and ((source.name, is_wide) in written or not (is_wide or source.name in read))
+            and ((source.name, dtype) in written or not (dtype or source.name in read))
         ]
         copies: _Copies = {source.name: [] for source in part}
         for receiver, trace in enumerate(traces):
             for copy in trace.copies:
-                if copy.source in copies and (copy.parameter in unrounded) is is_wide:
+                if copy.source in copies and dtypes.get(copy.parameter) is dtype:
                     copies[copy.source].append((receiver, copy))
-        if part or not (is_frozen or is_wide):
-            plan = _plan(part, copies, rank, len(traces), bucket_elements // (1 + is_wide))
+        if part or not (is_frozen or dtype):
+            size = bucket_elements if dtype is None else 2 * bucket_elements // dtype.itemsize
+            plan = _plan(part, copies, rank, len(traces), size)
             fills = [] if plans else traces[rank].fills
-            plans.append(replace(plan, fills=fills, frozen=is_frozen, unrounded=is_wide))
+            plans.append(replace(plan, fills=fills, frozen=is_frozen, dtype=dtype))
     return plans
 
 

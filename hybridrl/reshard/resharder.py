@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.distributed.part_timer import PartTimer
-from hybridrl.distributed.regions import NamedShard, Trace, gathered
+from hybridrl.distributed.regions import FP8, NamedShard, Trace, gathered
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect, cut, hashes, region_view, salt
 from hybridrl.reshard.executor import PlanExecutor, ReshardError, copier_class
 from hybridrl.reshard.plan import Plan, build_plans
 from hybridrl.reshard.route import Route
+from hybridrl.reshard.row_scales import RowScales
 from hybridrl.reshard.transfers import SourceLayout
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Resharder:
     ) -> None:
         self._trace = trace
         self._parameters = {name: tensors[name] for name in trace.parameters}
-        rounded = (t for name, t in self._parameters.items() if name not in trace.unrounded)
+        rounded = (t for name, t in self._parameters.items() if name not in trace.dtypes)
         first = next(rounded)
         self._device, self._dtype = first.device, first.dtype
         self._route, self._group = route, route.group
@@ -68,23 +69,25 @@ class Resharder:
         self._hashes = hashes(rows, columns, self._device)
         frozen = [shard.name for shard in shards if shard.frozen]
         plans = self._agreed_plans((bucket_mb << 20) // self._dtype.itemsize, frozen)
+        side = self._shards, self._parameters, route, self._hashes, self._dtype
         self._executors = [
-            PlanExecutor(plan, self._shards, self._parameters, route, self._hashes, self._dtype)
-            for plan in plans
+            PlanExecutor(plan, *side, self._row_scales(plan, tensors)) for plan in plans
         ]
         self._numbers = {name: i for i, name in enumerate(self._parameters)}
-        self._readers = [self._parameter_reader(wide) for wide in {False, bool(trace.unrounded)}]
+        dtypes = dict.fromkeys([None, *trace.dtypes.values()])
+        self._readers = [self._parameter_reader(dtype) for dtype in dtypes]
         names = {gathered(source.parameter) for source in trace.loaded}
         size = sum(self._parameters[name].nbytes for name in names)
         self._gathered = {"gathered_bytes": float(size)} if names else {}
         self._frozen_is_there = False
         self._sums_are_known = False
         for plan in plans if dist.get_rank() == 0 else []:
-            dtype = torch.float32 if plan.unrounded else self._dtype
+            dtype = plan.dtype or self._dtype
             logger.info(
-                "reshard of %d weights: this rank receives %.1f MiB in %d buckets, with %d sends, "
-                "receives and all-gathers",
+                "reshard of %d weights%s: this rank receives %.1f MiB in %d buckets, with %d "
+                "sends, receives and all-gathers",
                 len(plan.sources),
+                " in FP8" if dtype is FP8 else "",
                 plan.received * dtype.itemsize / 2**20,
                 len(plan.buckets),
                 sum(bucket.operations for bucket in plan.buckets),
@@ -152,6 +155,8 @@ class Resharder:
         arrived = torch.empty_like(cells)
         dist.all_to_all_single(arrived, cells, group=self._group)
         expected = arrived.sum(0)
+        for scales in (e.scales for e in self._executors if e.scales is not None):
+            scales.add_sums(present, expected)
         problems = torch.stack([present != expected, torch.zeros_like(present).bool()])
         for fill in self._trace.fills:
             region = region_view(self._parameters[fill.parameter], fill.region)
@@ -196,22 +201,29 @@ class Resharder:
         rank = self._route.position
         return build_plans(self._sources, frozen, group_traces, rank, bucket_elements, traces)
 
-    def _parameter_reader(self, unrounded: bool) -> Copier:
-        """Return a copier that only reads the live parameters; buffers and sums are theirs."""
+    def _row_scales(self, plan: Plan, tensors: Mapping[str, Tensor]) -> RowScales | None:
+        if plan.dtype is not FP8:
+            return None
+        return RowScales(plan.sources, self._trace, tensors, self._group, self._device)
+
+    def _parameter_reader(self, of_dtype: torch.dtype | None) -> Copier:
+        """Return a copier that only reads live parameters of a dtype; buffers and sums are theirs.
+
+        None is the engine's dtype.
+        """
         buffers = Buffers(self._device)
         buffers.bind(list(self._parameters.values()))
         whole = {source.name: source.shape for source in self._sources}
         rects: list[CopyRect] = []
         for copy in self._trace.copies:
-            if (copy.parameter in self._trace.unrounded) is not unrounded:
+            if self._trace.dtypes.get(copy.parameter) is not of_dtype:
                 continue
             number = self._numbers[copy.parameter]
             part = (number, region_view(buffers.tensors[number], copy.destination))
             shape = whole[copy.source]
             rects += cut(buffers, part, part, copy.region, shape, salt(copy.source), number)
         copier = copier_class(self._device)
-        dtype = torch.float32 if unrounded else self._dtype
-        return copier(rects, buffers, dtype, self._hashes, write=False)
+        return copier(rects, buffers, of_dtype or self._dtype, self._hashes, write=False)
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -64,7 +64,8 @@ class Side(NamedTuple):
     Attributes:
         shards: its shards of the trainer's weights, in one order on all ranks.
         trace: trace of the engine's loader on this rank.
-        tensors: the engine's live parameters by name, of one dtype; they never move.
+        tensors: the live parameters of the engine by name, and the scales of those that are FP8;
+            they never move.
         route: ranks between which data moves, with one replica of the weights.
     """
 

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.reshard.copies import Copier, CopyRect
+from hybridrl.distributed.regions import FP8
+from hybridrl.reshard.copies import FP8_MAX, Copier, CopyRect
 
 # 256 columns are 8 for each thread of a warp: 16 bytes of bfloat16. Hidden sizes are multiples
 # of 128 or 256.
@@ -28,11 +29,14 @@ ALONE: dict[str, Any] = {"TILE_ROWS": 8, "num_warps": 4, "EVICTION": ""}
 # bandwidth slow NCCL down, and other ranks wait for NCCL.
 DURING_EXCHANGE: dict[str, Any] = {"TILE_ROWS": 64, "num_warps": 16, "EVICTION": "evict_first"}
 NCCL_MULTIPROCESSORS = 60
-# Elements of one vector access of the narrow dtypes.
-VECTOR = 8
+# Elements of one vector access of 16 bytes of the narrow dtypes, and of FP8.
+VECTOR, FP8_VECTOR = 8, 16
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_FIELDS = tl.constexpr(13)
+_DTYPES[FP8] = tl.int8
+_BITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+_FIELDS = tl.constexpr(14)
+_FP8_MAX = tl.constexpr(FP8_MAX)
 
 
 class TritonCopier(Copier):
@@ -74,9 +78,11 @@ class TritonCopier(Copier):
                 hashes.rows,
                 hashes.columns,
                 hashes.rows if sums is None else sums,
+                hashes.rows if self._scales is None else self._scales,
                 SOURCE=_DTYPES[source_dtype],
                 TARGET=_DTYPES[self._dtype],
-                BITS=tl.int32 if self._dtype.itemsize == 4 else tl.int16,
+                BITS=_BITS[self._dtype.itemsize],
+                QUANTISE=self._dtype is FP8 and source_dtype is not FP8,
                 WRITE=self._write,
                 FINGERPRINT=sums is not None,
                 ALIGNED=aligned,
@@ -89,10 +95,11 @@ class TritonCopier(Copier):
         """Return whether every row begins and ends at a vector's boundary, on both sides."""
         numbers = [rect.source_start, rect.source_stride, rect.columns]
         buffers = [rect.source]
+        vector = FP8_VECTOR if self._dtype is FP8 else VECTOR
         if self._write:
             numbers += [rect.target_start, rect.target_stride]
             buffers.append(rect.target)
-        return all(number % VECTOR == 0 for number in numbers) and all(
+        return all(number % vector == 0 for number in numbers) and all(
             self._buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
         )
 
@@ -142,9 +149,11 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     row_hashes,
     column_hashes,
     sums,
+    scales,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     BITS: tl.constexpr,
+    QUANTISE: tl.constexpr,
     WRITE: tl.constexpr,
     FINGERPRINT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -177,7 +186,15 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             mask = (row < rows)[:, None] & inside[None, :]
             at = row.to(tl.int64)[:, None]
             read = source + at * source_stride + column[None, :]
-            values = tl.load(read, mask=mask, other=0.0, eviction_policy=EVICTION).to(TARGET)
+            values = tl.load(read, mask=mask, other=0, eviction_policy=EVICTION)
+            if QUANTISE:
+                scale_at = scales + tl.load(rect + 13) + row
+                scale = tl.load(scale_at, mask=row < rows, other=1.0)[:, None]
+                scaled = tl.div_rn(values.to(tl.bfloat16).to(tl.float32), scale)
+                scaled = tl.clamp(scaled, -_FP8_MAX, _FP8_MAX)
+                values = scaled.to(tl.float8e4nv).to(TARGET, bitcast=True)
+            else:
+                values = values.to(TARGET)
             if WRITE:
                 written = target + at * target_stride + column[None, :]
                 tl.store(written, values, mask=mask, eviction_policy=EVICTION)

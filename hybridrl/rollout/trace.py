@@ -213,14 +213,15 @@ class _Tracer(TorchDispatchMode):
         copies = [copy for copy in self._copies if copy.parameter in names]
         fills = [fill for fill in self._fills if fill.parameter in names]
         shapes = {name: tuple(t.shape) for name, t in self._live.items() if name in names}
-        unrounded = {name for name in shapes if self._live[name].dtype != self._dtype}
+        dtypes = {name: self._live[name].dtype for name in shapes}
         for name, shape in parameter_shapes(sources).items():
             if name in loaded:
                 whole, shapes[gathered(name)] = Region((0,) * len(shape), shape), shape
                 copies.append(TracedCopy(name, whole, gathered(name), whole.offset))
-                unrounded |= {gathered(name)} if self._dtype is not torch.float32 else set()
+                dtypes[gathered(name)] = torch.float32
+        others = {name: dtype for name, dtype in dtypes.items() if dtype != self._dtype}
         again = tuple(source for source in sources if source.parameter in loaded)
-        return Trace(copies, fills, shapes, frozenset(unrounded), again, frozenset(computed))
+        return Trace(copies, fills, shapes, others, {}, again, frozenset(computed))
 
     def _closure(self, loaded: set[str]) -> tuple[set[str], set[str]]:
         """Return all of the trainer's parameters that are loaded if these are, and the engine's.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.mesh import build_mesh, everyone, init_groups
-from hybridrl.distributed.regions import NamedShard, Region, TracedCopy
+from hybridrl.distributed.regions import FP8, NamedShard, Region, TracedCopy
 from hybridrl.reshard.executor import ReshardError
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route, receiver, sender
@@ -25,6 +25,10 @@ BFLOAT = torch.bfloat16
 LIVE = ("q", "v", "o", "up", "experts")
 # One of them has adapters.
 UNROUNDED = ("norm", "o")
+# Parameters that are FP8: several sources in one, columns of one, three dims. Where some weights
+# are frozen, those whose sources are frozen together.
+QUANTISED = ("qkv", "down", "experts")
+WHOLE = ("down", "experts")
 LATE_S = 0.5
 EXPERTS = (4, 6, 10)  # one more source, with three dims, of which each tp rank takes columns
 
@@ -48,9 +52,17 @@ class Side:
         mesh: the training mesh; shards lie in the order of its dp_shard group.
         by_columns: cut what each tp rank takes columns of along dim 1.
         device: of shards and parameters.
+        quantised: parameters that are FP8.
     """
 
-    def __init__(self, tp: int, mesh: DeviceMesh, by_columns: bool, device: str) -> None:
+    def __init__(
+        self,
+        tp: int,
+        mesh: DeviceMesh,
+        by_columns: bool,
+        device: str,
+        quantised: Collection[str] = QUANTISED,
+    ) -> None:
         self.mesh, self.rank = mesh, dist.get_rank(mesh.get_group("dp_shard"))
         shapes = SOURCES | {"experts": EXPERTS}
         columns = ("o", "down") if by_columns else ()
@@ -66,7 +78,13 @@ class Side:
         self.trace = trace._replace(
             copies=[*trace.copies, TracedCopy("experts", slice_, "experts", (0, 0, 0))],
             parameters=trace.parameters | {"experts": tuple(self.tensors["experts"].shape)},
+            dtypes=dict(trace.dtypes) | dict.fromkeys(quantised, FP8),
+            scales={name: f"{name}_scale" for name in quantised},
         )
+        for name, scale in self.trace.scales.items():
+            shape = self.trace.parameters[name]
+            self.tensors[name] = torch.zeros(shape, dtype=FP8, device=device)
+            self.tensors[scale] = torch.zeros(*shape[:-1], 1, device=device)
         self.local: dict[str, Tensor] = {}
 
     def resharder(self, bucket_elements: int, live: Collection[str] | None = None) -> Resharder:
@@ -103,12 +121,22 @@ class Side:
 
     def wrong(self, whole: dict[str, Tensor]) -> list[str]:
         """Parameters that are not, bit for bit, what the loader makes of the whole weights."""
+        expected = self._loaded(whole)
+        largest = {n: t.abs().amax(-1, keepdim=True).expand_as(t) for n, t in whole.items()}
+        of_rows = self._loaded(largest)
+        for name, scale in self.trace.scales.items():
+            highest = torch.finfo(torch.float8_e4m3fn).max
+            expected[scale] = of_rows[name][..., :1].float() / torch.tensor(highest)
+            ratios = expected[name].float() / expected[scale]
+            expected[name] = ratios.to(torch.float8_e4m3fn).view(FP8)
+        return [n for n, t in self.tensors.items() if not torch.equal(t.cpu(), expected[n])]
+
+    def _loaded(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters, none of them FP8, that the loader makes of whole weights."""
         oracle = FloatEngine(self.engine.rank, self.engine.tp)
         oracle.load_weights((name, whole[name]) for name in SOURCES)
-        expected = oracle.tensors()
         slice_ = self.trace.copies[-1].region
-        expected["experts"] = cut(whole["experts"], slice_).to(BFLOAT)
-        return [n for n, t in self.tensors.items() if not torch.equal(t.cpu(), expected[n])]
+        return oracle.tensors() | {"experts": cut(whole["experts"], slice_).to(BFLOAT)}
 
 
 class SmallBuckets(Resharder):
@@ -187,8 +215,8 @@ def missed_flips(side: Side, resharder: Resharder, kept: bool = False) -> list[s
         for number in range(int(count)):
             blamed: list[Any] = [None]
             if own:
-                name, offset = own[number]
-                byte = side.tensors[name][offset].view(torch.uint8)[:1]
+                name, tensor, offset = own[number]
+                byte = side.tensors[tensor][offset].view(torch.uint8)[:1]
                 byte ^= 1 << number % 8
                 blamed = [f"\n  {name} on ranks [{rank}]: does not hold what was sent to it"]
             dist.broadcast_object_list(blamed, src=rank)
@@ -202,14 +230,19 @@ def missed_flips(side: Side, resharder: Resharder, kept: bool = False) -> list[s
 
 
 def places(resharder: Resharder) -> Any:
-    """The last row of every local copy and of every transfer to this rank."""
+    """Parameter, tensor and last row of every local copy and every transfer to this rank.
+
+    Also the last scale of each parameter that has scales.
+    """
     plans = [executor.plan for executor in resharder._executors]
     taken = [copy for plan in plans for copy in plan.local]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
         taken += [transfer.copy for _, transfer in bucket.unpacked]
     for copy in taken:
         last = [o + n - 1 for o, n in zip(copy.offset, copy.region.shape, strict=True)]
-        yield copy.parameter, (*last[:-1], slice(last[-1], last[-1] + 1))
+        yield copy.parameter, copy.parameter, (*last[:-1], slice(last[-1], last[-1] + 1))
+    for name, scale in resharder._trace.scales.items():
+        yield name, scale, (-1,) * (len(resharder._trace.parameters[name]) - 1)
 
 
 def buckets_of(resharder: Resharder) -> list[Any]:
@@ -221,7 +254,7 @@ def buckets_of(resharder: Resharder) -> list[Any]:
 def run_adapted(tp: int, replicas: int, device: str) -> dict[str, Any]:
     """What one rank sees where some weights are frozen and the others move at each sync."""
     spec = fsdp_config(dist.get_world_size() // replicas, replicas, tensor_parallel_size=tp)
-    side = Side(tp, build_mesh(spec, device), by_columns=True, device=device)
+    side = Side(tp, build_mesh(spec, device), by_columns=True, device=device, quantised=WHOLE)
     resharder = side.resharder(bucket_elements=64, live=LIVE)
     seen: dict[str, Any] = {"wrong": []}
     whole = side.take_weights(0)
@@ -266,7 +299,8 @@ def run_split(folder: str, trainers: int, tp: int, replicas: int, adapted: bool)
     shards = trainers // replicas if is_trainer else size - trainers
     copies = replicas if is_trainer else 1
     spec = fsdp_config(shards, copies, tensor_parallel_size=tp if is_trainer else 1)
-    side = Side(tp, build_mesh(spec, "cpu"), by_columns=tp > 1, device="cpu")
+    kinds = WHOLE if adapted else QUANTISED
+    side = Side(tp, build_mesh(spec, "cpu"), by_columns=tp > 1, device="cpu", quantised=kinds)
     if is_trainer:
         own = sender(side.shards(LIVE if adapted else None), side.mesh, BFLOAT, group, tp)
     else:

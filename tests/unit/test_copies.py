@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridrl.distributed.regions import Region
-from hybridrl.reshard.copies import Buffers, Copier, cut, hashes
+from hybridrl.reshard.copies import Buffers, Copier, cut, hashes, quantised
 from tests.support.random_rects import check_kernel
 
 pytestmark = pytest.mark.full
@@ -59,6 +59,24 @@ def test_rows_of_a_3_dim_tensor_are_numbered_through():
         (7 * 2 + 3, 1, 4, 2),
         (7 * 3 + 3, 1, 4, 2),
     ]
+
+
+def test_fp8_is_the_nearest_number_and_the_even_one_of_two():
+    """Against a search among all numbers of FP8, in float64."""
+    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    values[:, 0] = 300.0  # beyond the largest number for some of the scales
+    values[0, 1:5] = torch.tensor([2.125, 2.375, 2**-10, 3 * 2**-10])  # between two of them
+    scales = 10 ** torch.linspace(-1, 1, 64)
+    scales[0] = 1.0
+    bits = torch.arange(-128, 128).to(torch.int8)
+    numbers = bits.view(torch.float8_e4m3fn).double()
+    known = numbers.isfinite() & ~((numbers == 0) & (bits < 0))
+    bits, numbers = bits[known], numbers[known]
+    exact = (values.bfloat16().float() / scales[:, None]).double()
+    distance = (exact[..., None] - numbers).abs() + (bits % 2) * 1e-12
+    expected, found = numbers[distance.argmin(-1)], quantised(values, scales)
+    assert torch.equal(found.view(torch.float8_e4m3fn).double(), expected)
+    assert (expected[:, 0] == 448.0).any()
 
 
 def test_buffers_report_when_copiers_must_be_rebuilt():

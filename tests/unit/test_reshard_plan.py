@@ -219,11 +219,11 @@ def test_targets_of_float32_have_plans_of_their_own(num_shards, tp):
     whole, cuts = coordinates(), layouts(num_shards)
     shards = {c.name: chunk(whole[c.name], num_shards, c.dim) for c in cuts}
     traces = [trace_of(rank % tp, tp) for rank in range(num_shards)]
-    wide = [trace._replace(unrounded=frozenset({"norm", "o"})) for trace in traces]
+    wide = [trace._replace(dtypes=dict.fromkeys(("norm", "o"), torch.float32)) for trace in traces]
     engines = [ToyEngine(rank % tp, tp) for rank in range(num_shards)]
     by_rank = [build_plans(cuts, ["norm"], wide, rank, 50) for rank in range(num_shards)]
-    kinds = [(True, True), (False, False), (False, True)]
-    assert all([(p.frozen, p.unrounded) for p in plans] == kinds for plans in by_rank)
+    kinds = [(True, torch.float32), (False, None), (False, torch.float32)]
+    assert all([(p.frozen, p.dtype) for p in plans] == kinds for plans in by_rank)
     parts = [carry_out(plans, engines, shards, cuts) for plans in zip(*by_rank, strict=True)]
     for rank, engine in enumerate(engines):
         oracle = ToyEngine(rank % tp, tp)

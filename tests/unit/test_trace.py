@@ -95,7 +95,7 @@ def test_a_weight_with_which_the_loader_computes_is_gathered_for_it(how, caplog)
     ]
     assert trace.parameters == {"b": (3,), "x (gathered)": (6, 3)}
     assert (trace.loaded, trace.computed) == ((SOURCES[0],), {"w"})
-    assert not trace.unrounded, "the engine is float32, too"
+    assert not trace.dtypes, "the engine is float32, too"
     check_coverage(trace)
 
 
@@ -225,7 +225,7 @@ def test_a_parameter_of_float32_gets_it_unrounded():
     model.w.data = model.w.data.bfloat16()
     trace = trace_loader(model, load_into_b(model), SOURCES, torch.bfloat16)
     assert trace.copies == [TracedCopy("y", Region((0,), (3,)), "b", (0,))]
-    assert trace.unrounded == {"b"}
+    assert trace.dtypes == {"b": torch.float32}
 
 
 def test_a_parameter_of_a_third_dtype_is_loaded():
@@ -233,7 +233,7 @@ def test_a_parameter_of_a_third_dtype_is_loaded():
     model.b.data = model.b.data.double()
     trace = trace_loader(model, load_into_b(model), SOURCES, torch.bfloat16)
     assert (trace.computed, trace.loaded) == ({"b"}, (SOURCES[1],))
-    assert trace.unrounded == {"y (gathered)", "w"}
+    assert trace.dtypes == dict.fromkeys(("w", "y (gathered)"), torch.float32)
 
 
 def test_views_of_a_written_parameter_need_no_write_of_their_own():
