@@ -46,7 +46,9 @@ def examine(
     if not is_dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         accelerator = Accelerator.cpu if on_cpu else Accelerator.gpu
-        check_installation(accelerator, cfg.rollout.sleep, exact=cfg.rollout.exact)
+        rollout = cfg.rollout
+        options = {"exact": rollout.exact, "weights": rollout.weights}
+        check_installation(accelerator, rollout.sleep, **options)
     machine, runtime = composition.machine or find_machine(), hydra.runtime
     overrides = [
         o for o in composition.overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))

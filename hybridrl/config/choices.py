@@ -48,6 +48,8 @@ NVLinkMulticast = StrEnum("NVLinkMulticast", ["auto", "off"])
 DoctorChecks = StrEnum("DoctorChecks", ["quick", "full", "none"])
 # Source of a model's initial weights.
 Init = StrEnum("Init", ["pretrained", "random"])
+# Weights of the rollout engine: of its dtype, or quantised.
+RolloutWeights = StrEnum("RolloutWeights", ["dtype", "fp8"])
 # Memory that vLLM frees between rollouts.
 SleepMode = StrEnum("SleepMode", ["none", "kv_cache", "all"])
 # Treatment of requests with other sampling parameters than the run's (agents/format.py).

@@ -12,7 +12,7 @@ from hybridrl.config.checks.sizes import (
     step_responses,
     steps_in_flight,
 )
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, RolloutWeights
 from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.fitting import (
@@ -40,8 +40,9 @@ from hybridrl.config.schema import RunConfig
 MAX_REWARD_PROCESSES = 8
 # vLLM's own default on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
 MAX_NUM_SEQS = 1024
-# Limits of trainer.max_log_prob_diff: float32 on CPUs; bfloat16, and float32 on GPUs.
-EXACT_LOG_PROBS, ROUNDED_LOG_PROBS = 1e-3, 0.1
+# Limits of trainer.max_log_prob_diff: float32 on CPUs; bfloat16, and float32 on GPUs; FP8 weights,
+# with which SmolLM2-135M's differ by 0.16.
+EXACT_LOG_PROBS, ROUNDED_LOG_PROBS, FP8_LOG_PROBS = 1e-3, 0.1, 0.5
 # In lora.target_modules: every linear layer of the model's family.
 ALL_LINEAR = "all-linear"
 
@@ -160,7 +161,9 @@ def _processes(config: RunConfig, machine: Machine) -> int:
 
 
 def _log_prob_limit(config: RunConfig, machine: Machine) -> float:
-    """Return the limit of vLLM's and the trainer's difference, which is that of their dtypes."""
+    """Return the limit of vLLM's and the trainer's difference, which is that of their weights."""
+    if config.rollout.weights is RolloutWeights.fp8:
+        return FP8_LOG_PROBS
     on_cpu = config.hardware.accelerator is Accelerator.cpu
     dtypes = {config.fsdp.param_dtype, config.rollout.dtype}
     return EXACT_LOG_PROBS if on_cpu and dtypes == {"float32"} else ROUNDED_LOG_PROBS

@@ -35,6 +35,7 @@ from hybridrl.config.choices import (
     LRSchedule,
     NVLinkMulticast,
     Offload,
+    RolloutWeights,
     RouterReplay,
     Schedule,
     SleepMode,
@@ -325,6 +326,7 @@ class RolloutConfig(RoleConfig):
     max_prompt_tokens: Annotated[int, at_least_one("a prompt has tokens")]
     max_response_tokens: Annotated[int, at_least_one("a response has tokens")]
     dtype: DType
+    weights: RolloutWeights
     gpu_memory_utilization: Annotated[float, BETWEEN_0_AND_1, FREE]
     kv_cache_mb: Annotated[int | None, at_least_one("vLLM needs a KV cache"), FREE]
     max_num_seqs: Annotated[int | None, at_least_one("vLLM decodes at least one sequence"), FREE]

@@ -13,6 +13,7 @@ from hybridrl.config.annotations import NoValue, Unusable, set_value, value_at
 from hybridrl.config.changes import FOLLOWING, STEPS
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
 from hybridrl.config.checks.exact import exact_problems
+from hybridrl.config.checks.fp8 import fp8_problems
 from hybridrl.config.checks.frozen_models import frozen_shape_problems
 from hybridrl.config.checks.installation import head_size_problems
 from hybridrl.config.checks.reward_model import reward_model_problems
@@ -82,6 +83,7 @@ COMMON_MODEL_CHECKS = (
     sizes.tensor_parallel_problems,
     sizes.cache_problems,
     head_size_problems,
+    fp8_problems,
 )
 TRAINING_MODEL_CHECKS = (
     sizes.sequence_head_problems,

@@ -197,6 +197,11 @@ class Trace(NamedTuple):
     loaded: tuple[CheckpointTensor, ...] = ()
     computed: frozenset[str] = frozenset()
 
+    @property
+    def tensors(self) -> list[str]:
+        """Names of all tensors that a move writes."""
+        return [*self.parameters, *self.scales.values()]
+
 
 def gathered(source: str) -> str:
     """Return the name of a trainer's whole parameter among an engine's."""

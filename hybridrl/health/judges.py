@@ -13,6 +13,8 @@ from hybridrl.trainer.record import Row
 # Steps in a row in which an engine is slow, and in which the critic explains nothing.
 SLOW_STEPS = 2
 BLIND_STEPS = 20
+# FP8 weights multiply the usual difference of log-probs.
+FP8_MISMATCH = 5
 # Reward's standard deviation below which returns have hardly anything to explain.
 SOME_VARIANCE = 0.05
 ROLES = ("actor", "critic")
@@ -217,7 +219,8 @@ def frozen_actor(seen: Seen) -> str | None:
 def mismatch(seen: Seen) -> str | None:
     """Judge that no engine's log-probs are far from the actor's."""
     value = seen.get("rollout/log_prob_diff_engine_max")
-    if value is None or value <= seen.limit:
+    limit = seen.limit * (FP8_MISMATCH if seen.config.rollout.weights == "fp8" else 1)
+    if value is None or value <= limit:
         return None
     engine = int(seen.get("rollout/log_prob_diff_worst_engine") or 0)
     return (

@@ -24,6 +24,7 @@ from hybridrl.config.planner.world import (
     is_nested,
     num_engines,
     ranks_by_shard,
+    rollout_weights,
     sampling_ranks,
     slots_on_nodes,
     training_ranks,
@@ -144,7 +145,7 @@ def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if uses_reference(config):
         adapted = "nothing more: the actor's weights without adapters"
         ref, weights = config.ref.worker, adapted if lora else share
-    yield "rollout", config.rollout.worker, f"1/{tp} of the {config.rollout.dtype} weights"
+    yield "rollout", config.rollout.worker, f"1/{tp} of the {rollout_weights(config)} weights"
     yield "actor", config.actor.worker, f"{share}, {trained} gradients and AdamW's moments"
     yield "critic", worker, holds
     yield "ref", ref, weights

@@ -7,7 +7,7 @@ Few are small: Mamba's A = -exp(A_log), biases that only the first rank adds. Ea
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace, gathered
-from hybridrl.rollout import vllm_experts
+from hybridrl.rollout import vllm_experts, vllm_fp8
 from hybridrl.rollout.trace import live_tensors, trace_loader
 from hybridrl.rollout.vllm_compat import tensor_parallel_group
 
@@ -29,15 +29,17 @@ class LoadedWeights:
     Args:
         model: vLLM's, with the loader.
         trace: of its loader on this rank.
+        more: further targets of the reshard.
 
     Attributes:
-        tensors: targets of the reshard, by their names in the trace.
+        tensors: targets of the reshard that are no parameters of the model, by their names in the
+            trace.
 
     Raises:
         RuntimeError: the loader of these weights alone leaves a part of a parameter as it was.
     """
 
-    def __init__(self, model: Any, trace: Trace) -> None:
+    def __init__(self, model: Any, trace: Trace, more: Mapping[str, Tensor]) -> None:
         self._model, self._sources = model, trace.loaded
         names = dict.fromkeys(gathered(source.parameter) for source in trace.loaded)
         device = next(model.parameters()).device
@@ -47,6 +49,7 @@ class LoadedWeights:
         }
         if names:
             self._try(trace)
+        self.tensors |= more
 
     @torch.no_grad()
     def _try(self, trace: Trace) -> None:
@@ -86,15 +89,17 @@ def loader_trace(
     dtype = llm.llm_engine.model_config.dtype
     trace, loaded = trace_and_load(model, sources, dtype)
     live |= loaded.tensors
-    return trace, {name: live[name] for name in trace.parameters}, loaded
+    return trace, {name: live[name] for name in trace.tensors}, loaded
 
 
 def trace_and_load(
     model: Any, sources: Sequence[CheckpointTensor], dtype: torch.dtype
 ) -> tuple[Trace, LoadedWeights]:
     """Trace the loader of a rank of vLLM's model; a collective of the engine's ranks."""
-    trace = trace_loader(model, model.load_weights, sources, dtype, _of_all_ranks)
-    return trace, LoadedWeights(model, trace)
+    with vllm_fp8.as_loaded(model) as quantised:
+        trace = trace_loader(model, model.load_weights, sources, dtype, _of_all_ranks)
+    trace, tensors = vllm_fp8.with_scales(trace, quantised)
+    return trace, LoadedWeights(model, trace, tensors)
 
 
 def _of_all_ranks(names: set[str]) -> set[str]:

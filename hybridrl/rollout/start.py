@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from hybridrl.config.choices import SleepMode
+from hybridrl.config.choices import RolloutWeights, SleepMode
 from hybridrl.config.planner.multicast import uses_flashinfer_all_reduce
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.distributed import position
 from hybridrl.rollout.vllm_exact import COMPILATION
+from hybridrl.rollout.vllm_fp8 import PER_CHANNEL
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ def engine_options(
     if recurrent:
         options["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's
         more["gdn_prefill_backend"] = "triton"  # FlashInfer's is compiled at its first use
+    if config.weights is RolloutWeights.fp8:
+        options["quantization"] = PER_CHANNEL
     if config.lora is not None:
         # Part of the key of vLLM's compilation cache, which does not cover the adapters.
         more["adapters"] = [config.lora.rank, config.lora.target_modules]

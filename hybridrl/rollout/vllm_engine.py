@@ -145,10 +145,11 @@ class VLLMEngine:
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameters by vLLM's names, and the buffers that its loader writes.
 
-        Also the weights that are gathered for it until `sync`. Their addresses never change.
+        Also the weights that are gathered for it until `sync`, and the scales of those that are
+        FP8. Their addresses never change.
         """
         live = live_tensors(self._model) | self._loaded.tensors
-        return {name: tensor for name, tensor in live.items() if name in self.trace.parameters}
+        return {name: live[name] for name in self.trace.tensors}
 
     def wake(self, part: EnginePart) -> None:
         """Allocate a sleeping part's memory: weights undefined, KV cache empty, weights first.
@@ -167,7 +168,7 @@ class VLLMEngine:
         self.awake |= {part}
         if part is EnginePart.WEIGHTS:
             now, then = places(self._model), self._places
-            moved = [name for name in self.trace.parameters if now.get(name) != then.get(name)]
+            moved = [name for name in self.trace.tensors if now.get(name) != then.get(name)]
             if moved:
                 raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 

@@ -69,8 +69,9 @@ def check_experts(model: nn.Module) -> None:
         if "w13_weight" not in dict(module.named_parameters(recurse=False)):
             continue
         method: Any = module.quant_method
-        known = "unquantized_backend" in vars(method)
-        backend = method.unquantized_backend.name if known else type(method).__name__
+        backends = (vars(method).get(name) for name in ("unquantized_backend", "fp8_backend"))
+        names = [backend.name for backend in backends if backend is not None]
+        backend = names[0] if names else type(method).__name__
         if backend != BACKEND and KEPT not in vars(module):
             raise ConfigError(
                 f"vLLM computes {name} with {backend}, expected {BACKEND}: other backends permute "

@@ -38,8 +38,8 @@ class ShadowCopy:
     """
 
     def __init__(self, trace: Trace, live: Mapping[str, Tensor], config: RolloutConfig) -> None:
-        self._live = [live[name] for name in trace.parameters]
-        shadow = {name: torch.empty_like(live[name]) for name in trace.parameters}
+        self._live = [live[name] for name in trace.tensors]
+        shadow = {name: torch.empty_like(live[name]) for name in trace.tensors}
         self._shadow = list(shadow.values())
         side = receiver(trace, shadow, everyone(), config.tensor_parallel_size)
         self._resharder = Resharder(*side, config.reshard_bucket_mb)

@@ -6,11 +6,11 @@ Each case starts its own processes, because vLLM's sleeping memory allows one en
 import pytest
 import torch
 
-from hybridrl.config.choices import DType, Layout
+from hybridrl.config.choices import DType, Layout, RolloutWeights
 from tests.support.launch import run_on_ranks
 from tests.support.reshard_cases import BY_COLUMNS, Case, run_cases, write_folders
 
-BFLOAT = DType.bfloat16
+BFLOAT, FP8 = DType.bfloat16, RolloutWeights.fp8
 CASES = [
     (1, Case("qwen2", BFLOAT, tp=1)),
     (1, Case("llama", BFLOAT, tp=1, enforce_eager=False)),
@@ -27,6 +27,12 @@ CASES = [
     (2, Case("qwen3_moe", BFLOAT, tp=2, expert_parallel=True)),
     (2, Case("qwen2_moe", BFLOAT, tp=1)),
     (4, Case("olmoe", BFLOAT, tp=2)),
+    (1, Case("qwen2", BFLOAT, tp=1, weights=FP8, enforce_eager=False)),
+    (2, Case("qwen2", BFLOAT, tp=2, weights=FP8)),
+    (2, Case("qwen3_tied", BFLOAT, tp=1, dp_replicate=2, weights=FP8)),
+    (1, Case("qwen3_moe", BFLOAT, tp=1, weights=FP8, enforce_eager=False)),
+    (2, Case("qwen3_moe", BFLOAT, tp=2, weights=FP8)),
+    (2, Case("qwen3_moe", BFLOAT, tp=2, expert_parallel=True, weights=FP8)),
     *((1, Case(f, BFLOAT, tp=1)) for f in ("mistral", "phi3", "olmo2", "granite")),
     *((1, Case(f, BFLOAT, tp=1)) for f in ("smollm3", "gemma3", "olmoe", "mixtral")),
 ]
@@ -45,10 +51,10 @@ def test_vllm_holds_what_it_would_load(ranks, case, tmp_path):
     for rank, by_case in enumerate(by_rank):
         one = by_case[str(case)]
         assert one["differs_A"] == one["differs_B"] == []
-        assert one["errors_A"].mean() < 0.1
-        assert one["errors_B"].mean() < 0.1
+        assert one["errors_A"].mean() < case.rounding
+        assert one["errors_B"].mean() < case.rounding
         if case.model in BY_COLUMNS:  # recorded, in the first case in CUDA graphs
-            assert all(differing < 0.1 * total for differing, total in one["experts_B"])
+            assert all(differing < case.rounding * total for differing, total in one["experts_B"])
         for name, message in one["corrupted"].items():
             assert f"\n  {name} on ranks [{ranks - 1}]" in message, (rank, message)
         assert "before reshard" in one["early"]

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hybridrl.config.choices import DType, Layout, Offload, RouterReplay, SleepMode
+from hybridrl.config.choices import DType, Layout, Offload, RolloutWeights, RouterReplay, SleepMode
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.requests import Requests, SamplingParams
@@ -37,6 +37,7 @@ from hybridrl.rollout.sampler import Peers
 from hybridrl.rollout.trace import live_tensors
 from hybridrl.rollout.vllm_compat import cpu_start, models_inspected_here, own_class
 from hybridrl.rollout.vllm_experts import experts_as_loaded
+from hybridrl.rollout.vllm_fp8 import PER_CHANNEL
 from hybridrl.workers.rollout import RolloutWorker
 from tests.support import role_configs
 from tests.support.batches import requests_of
@@ -189,11 +190,21 @@ class Case:
     enforce_eager: bool = True
     layout: Layout = Layout.aligned
     expert_parallel: bool = False
+    weights: RolloutWeights = RolloutWeights.dtype
 
     def __str__(self) -> str:
         experts = "-experts_whole" * self.expert_parallel
-        layout = f"{self.layout}{experts}"
+        layout = f"{self.layout}{experts}{'-fp8' * self.is_fp8}"
         return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}-{layout}"
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.weights is RolloutWeights.fp8
+
+    @property
+    def rounding(self) -> float:
+        """Largest mean difference of log-probs from those in float32, nats."""
+        return 0.4 if self.is_fp8 else 0.1
 
     def spec(self) -> FSDPConfig:
         """The sharding spec on the ranks of the process group; columns not yet known."""
@@ -249,6 +260,7 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "max_prompt_tokens": MAX_PROMPT,
         "max_response_tokens": MAX_RESPONSE,
         "dtype": case.dtype,
+        "weights": case.weights,
         "enforce_eager": case.enforce_eager,
     }
     return role_configs.rollout_config(folder, **(values | changes))
@@ -452,6 +464,7 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
     inspected = models_inspected_here()
     with inspected, experts_as_loaded(folder, "cuda" if on_gpu else "cpu") as more:
         more |= {} if on_gpu else {"attention_backend": "CPU_MLA"}
+        more |= {"quantization": PER_CHANNEL} if config.weights is RolloutWeights.fp8 else {}
         vllm_config = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -475,7 +488,7 @@ def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tenso
 
 def differences(live: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> list[str]:
     """Parameters that are not bit for bit the same, or that only one side has."""
-    bits = {2: torch.int16, 4: torch.int32}
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     return sorted(live.keys() ^ loaded.keys()) + [
         name
         for name in live.keys() & loaded.keys()

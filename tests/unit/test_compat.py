@@ -13,6 +13,7 @@ from hybridrl.rollout import (
     vllm_compat,
     vllm_exact,
     vllm_experts,
+    vllm_fp8,
     vllm_images,
     vllm_recorded,
     vllm_steps,
@@ -42,7 +43,8 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
-    modules = (vllm_compat, vllm_exact, vllm_experts, vllm_images, vllm_recorded, vllm_steps)
+    modules = (vllm_compat, vllm_exact, vllm_experts, vllm_fp8, vllm_images, vllm_recorded)
+    modules += (vllm_steps,)
     names = [name for module in modules for name in module.NAMES] + [*vllm_recorded.KEPT_NAMES]
     code = (
         "from hybridrl.rollout import vllm_compat\n"

@@ -59,17 +59,18 @@ def test_another_torch_is_refused(installed, version):
 
 
 @pytest.mark.parametrize(
-    ("version", "sleep", "exact", "refused"),
+    ("version", "sleep", "options", "refused"),
     [
-        ("0.32.0", "kv_cache", False, [("kv_cache_sleep", "all or none with vllm 0.32.0")]),
-        ("0.32.0", "all", True, [("exact_version", "false with vllm 0.32.0")]),
-        ("0.33.0", "kv_cache", True, []),
-        ("0.32.0", "all", False, []),
+        ("0.32.0", "kv_cache", {}, [("kv_cache_sleep", "all or none with vllm 0.32.0")]),
+        ("0.32.0", "all", {"exact": True}, [("exact_version", "false with vllm 0.32.0")]),
+        ("0.32.0", "all", {"weights": "fp8"}, [("fp8_version", "dtype with vllm 0.32.0")]),
+        ("0.33.0", "kv_cache", {"exact": True, "weights": "fp8"}, []),
+        ("0.32.0", "all", {}, []),
     ],
 )
-def test_what_older_releases_lack_is_refused(installed, version, sleep, exact, refused):
+def test_what_older_releases_lack_is_refused(installed, version, sleep, options, refused):
     installed("vllm", version)
-    check = partial(check_installation, exact=exact)
+    check = partial(check_installation, **options)
     problems = raised_problems(check, Accelerator.gpu, sleep)
     assert [(p.id, p.expected) for p in problems] == refused
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl.config.choices import Accelerator, SleepMode
+from hybridrl.config.choices import Accelerator, RolloutWeights, SleepMode
 from hybridrl.config.errors import ConfigError, Problem
 from hybridrl.config.planner.shape import ModelShape
 from hybridrl.config.schema import RunConfig
@@ -40,9 +40,13 @@ CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def check_installation(
-    accelerator: Accelerator, sleep: str = SleepMode.all, *, exact: bool = False
+    accelerator: Accelerator,
+    sleep: str = SleepMode.all,
+    *,
+    exact: bool = False,
+    weights: str = RolloutWeights.dtype,
 ) -> str:
-    """Return the version of the installed vLLM; `sleep` and `exact` are of rollout.
+    """Return the version of the installed vLLM; the others are of rollout.
 
     Raises:
         ConfigError: Ray or vLLM is missing or has an unsupported version, or a CUDA build of a
@@ -79,6 +83,10 @@ def check_installation(
             key, expected = "rollout.exact", f"false with vllm {version}"
             remedy = f"Set rollout.exact=false, {install}"
             problems.append(Problem("exact_version", key, exact, expected, why, remedy))
+        if weights == RolloutWeights.fp8:
+            key, expected = "rollout.weights", f"dtype with vllm {version}"
+            remedy = f"Set rollout.weights=dtype, {install}"
+            problems.append(Problem("fp8_version", key, weights, expected, why, remedy))
     if problems or version is None:
         raise ConfigError(*problems)
     tested = TESTED_ON_CPU if accelerator is Accelerator.cpu else TESTED_ON_GPU

@@ -11,17 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridrl.config.choices import Offload, SleepMode
+from hybridrl.config.choices import Offload, RolloutWeights, SleepMode
 from hybridrl.config.estimators import trains_reward_model, uses_critic
 from hybridrl.config.planner.machine import GIB, Machine
 from hybridrl.config.planner.shape import Frozen, ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
-from hybridrl.config.planner.world import (
-    engine_ranks,
-    num_engines,
-    slots_on_nodes,
-    training_ranks,
-)
+from hybridrl.config.planner.world import engine_ranks, num_engines, slots_on_nodes, training_ranks
 from hybridrl.config.policy_losses import responses_per_target, uses_reference
 from hybridrl.config.schema import RunConfig
 
@@ -248,8 +243,9 @@ def _resident(
 
 def rollout_parts(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
     """Return vLLM's memory during generation."""
-    size = BYTES[config.rollout.dtype]
-    weights = size * shape.parameters // config.rollout.tensor_parallel_size
+    size, is_fp8 = BYTES[config.rollout.dtype], config.rollout.weights is RolloutWeights.fp8
+    saved = (size - 1) * shape.layer_parameters * shape.layers * is_fp8
+    weights = (size * shape.parameters - saved) // config.rollout.tensor_parallel_size
     if config.rollout.kv_cache_mb is not None:
         parts = {"rollout weights": weights, "KV cache": config.rollout.kv_cache_mb * MIB}
         return parts if gpu_bytes is None else parts | {VLLM_BUFFERS: VLLM_BUFFER_BYTES}

@@ -12,7 +12,7 @@ Units:    seconds, bytes, operations
 
 import math
 
-from hybridrl.config.choices import Accumulation, Offload, SleepMode
+from hybridrl.config.choices import Accumulation, Offload, RolloutWeights, SleepMode
 from hybridrl.config.estimators import is_supervised, trains_reward_model, uses_critic
 from hybridrl.config.planner.flops import (
     H100,
@@ -101,6 +101,7 @@ def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -
     room = max(1.0, cache / (longest * of_token))
     together = min(sequences, rollout.max_num_seqs or sequences, room)
     products = 2 * shape.active_parameters * together / tp / (sheet.peak * MFU)
+    products /= 1 + (rollout.weights is RolloutWeights.fp8)
     weights = awake["rollout weights"] / sheet.bandwidth
     context = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
     read = together * context * of_token / sheet.bandwidth

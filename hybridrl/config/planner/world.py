@@ -13,7 +13,7 @@ a slice. Rank (d, t) holds shard t * R + d, which lies inside its own slice:
 
 from dataclasses import replace
 
-from hybridrl.config.choices import Layout
+from hybridrl.config.choices import Layout, RolloutWeights
 from hybridrl.config.schema import FSDPConfig, RunConfig
 
 
@@ -57,6 +57,13 @@ def sampling_slots_on_nodes(config: RunConfig) -> list[int]:
 def num_engines(config: RunConfig) -> int:
     """Return the number of rollout engines, at least 1."""
     return max(1, sampling_ranks(config) // config.rollout.tensor_parallel_size)
+
+
+def rollout_weights(config: RunConfig) -> str:
+    """Return 'bfloat16', or 'fp8': the weights that vLLM samples with."""
+    rollout = config.rollout
+    is_fp8 = rollout.weights is RolloutWeights.fp8
+    return rollout.weights.value if is_fp8 else rollout.dtype.value
 
 
 def world_text(config: RunConfig) -> str:

@@ -10,6 +10,7 @@ from hybridrl.config.planner.world import (
     data_shards,
     engine_ranks,
     num_engines,
+    rollout_weights,
     training_ranks,
     world_size,
 )
@@ -110,7 +111,7 @@ def evaluation_steps(total: int, every: int, *, first: bool = True) -> list[int]
 
 
 def _model(config: RunConfig, parameters: int) -> str:
-    train, rollout = config.fsdp.param_dtype.value, config.rollout.dtype.value
+    train, rollout = config.fsdp.param_dtype.value, rollout_weights(config)
     dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
     weights = ", random weights" if config.model.init is Init.random else ""
     return f"{config.model.path}{_size(parameters)}{weights}, {dtypes}"
