@@ -8,6 +8,7 @@ Glossary, from whole tensors to bytes:
     Bucket        chunks that move together; one all-gather and one batch of sends
     Route         ranks that send and ranks that receive; may be equal or disjoint
     Plan          all that one rank copies, packs, sends, receives and unpacks
+    RowScales     scales of the rows of weights that become FP8
     CopyRect      rectangle of rows between two buffers, in numbers: input of the copy kernels
 
 Start with resharder.py, then plan.py, transfers.py and executor.py. The loader's trace is made in

@@ -111,8 +111,7 @@ def build_plans(
         traces: of the route's ranks, in order; empty for a rank without an engine.
         rank: position in the route.
         bucket_elements: limit on any rank's staging memory for one bucket, sent and received
-            together, as long as one row of one tensor fits; counted in elements of 2 bytes where a
-            plan has a dtype of its own.
+            together, as long as one row fits; of 2 bytes each where a plan has its own dtype.
         others: traces of other routes, whose ranks have as many plans.
 
     Raises:

@@ -2,8 +2,8 @@
 
 shards -> max |row| -> all-reduce -> scales -> copy kernels, and the engine's own tensors
 
-A row may be spread over ranks and over the slices of an engine: its scale is that of the whole row,
-as in vLLM, whose ranks of a row-parallel layer take their maximum.
+A row may be spread over ranks, and over the slices of an engine. Its scale is that of the whole
+row: in vLLM, too, ranks of a row-parallel layer reduce their maxima.
 """
 
 import math
@@ -56,15 +56,15 @@ class RowScales:
         rows: dict[str, Tensor] = {}
         for copy in trace.copies:
             if copy.parameter in trace.scales and copy.source in numbers:
-                shape = trace.parameters[copy.parameter][:-1]
-                of_layer = rows.setdefault(copy.parameter, torch.full(shape, -1))
+                if copy.parameter not in rows:
+                    rows[copy.parameter] = torch.full(trace.parameters[copy.parameter][:-1], -1)
                 own = region_view(numbers[copy.source], _without_columns(copy.region))
-                region_view(of_layer, _without_columns(copy.destination)).copy_(own)
+                region_view(rows[copy.parameter], _without_columns(copy.destination)).copy_(own)
         assert all((of_layer >= 0).all() for of_layer in rows.values()), "rows without a scale"
         self._live = [tensors[trace.scales[name]].view(-1) for name in rows]
         self._sizes = [len(scales) for scales in self._live]
-        order = list(trace.parameters)
-        self._numbers = torch.tensor([order.index(name) for name in rows], device=device).long()
+        order = {name: number for number, name in enumerate(trace.parameters)}
+        self._numbers = torch.tensor([order[name] for name in rows], device=device).long()
         self._ends = torch.tensor([0, *self._sizes], device=device).cumsum(0)
         every = [of_layer.flatten() for of_layer in rows.values()]
         self._index = torch.cat([torch.empty(0), *every]).to(device, torch.int32)

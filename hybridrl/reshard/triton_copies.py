@@ -82,7 +82,6 @@ class TritonCopier(Copier):
                 SOURCE=_DTYPES[source_dtype],
                 TARGET=_DTYPES[self._dtype],
                 BITS=_BITS[self._dtype.itemsize],
-                QUANTISE=self._dtype is FP8 and source_dtype is not FP8,
                 WRITE=self._write,
                 FINGERPRINT=sums is not None,
                 ALIGNED=aligned,
@@ -140,6 +139,19 @@ def _locate(addresses, fields, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> An
 
 
 @triton.jit
+def _cast(values, scale_at, inside, SOURCE: tl.constexpr, TARGET: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]
+    """Return a tile in the target's dtype; as `quantised` by the scales of its rows."""
+    if tl.int8 == TARGET and tl.int8 != SOURCE:
+        scale = tl.load(scale_at, mask=inside, other=1.0)[:, None]
+        scaled = tl.div_rn(values.to(tl.bfloat16).to(tl.float32), scale)
+        scaled = tl.clamp(scaled, -_FP8_MAX, _FP8_MAX)
+        values = scaled.to(tl.float8e4nv).to(TARGET, bitcast=True)
+    else:
+        values = values.to(TARGET)
+    return values
+
+
+@triton.jit
 def copy_kernel(  # type: ignore[no-untyped-def]
     addresses,
     table,
@@ -153,7 +165,6 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     BITS: tl.constexpr,
-    QUANTISE: tl.constexpr,
     WRITE: tl.constexpr,
     FINGERPRINT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -187,14 +198,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             at = row.to(tl.int64)[:, None]
             read = source + at * source_stride + column[None, :]
             values = tl.load(read, mask=mask, other=0, eviction_policy=EVICTION)
-            if QUANTISE:
-                scale_at = scales + tl.load(rect + 13) + row
-                scale = tl.load(scale_at, mask=row < rows, other=1.0)[:, None]
-                scaled = tl.div_rn(values.to(tl.bfloat16).to(tl.float32), scale)
-                scaled = tl.clamp(scaled, -_FP8_MAX, _FP8_MAX)
-                values = scaled.to(tl.float8e4nv).to(TARGET, bitcast=True)
-            else:
-                values = values.to(TARGET)
+            values = _cast(values, scales + tl.load(rect + 13) + row, row < rows, SOURCE, TARGET)
             if WRITE:
                 written = target + at * target_stride + column[None, :]
                 tl.store(written, values, mask=mask, eviction_policy=EVICTION)

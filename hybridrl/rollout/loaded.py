@@ -7,7 +7,7 @@ Few are small: Mamba's A = -exp(A_log), biases that only the first rank adds. Ea
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ class LoadedWeights:
     Args:
         model: vLLM's, with the loader.
         trace: of its loader on this rank.
-        more: further targets of the reshard.
 
     Attributes:
         tensors: targets of the reshard that are no parameters of the model, by their names in the
@@ -39,7 +38,7 @@ class LoadedWeights:
         RuntimeError: the loader of these weights alone leaves a part of a parameter as it was.
     """
 
-    def __init__(self, model: Any, trace: Trace, more: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: Any, trace: Trace) -> None:
         self._model, self._sources = model, trace.loaded
         names = dict.fromkeys(gathered(source.parameter) for source in trace.loaded)
         device = next(model.parameters()).device
@@ -49,7 +48,6 @@ class LoadedWeights:
         }
         if names:
             self._try(trace)
-        self.tensors |= more
 
     @torch.no_grad()
     def _try(self, trace: Trace) -> None:
@@ -99,7 +97,9 @@ def trace_and_load(
     with vllm_fp8.as_loaded(model) as quantised:
         trace = trace_loader(model, model.load_weights, sources, dtype, _of_all_ranks)
     trace, tensors = vllm_fp8.with_scales(trace, quantised)
-    return trace, LoadedWeights(model, trace, tensors)
+    loaded = LoadedWeights(model, trace)
+    loaded.tensors |= tensors
+    return trace, loaded
 
 
 def _of_all_ranks(names: set[str]) -> set[str]:

@@ -1,7 +1,7 @@
 """Private and version-dependent names of vLLM: switches, hooks and patches.
 
-vllm_steps.py, vllm_recorded.py, vllm_experts.py, vllm_images.py and vllm_exact.py have
-those of one purpose each.
+vllm_steps.py, vllm_recorded.py, vllm_experts.py, vllm_fp8.py, vllm_images.py and vllm_exact.py
+have those of one purpose each.
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which

@@ -58,10 +58,11 @@ def as_loaded(model: nn.Module) -> Iterator[dict[str, Quantised]]:
             continue
         filled = _as_created(layer)
         for name in names:
-            found = _tensors(live, name, filled.get(name))
-            if found is None:
-                _refuse(f"{path}.{name}", "in a layout of its kernel's")
-            quantised[f"{path}.{name}"] = found
+            tensors = _tensors(live, name, filled.get(name))
+            if tensors is None:
+                what = "in a layout of its kernel's, as with sizes that 16 does not divide"
+                _refuse(f"{path}.{name}", what)
+            quantised[f"{path}.{name}"] = tensors
         scales = {f"{name}_scale" for name in names}
         kept = {name: param for name, param in live.items() if name not in scales}
         changed.append((layer, layer._parameters))
@@ -102,11 +103,11 @@ def _as_created(layer: nn.Module) -> dict[str, Any]:
     from vllm.model_executor.model_loader.reload.meta import restore_layer_refs, to_meta_tensor
 
     parameters, _ = get_layerwise_info(layer).restore_metadata
-    found = {}
+    created = {}
     for name, parameter in parameters.items():
-        found[name] = restore_layer_refs(to_meta_tensor(parameter), layer)
-        found[name].weight_loader = _get_original_loader(found[name])
-    return found
+        created[name] = restore_layer_refs(to_meta_tensor(parameter), layer)
+        created[name].weight_loader = _get_original_loader(created[name])
+    return created
 
 
 def _tensors(live: dict[str, Any], name: str, filled: Tensor | None) -> Quantised | None:

@@ -135,6 +135,11 @@ def test_a_step_is_ill_by_one_check_with_evidence_and_remedy(change, check, evid
     assert row[f"health/{check}"] == 1.0
 
 
+def test_fp8_weights_may_differ_more():
+    rows = [GOOD | {DIFFERENCE: difference} for difference in (0.29, 0.31)]
+    assert found(*rows, overrides=("rollout.weights=fp8",)) == [[], ["mismatch"]]
+
+
 @pytest.mark.parametrize(
     ("rows", "check", "evidence"),
     [
