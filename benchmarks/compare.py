@@ -42,6 +42,8 @@ LOWER_IS_BETTER = (
 )
 # Settings that select numbers or say how often each is measured: lines may differ in these.
 SELECTION = ("lengths", "repeats", "steps_timed", "variants")
+# Settings that older lines do not have, by their benchmarks' only choice then.
+OLDER = {"reshard": {"weights": "dtype"}, "rollout": {"weights": "dtype"}}
 
 
 def judged(measured: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
@@ -69,8 +71,9 @@ def comparable(line: dict[str, Any]) -> dict[str, Any] | None:
 
 def same_settings(stored: dict[str, Any], line: dict[str, Any]) -> bool:
     """Return whether two lines have the same device and settings."""
+    older = OLDER.get(line["bench"], {})
     both = [
-        {name: value for name, value in one["settings"].items() if name not in SELECTION}
+        older | {name: value for name, value in one["settings"].items() if name not in SELECTION}
         for one in (stored, line)
     ]
     return both[0] == both[1] and stored["device"] == line["device"]

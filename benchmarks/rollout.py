@@ -15,6 +15,7 @@ Measures   Sampled tokens/s, from the call to the whole result, with an empty pr
            spread. Aim: worker at least 0.97 of plain and alone.
 Run        python benchmarks/rollout.py --model smollm2_135m                      (one GPU)
            python benchmarks/rollout.py --shape qwen2.5-1.5b                      (one GPU)
+           python benchmarks/rollout.py --shape qwen2.5-7b --weights fp8          (one GPU)
            torchrun --nproc-per-node 2 benchmarks/rollout.py --shape qwen2.5-1.5b --tp 2
            python benchmarks/rollout.py --small                                   (CPU, seconds)
            torchrun --nproc-per-node 2 benchmarks/rollout.py --small --tp 2       (CPU, seconds)
@@ -44,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.configs import composed
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import min_median_max, result
+from hybridrl.config.choices import RolloutWeights
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.data.requests import Request, Requests
 from hybridrl.data.requests import SamplingParams as RequestParams
@@ -52,6 +54,7 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.models.resolve import resolve_model
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm_fp8 import PER_CHANNEL
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}
@@ -126,6 +129,7 @@ def _measure_alone(args: argparse.Namespace) -> list[float]:
             max_model_len=args.prompt_tokens + args.response_tokens,
             max_num_seqs=args.prompts * args.responses,
             enforce_eager=args.eager,
+            quantization=PER_CHANNEL if args.weights == "fp8" else None,
         )
         return _alternate({"alone": lambda: _plain(args, llm)}, llm, args.repeats)["alone"]
 
@@ -140,6 +144,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--response-tokens", type=int, default=256)
     parser.add_argument("--tp", type=int, default=1)
+    weights = [weights.value for weights in RolloutWeights]
+    parser.add_argument("--weights", choices=weights, default="dtype")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
@@ -194,6 +200,7 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
             "rollout.max_response_tokens": args.response_tokens,
             "rollout.max_num_seqs": args.prompts * args.responses,
             "rollout.enforce_eager": args.eager,
+            "rollout.weights": args.weights,
             "rollout.sleep": "none",
         }
     )
@@ -288,7 +295,7 @@ def _result(
     same = [output.outputs[0].token_ids for output in ways["equal"]()]
     pairs = zip(batch.responses.rows(), same, strict=True)
     medians = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
-    sizes = ("tp", "prompts", "responses", "prompt_tokens", "response_tokens")
+    sizes = ("weights", "tp", "prompts", "responses", "prompt_tokens", "response_tokens")
     settings = {"model": args.model or args.shape} | {name: vars(args)[name] for name in sizes}
     measured = {
         "tokens_per_second": {name: round(value) for name, value in medians.items()},

@@ -68,7 +68,7 @@ def usual_path(config: RunConfig, engine: VLLMEngine, device_type: str) -> Usual
 def forget(engine: VLLMEngine) -> None:
     """Fill an engine's parameters with what a sync that leaves some out would show."""
     for tensor in engine.tensors().values():
-        tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
 
 def _seconds(policy: TokenLogProbs, engine: VLLMEngine, *, cast_first: bool) -> list[float]:

@@ -91,6 +91,15 @@ def test_lines_of_other_settings_are_not_compared(tmp_path, monkeypatch, capsys)
     assert "training.jsonl has no line of this device" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("weights", "code"), [("dtype", 0), ("fp8", 2)])
+def test_lines_from_before_a_setting_had_a_choice_are_compared(
+    tmp_path, monkeypatch, weights, code
+):
+    line = json.loads((compare.STORED / "reshard.jsonl").read_text().splitlines()[0])
+    line["settings"]["weights"] = weights
+    assert compared(line, tmp_path, monkeypatch) == code
+
+
 def test_a_line_without_a_stored_number_is_not_compared(tmp_path, monkeypatch):
     line = json.loads((compare.STORED / "training.jsonl").read_text().splitlines()[1])
     line["settings"]["variants"] = "eager"
