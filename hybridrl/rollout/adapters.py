@@ -19,6 +19,7 @@ too, has one adapter, of whose B a rank may hold several blocks of rows.
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -65,10 +66,13 @@ def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig, *, exact: boo
     copies, fills, shapes = list(trace.copies), list(trace.fills), dict(trace.parameters)
     for name, sources in _adapted(trace, lora):
         layer: Any = model.get_submodule(name)
-        height, width = layer.weight.shape
+        height, width = trace.parameters[f"{name}.weight"]
         rank = lora.rank * len(sources)
-        layer.lora_A = nn.Parameter(layer.weight.new_zeros(rank, width), requires_grad=False)
-        layer.lora_B = nn.Parameter(layer.weight.new_zeros(height, rank), requires_grad=False)
+        # FP8 weights, whose shape is transposed, are those of a bfloat16 engine.
+        dtype = torch.bfloat16 if f"{name}.weight" in trace.scales else layer.weight.dtype
+        a, b = (layer.weight.new_zeros(s, dtype=dtype) for s in ((rank, width), (height, rank)))
+        layer.lora_A = nn.Parameter(a, requires_grad=False)
+        layer.lora_B = nn.Parameter(b, requires_grad=False)
         if "_use_min_latency_gemm" in vars(layer):  # a kernel in place of the linear method
             layer._use_min_latency_gemm = False
         add = add_scaled if exact else add_update

@@ -18,7 +18,6 @@ def fp8_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     for is_so, why in (
         (config.hardware.accelerator is not Accelerator.gpu, "its kernels need a GPU"),
         (rollout.exact, "with rollout.exact = true both sides compute with the same weights"),
-        (rollout.lora is not None, "vLLM may quantise what adapters multiply before they see it"),
         (
             any(kind.latent for kind in shape.kinds),
             "vLLM multiplies weights of latent attention into others, which no sync would update",

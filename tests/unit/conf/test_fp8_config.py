@@ -13,7 +13,6 @@ HEADS = {"head_dim": 128, "max_position_embeddings": 4096}
 FP8 = ["hardware=gpu", "rollout.weights=fp8"]
 MISTAKES = """
 fp8 rollout.weights rollout.exact=true | the same weights
-fp8 rollout.weights lora=default | adapters
 fp8 rollout.dtype rollout.dtype=float32 | quantises bfloat16
 """
 
