@@ -6,13 +6,16 @@ Workload   One engine, random weights that never end a response: P prompts x n r
            64 x 4, 256 + 256 tokens, bfloat16, CUDA graphs.
 Measures   Sampled tokens/s, from the call to the whole result, with an empty prefix cache:
              worker  RolloutWorker.generate: a seed per response, log-probs, a RolloutBatch
+             single  the same with rollout.num_scheduler_steps=1
              plain   LLM.generate with n responses per request: no seeds, no log-probs; the
                      scheduler is vLLM's own
              equal   LLM.generate with what the worker gives: seeds, log-probs of sampled tokens
              alone   as plain, by a vLLM as it comes: its engine in a process of its own, its
                      scheduler and its graphs; before the others start
            Repeats of the others alternate, after three rounds that do not count; medians with
-           spread. Aim: worker at least 0.97 of plain and alone.
+           spread. Aim: worker at least 0.97 of plain and alone. A decoding step of the worker,
+           without the prompts, beside its floor: the weights and the keys and values in the mean,
+           read once at the bandwidth of a large copy on this GPU. Aim: 1.6 times the floor.
 Run        python benchmarks/rollout.py --model smollm2_135m                      (one GPU)
            python benchmarks/rollout.py --shape qwen2.5-1.5b                      (one GPU)
            python benchmarks/rollout.py --shape qwen2.5-7b --weights fp8          (one GPU)
@@ -35,6 +38,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -94,7 +98,7 @@ def main() -> None:
         ways = _ways(args, worker)
         llm = worker.engine._llm  # type: ignore[attr-defined]
         seconds = _alternate(ways, llm, args.repeats) | {"alone": alone[0]}
-        line = _result(args, ways, seconds)
+        line = _result(args, ways, seconds, _floor_ms(args, worker))
         if dist.get_rank() == 0:
             print(json.dumps(line), flush=True)
         dist.barrier()
@@ -146,6 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     weights = [weights.value for weights in RolloutWeights]
     parser.add_argument("--weights", choices=weights, default="dtype")
+    parser.add_argument("--steps", type=int, default=8, help="rollout.num_scheduler_steps")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
@@ -201,6 +206,7 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
             "rollout.max_num_seqs": args.prompts * args.responses,
             "rollout.enforce_eager": args.eager,
             "rollout.weights": args.weights,
+            "rollout.num_scheduler_steps": args.steps,
             "rollout.sleep": "none",
         }
     )
@@ -210,7 +216,7 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
 
 
 def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable[[], Any]]:
-    """The three ways to the same number of tokens."""
+    """The ways to the same number of tokens."""
     from vllm import SamplingParams, TokensPrompt
 
     rows, llm = _prompts(args).tolist(), worker.engine._llm  # type: ignore[attr-defined]
@@ -243,8 +249,13 @@ def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable
             for members, taken in zip(own, kept, strict=True):
                 members.update(taken)
 
+    def single() -> Any:
+        with patch.object(worker.engine, "_most_steps", 1):
+            return worker.generate(batch)
+
     return {
         "worker": lambda: worker.generate(batch),
+        "single": single,
         "plain": lambda: as_it_is(lambda: _plain(args, llm)),
         "equal": lambda: as_it_is(equal),
     }
@@ -284,18 +295,52 @@ def _alternate(
     return {name: taken[SETTLING_ROUNDS:] for name, taken in seconds.items()}
 
 
+def _floor_ms(args: argparse.Namespace, worker: EndlessWorker) -> float:
+    """Milliseconds in which a decoding step's bytes cross the memory of this rank's device."""
+    tensors = worker.engine.tensors()
+    weights = sum(tensor.nbytes for tensor in tensors.values())
+    if any("lm_head" in name for name in tensors):  # else its rows are the output's, too
+        weights -= sum(tensor.nbytes for name, tensor in tensors.items() if "embed" in name)
+    config = worker.engine._llm.llm_engine.vllm_config  # type: ignore[attr-defined]
+    model, parallel = config.model_config, config.parallel_config
+    per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
+    per_token *= model.get_head_size() * model.dtype.itemsize
+    context = args.prompt_tokens + args.response_tokens / 2
+    total = weights + args.prompts * args.responses * context * per_token
+    return 1000 * total / _copy_bandwidth(worker.mesh.device_type)
+
+
+def _copy_bandwidth(device_type: str) -> float:
+    """Bytes per second of a copy, read and written ones."""
+    source = torch.ones(2**28 if device_type == "cuda" else 2**24, device=device_type)
+    target, taken = torch.empty_like(source), []
+    for _ in range(12):
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return 2 * source.nbytes / statistics.median(taken[2:])
+
+
 def _result(
     args: argparse.Namespace,
     ways: dict[str, Callable[[], Any]],
     seconds: dict[str, list[float]],
+    floor: float,
 ) -> dict[str, Any]:
     tokens = args.prompts * args.responses * args.response_tokens
     batch = ways["worker"]()
     assert len(batch.responses.values) == tokens, "a response ended early"
     same = [output.outputs[0].token_ids for output in ways["equal"]()]
+    single = ways["single"]().responses
+    step_ms = 1000 * (statistics.median(seconds["worker"]) - batch.engines[0].first_token_s)
+    step_ms /= args.response_tokens - 1
     pairs = zip(batch.responses.rows(), same, strict=True)
     medians = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
-    sizes = ("weights", "tp", "prompts", "responses", "prompt_tokens", "response_tokens")
+    sizes = ("weights", "steps", "tp", "prompts", "responses", "prompt_tokens", "response_tokens")
     settings = {"model": args.model or args.shape} | {name: vars(args)[name] for name in sizes}
     measured = {
         "tokens_per_second": {name: round(value) for name, value in medians.items()},
@@ -303,6 +348,11 @@ def _result(
         "worker_to_plain": round(medians["worker"] / medians["plain"], 3),
         "worker_to_equal": round(medians["worker"] / medians["equal"], 3),
         "worker_to_alone": round(medians["worker"] / medians["alone"], 3),
+        "worker_to_single": round(medians["worker"] / medians["single"], 3),
+        "same_in_single_steps": torch.equal(batch.responses.values, single.values),
+        "step_ms": round(step_ms, 3),
+        "floor_ms": round(floor, 3),
+        "step_to_floor": round(step_ms / floor, 2),
         "first_token_s": round(batch.engines[0].first_token_s, 4),
         "same_responses": sum(row.tolist() == list(other) for row, other in pairs),
     }

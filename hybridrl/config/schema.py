@@ -330,6 +330,7 @@ class RolloutConfig(RoleConfig):
     gpu_memory_utilization: Annotated[float, BETWEEN_0_AND_1, FREE]
     kv_cache_mb: Annotated[int | None, at_least_one("vLLM needs a KV cache"), FREE]
     max_num_seqs: Annotated[int | None, at_least_one("vLLM decodes at least one sequence"), FREE]
+    num_scheduler_steps: Annotated[int, at_least_one("a submission decodes a token"), FREE]
     enforce_eager: Annotated[bool, FREE]
     sleep: Annotated[SleepMode, FREE, CHOSEN]
     reshard_bucket_mb: Annotated[int, at_least_one("weights are moved in buckets"), FREE]

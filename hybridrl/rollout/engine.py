@@ -35,10 +35,10 @@ class EnginePart(Enum):
 
 
 class Step(NamedTuple):
-    """Tokens of one decoding step, at most one for each open request.
+    """Tokens of one or several decoding steps.
 
     Attributes:
-        request_ids: requests with a token.
+        request_ids: the request of each token; those of one request are in their order.
         tokens: one for each of `request_ids`.
         log_probs: [n], of `tokens` under the distribution that they were sampled from, nats.
         ended: requests that end with this step, with the reason: STOP or LENGTH, or any other text
@@ -96,8 +96,8 @@ class Engine(Protocol):
         """Drop open requests."""
         ...
 
-    def step(self) -> Step:
-        """Decode a token of open requests; some steps return none, such as those of long prompts.
+    def step(self, most: int = 1) -> Step:
+        """Decode up to `most` tokens of each open request; of long prompts' first steps none.
 
         A request that is neither ended nor cancelled stays open, also while no steps are made and
         over changes of the weights.

@@ -27,6 +27,9 @@ from hybridrl.data.requests import FAILED, LENGTH, STOP, Message, Request, Reque
 from hybridrl.distributed import position
 from hybridrl.rollout.engine import Engine, EnginePart, Step
 
+# Tokens of a request between two looks at them, where any number will do.
+ANY = 2**31
+
 
 @dataclass
 class Response:
@@ -97,22 +100,25 @@ class Call:
         self.open.difference_update(request_ids)
         self.must_finish.difference_update(request_ids)
 
-    def run(self, goes_on: Callable[[], bool]) -> None:
-        """Step the engine as long as the call goes on, which is asked before each step.
+    def run(self, goes_on: Callable[[], int]) -> None:
+        """Step the engine as long as the call goes on, which is asked before each look at tokens.
+
+        Args:
+            goes_on: returns the most tokens of a request before it is asked again; 0: none.
 
         Raises:
             RuntimeError: the engine ended a response by itself.
         """
         steps = count(1)
-        while goes_on():
+        while most := goes_on():
             position.at("decoding step", next(steps))
-            self._keep(self._engine.step())
+            self._keep(self._engine.step(most))
         for step in self._engine.drain():
             self._keep(step)
 
     def to_the_end(self) -> None:
         """Step the engine until all responses have ended."""
-        self.run(lambda: bool(self.open))
+        self.run(lambda: ANY if self.open else 0)
 
     def seconds(self) -> float:
         """Return the seconds since the beginning."""
@@ -219,10 +225,12 @@ class Sampler:
         budget = math.inf if batch.token_budget is None else len(batch) * batch.token_budget
         enough = math.inf if batch.enough_ended is None else len(batch) * batch.enough_ended
 
-        def goes_on() -> bool:
-            ended = len(batch) - len(call.open)
-            is_enough = call.num_tokens >= budget or ended >= enough
-            return bool(call.must_finish if is_enough else call.open)
+        def goes_on() -> int:
+            ended, left = len(batch) - len(call.open), budget - call.num_tokens
+            if left <= 0 or ended >= enough:
+                return int(bool(call.must_finish))
+            # Two submissions may be under way before the tokens of one are counted.
+            return int(max(1, min(left / 2 / len(call.open), ANY))) if call.open else 0
 
         call.run(goes_on)
         call.share()

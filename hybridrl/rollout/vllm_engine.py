@@ -126,7 +126,9 @@ class VLLMEngine:
         self._places = places(self._model)
         self._stop_token_ids = list(stop_token_ids)
         self._core = self._llm.llm_engine.engine_core
-        self._steps = CoreSteps(self._core)
+        self._steps = CoreSteps(self._core, self._runner)
+        # Recorders follow each step.
+        self._most_steps = 1 if self._recorders else config.num_scheduler_steps
         for recorder in self._recorders:
             recorder.record(self._core)
         self._open: set[str] = set()
@@ -223,9 +225,9 @@ class VLLMEngine:
         self._steps.cancel(request_ids)
         self._open.difference_update(request_ids)
 
-    def step(self) -> Step:
-        """Decode a token of open requests."""
-        step = self._steps.step()
+    def step(self, most: int = 1) -> Step:
+        """Decode up to `most` tokens of each open request."""
+        step = self._steps.step(min(most, self._most_steps))
         self._open.difference_update(step.ended)
         return step
 
@@ -264,7 +266,7 @@ class VLLMEngine:
 
         Loaders read buffers (experts on this rank), so the trace cannot wait until after `sleep`.
         """
-        model, lora = runner.get_model(), self._config.lora
+        self._runner, model, lora = runner, runner.get_model(), self._config.lora
         vllm_experts.check_experts(model)
         if self._config.exact:
             vllm_exact.share_operations(model, self._folder)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridrl.rollout.engine import Step
+from hybridrl.rollout.vllm_multi_step import MultiStep
 
 NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.sampling_params", "SamplingParams.eos_token_id SamplingParams.repetition_detection"),
@@ -67,21 +68,27 @@ class CoreSteps:
       blocks.
     - A step in which no request begins or ends is scheduled like the one before it; vLLM builds
       each step's schedule anew.
-    - A sampled token that neither ends its request nor a block is only added to it, but with vLLM
+    - Sampled tokens that neither end their request nor a block are only added to it, but with vLLM
       0.25.
+    - Where no request begins or ends, the scheduler submits several steps at once (MultiStep).
 
     Args:
         core: client of the engine core.
+        runner: its model runner.
     """
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, runner: Any) -> None:
         self._core = core
+        self._multi_step = MultiStep(runner)
+        self._most = 1
         self._scheduler = scheduler = core.engine_core.scheduler
         self._manager = manager = scheduler.kv_cache_manager
-        # Of the last step: row of each request, log-probs of sampled tokens, tokens added here.
+        # Of the last output: row of each request, log-probs of sampled tokens, tokens added here,
+        # most tokens of a request.
         self._rows: dict[str, int] = {}
         self._log_probs: NDArray[np.float32] | None = None
-        self._added: dict[str, int] = {}
+        self._added: dict[str, list[int]] = {}
+        self._sampled = 1
         self._update, scheduler.update_from_output = scheduler.update_from_output, self._record
         self._block_size, *others = [
             group.block_size for group in manager.coordinator.single_type_managers
@@ -123,25 +130,26 @@ class CoreSteps:
         """Drop open requests."""
         self._core.abort_requests([*request_ids])
 
-    def step(self) -> Step:
-        """Run a step, or queue one and take the result of an earlier one."""
-        self._added = {}
+    def step(self, most: int = 1) -> Step:
+        """Run up to `most` steps, or queue them and take the result of earlier ones."""
+        self._most, self._added = most, {}
         outputs = self._core.get_output().outputs
-        names, tokens = [*self._added], [*self._added.values()]
+        sampled = self._added
         ended = {}
         for output in outputs:
             if output.new_token_ids:  # one that fails may have none
-                names.append(output.request_id)
-                (token,) = output.new_token_ids
-                tokens.append(token)
+                sampled[output.request_id] = output.new_token_ids
             if output.finish_reason is not None:
                 ended[output.request_id] = output.finish_reason.name
-        if not names:
+        if not sampled:
             return Step([], [], np.empty(0, np.float32), ended)
         assert self._log_probs is not None, "vLLM sampled without log-probs"
-        # One column: with logprobs=0 the sampled token's alone.
-        log_probs = self._log_probs[[self._rows[name] for name in names], 0]
-        return Step(names, tokens, log_probs, ended)
+        log_probs = self._log_probs[[self._rows[name] for name in sampled]]
+        counts = np.array([*map(len, sampled.values())])
+        is_kept = np.arange(log_probs.shape[1]) < counts[:, None]
+        names = [name for name, tokens in sampled.items() for _ in tokens]
+        tokens = [token for tokens in sampled.values() for token in tokens]
+        return Step(names, tokens, log_probs[is_kept], ended)
 
     def drain(self) -> Iterator[Step]:
         """Yield the results of queued steps, of which asynchronous scheduling leaves one behind."""
@@ -158,8 +166,13 @@ class CoreSteps:
     def _record(self, scheduled: Any, output: Any) -> Any:
         """Replace `Scheduler.update_from_output`, which reads a step's log-probs once."""
         self._rows = output.req_id_to_index
+        # A column for each step: with logprobs=0 the sampled token's alone.
         self._log_probs = None if output.logprobs is None else output.logprobs.logprobs
         output.logprobs = None
+        self._sampled = steps = self._multi_step.of(scheduled)
+        if steps > 1:
+            counts = dict.fromkeys(scheduled.num_scheduled_tokens, steps)
+            scheduled = replace(scheduled, num_scheduled_tokens=counts)
         self._added = self._add_tokens(scheduled, output) if self._adds_tokens else {}
         if self._added:
             counts = scheduled.num_scheduled_tokens.items()
@@ -177,7 +190,7 @@ class CoreSteps:
         return self._allocate(request, num_new_tokens, **options)
 
     def _cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        if num_computed_tokens % self._block_size == 0:
+        if num_computed_tokens % self._block_size < self._sampled:  # a block has ended
             self._cache(request, num_computed_tokens)
 
     def _schedule_or_repeat(self, *args: Any, **options: Any) -> Any:
@@ -185,40 +198,47 @@ class CoreSteps:
         return self._last_schedule
 
     def _repeated(self) -> Any:
-        """Return the next schedule, if it is one more token of each request of the last one."""
+        """Return the next schedule, if it is more tokens of each request of the last one."""
         last, scheduler, manager = self._last_schedule, self._scheduler, self._manager
         running, needs_no_block = scheduler.running, self._needs_no_block
+        names = [request.request_id for request in running]
         if (
             last is None
             or not running
-            or not len(running) == len(last.num_scheduled_tokens) == last.total_num_scheduled_tokens
+            or len(last.num_scheduled_tokens) != last.total_num_scheduled_tokens
+            or not last.num_scheduled_tokens.keys() >= set(names)
             or last.scheduled_new_reqs
             or last.scheduled_cached_reqs.resumed_req_ids
             or last.has_structured_output_requests
+            or last.free_encoder_mm_hashes
             or scheduler.get_request_counts()[1]  # waiting
-            or scheduler.finished_req_ids
             or scheduler.pause_state
             or manager.block_pool.get_num_free_blocks() < len(running)
         ):
             return None
-        computed, sampled = [], []
+        computed, sampled, steps = [], [], self._most
         for request in running:
             done, queued = request.num_computed_tokens, request.num_output_placeholders
             known, prompt = request.num_tokens + queued, request.num_prompt_tokens
-            # vLLM does not schedule a request whose last token is queued.
-            end = min(prompt + request.max_tokens, scheduler.max_model_len) - 2
-            if known - done != 1 or done - queued >= end:
+            # vLLM schedules the last token: it counts only one queued token of a request.
+            left = min(prompt + request.max_tokens, scheduler.max_model_len) - known - 1
+            if known - done != 1 or left < 1:
                 return None
+            steps = min(steps, left)
             computed.append(done)
             sampled.append(known - prompt)
+        more_blocks = -(-steps // self._block_size) * len(running)
+        if manager.block_pool.get_num_free_blocks() < more_blocks:
+            steps = 1
         blocks = [
             None
-            if needs_no_block(done)
-            else manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+            if steps == 1 and needs_no_block(done)
+            else manager.allocate_slots(request, steps).get_block_ids(allow_none=True)
             for request, done in zip(running, computed, strict=True)
         ]
         requests = replace(
             last.scheduled_cached_reqs,
+            req_ids=names,
             new_block_ids=blocks,
             num_computed_tokens=computed,
             num_output_tokens=sampled,
@@ -227,42 +247,52 @@ class CoreSteps:
         repeated = replace(
             last,
             scheduled_cached_reqs=requests,
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
             finished_req_ids=scheduler.finished_req_ids,
             preempted_req_ids=scheduler.reset_preempted_req_ids,
         )
         scheduler._update_after_schedule(repeated)
+        if steps > 1:
+            self._multi_step.submit(repeated, steps)
+            for request in running:
+                request.num_computed_tokens += steps - 1
+                request.num_in_flight_tokens += steps - 1
+                if request.num_output_placeholders:  # asynchronous
+                    request.num_output_placeholders += steps - 1
         return repeated
 
-    def _add_tokens(self, scheduled: Any, output: Any) -> dict[str, int]:
+    def _add_tokens(self, scheduled: Any, output: Any) -> dict[str, list[int]]:
         """Add sampled tokens to their requests where nothing else follows; return these."""
         from vllm.v1.request import RequestStatus
 
         tokens, rows = output.sampled_token_ids, output.req_id_to_index
-        scheduler, needs_no_block = self._scheduler, self._needs_no_block
+        scheduler, block_size = self._scheduler, self._block_size
         if not tokens or output.logprobs or scheduled.scheduled_spec_decode_tokens:
             return {}
         added = {}
         for name, num_scheduled in scheduled.num_scheduled_tokens.items():
-            request = scheduler.requests.get(name)
-            if request is None or len(sampled := tokens[rows[name]]) != 1:
+            request, sampled = scheduler.requests.get(name), tokens[rows[name]]
+            if request is None or len(sampled) != num_scheduled:
                 continue
-            (token,), params = sampled, request.sampling_params
-            so_far, length = len(request._output_token_ids), len(request._all_token_ids) + 1
+            params, count = request.sampling_params, num_scheduled
+            so_far, length = len(request._output_token_ids), len(request._all_token_ids) + count
             if (
-                num_scheduled == 1
-                and needs_no_block(length - 1)  # else vLLM hashes or caches a block
-                and 0 < so_far < request.max_tokens - 1
+                # Else vLLM hashes or caches a block; the first token may follow a longer prompt.
+                count <= (length - 1) % block_size < block_size - 1
+                and 0 < so_far < request.max_tokens - count
                 and length < scheduler.max_model_len
-                and token != params.eos_token_id
-                and token not in (params.stop_token_ids or ())
+                and params.eos_token_id not in sampled
+                and not any(token in sampled for token in params.stop_token_ids or ())
                 and request.status is RequestStatus.RUNNING
                 and request.num_stale_output_tokens == 0
                 and request.structured_output_request is None
                 and params.repetition_detection is None
             ):
-                request.num_in_flight_tokens -= 1
-                request.num_output_placeholders -= request.num_output_placeholders > 0
-                request._output_token_ids.append(token)
-                request._all_token_ids.append(token)
-                added[name] = token
+                request.num_in_flight_tokens -= count
+                if request.num_output_placeholders:
+                    request.num_output_placeholders -= count
+                request._output_token_ids.extend(sampled)
+                request._all_token_ids.extend(sampled)
+                added[name] = sampled
         return added

@@ -10,12 +10,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType, SleepMode
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.requests import Generate, Requests
 from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rollout.engine import EnginePart
@@ -33,7 +35,7 @@ from tests.support.reshard_cases import (
     rollout_config,
     write_folders,
 )
-from tests.support.scheduler_runs import assert_same, both_ways, vllms_own
+from tests.support.scheduler_runs import assert_same, both_ways, ends, vllms_own
 
 # An engine that is collected takes the process group with it.
 KEPT: list[VLLMEngine] = []
@@ -72,6 +74,8 @@ def look(folder: Path) -> dict[str, Any]:
     seen["budget"] = with_budget(engine, generate)
     seen["long"] = error_of(lambda: generate(longest(MAX_RESPONSE)))
     seen["schedulers"] = both_ways(engine, generate)
+    seen["ends"] = {(d, most): ends(engine, d, most) for d in (1, 2) for most in (1, 7)}
+    seen["multi_step"] = in_several_steps(engine, generate)
     seen["plain"] = plain_generate(engine, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
         config.sleep = mode
@@ -87,6 +91,22 @@ def look(folder: Path) -> dict[str, Any]:
     other = AutoModelForCausalLM.from_pretrained(folder.parent / "B", dtype=torch.float32)
     seen["changed"] = over_a_change(engine, other.state_dict())
     return seen
+
+
+def in_several_steps(engine: VLLMEngine, generate: Generate) -> dict[str, Any]:
+    """Responses with up to five steps of a submission, and the steps of each."""
+    multi_step, steps = engine._steps._multi_step, []
+    submit = multi_step.submit
+
+    def note(scheduled: Any, count: int) -> None:
+        steps.append(count)
+        submit(scheduled, count)
+
+    with patch.object(engine, "_most_steps", 5), patch.object(multi_step, "submit", note):
+        engine.sync()
+        found = {"first": generate(prompts()), "steps": steps, "turns": in_turns(generate)}
+        rows = [[length] * length for length in (10, 16, 117, 122)]
+        return found | {"blocks": generate(prompts(rows=rows)).responses.values}
 
 
 def longest(max_tokens: int) -> Requests:
@@ -175,6 +195,35 @@ def test_same_tokens_and_log_probs_as_vllm_generate(seen):
 def test_the_scheduler_does_what_vllms_own_does(seen):
     """Which looks at every sequence with each token."""
     assert_same(seen["schedulers"])
+
+
+def test_several_steps_at_once_sample_the_same(seen):
+    """Wherever responses end, and over the ends of blocks of the cache."""
+    several = seen["multi_step"]
+    steps = several["steps"]
+    assert max(steps) == 5 and min(steps) < 5
+    assert_equal(several["first"], seen["first"])
+    for name in ("whole", "most_probable", "stopped", "to_the_end"):
+        assert_equal(several["turns"][name], seen["turns"][name])
+    assert torch.equal(several["blocks"], seen["schedulers"][0]["generated"]["tokens"])
+
+
+def assert_equal(one: RolloutBatch, other: RolloutBatch) -> None:
+    """Compare tokens, log-probs and ends."""
+    assert torch.equal(one.responses.values, other.responses.values)
+    assert torch.equal(one.responses.lengths, other.responses.lengths)
+    assert torch.equal(one.truncated, other.truncated)
+    log_probs = one.rollout_log_probs.values, other.rollout_log_probs.values
+    torch.testing.assert_close(*log_probs, rtol=0, atol=1e-5)
+
+
+def test_requests_that_come_and_go_get_the_same_tokens_from_several_steps(seen):
+    """With a step or submission queued behind another, too, as on a GPU."""
+    for depth in (1, 2):
+        one, several = seen["ends"][depth, 1], seen["ends"][depth, 7]
+        assert several["submitted"] > 30 and one["submitted"] == 0
+        assert one["ended"] == several["ended"] and len(one["ended"]) > 100
+        assert several["preempted"]
 
 
 def test_an_engine_without_prompts_returns_nothing(seen):

@@ -184,6 +184,7 @@ def rollout_config(folder: Path, **changes: Any) -> RolloutConfig:
         "gpu_memory_utilization": 0.1,
         "kv_cache_mb": 16,
         "max_num_seqs": 16,
+        "num_scheduler_steps": 1,
         "enforce_eager": False,
         "sleep": SleepMode.all,
         "reshard_bucket_mb": 1,

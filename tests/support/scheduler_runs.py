@@ -115,15 +115,9 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
         seen["updated"] += 1
         return type(scheduler)._update_request_with_output(scheduler, *args, **options)
 
-    block_size = scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size
-    blocks = MORE_BLOCKS + -(-(max(LENGTHS) + MOST_TOKENS) // block_size)
-    taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
     queued, count, new = [], 0, None
     with (
-        of_class(scheduler, type(scheduler) if depth == 1 else AsyncScheduler),
-        patch.object(scheduler, "_spec_token_placeholders", [], create=True),
-        patch.object(scheduler, "pp_size", 1, create=True),
-        patch.object(scheduler, "decode_stagger", 1, create=True),
+        scarce_blocks(engine, depth),
         patch.object(scheduler, "_update_request_with_output", update_request),
     ):
         for _ in range(STEPS):
@@ -152,12 +146,103 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
                 by_client = scheduler.update_from_output(scheduled, output)
                 outputs = [one for outputs in by_client.values() for one in outputs.outputs]
                 ended = [(o.request_id, o.new_token_ids, str(o.finish_reason)) for o in outputs]
-                added = [(name, [token], "None") for name, token in steps._added.items()]
+                added = [(name, tokens, "None") for name, tokens in steps._added.items()]
                 seen["outputs"].append(sorted(ended + added))
         steps.cancel([*scheduler.requests])
-    pool.free_blocks(taken)
     scheduler.schedule()  # the model has never heard of the last ones
     return seen
+
+
+@contextmanager
+def scarce_blocks(engine: VLLMEngine, depth: int) -> Iterator[None]:
+    """Within this context the cache has few free blocks, and the scheduler queues `depth` steps."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    scheduler = engine._core.engine_core.scheduler
+    manager, pool = scheduler.kv_cache_manager, scheduler.kv_cache_manager.block_pool
+    block_size = manager.coordinator.single_type_managers[0].block_size
+    blocks = MORE_BLOCKS + -(-(max(LENGTHS) + MOST_TOKENS) // block_size)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+    with (
+        of_class(scheduler, type(scheduler) if depth == 1 else AsyncScheduler),
+        patch.object(scheduler, "_spec_token_placeholders", [], create=True),
+        patch.object(scheduler, "pp_size", 1, create=True),
+        patch.object(scheduler, "decode_stagger", 1, create=True),
+    ):
+        yield
+    pool.free_blocks(taken)
+
+
+def ends(engine: VLLMEngine, depth: int, most: int) -> dict[str, Any]:
+    """Tokens and ends of requests whose tokens follow from their name and position.
+
+    Up to `most` steps are submitted at once.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    steps, draw = engine._steps, random.Random(depth)
+    steps.forget_ended()
+    engine.sync()
+    scheduler = engine._core.engine_core.scheduler
+    tokens: dict[str, list[int]] = {}
+    seen: dict[str, Any] = {"submitted": 0, "preempted": 0, "ended": {}}
+    lengths = {f"{most}-{k}": draw.choice(LENGTHS) for k in range(STEPS // 10)}
+    most_tokens = {name: draw.randint(1, MOST_TOKENS) for name in lengths}
+    queued, waiting = [], [*lengths]
+    with scarce_blocks(engine, depth), patch.object(steps, "_most", most):
+        while waiting or scheduler.requests or queued:
+            if waiting and len(scheduler.requests) < MOST_OPEN and draw.random() < 0.3:
+                name = waiting.pop(0)
+                params = SamplingParams(
+                    max_tokens=most_tokens[name], stop_token_ids=[STOP], detokenize=False
+                )
+                steps.add(name, [5] * lengths[name], params)
+            if scheduler.requests:
+                scheduled = scheduler.schedule()
+                seen["preempted"] += len(scheduled.preempted_req_ids or ())
+                count = steps._multi_step._steps.get(id(scheduled), 1)
+                seen["submitted"] += count > 1
+                queued.append((scheduled, count, positions(scheduled)))
+                if len(queued) < depth and scheduled.num_scheduled_tokens:
+                    continue
+            if not queued:
+                continue
+            scheduled, count, at = queued.pop(0)
+            ids = [*scheduled.num_scheduled_tokens]
+            rows = [
+                [token_at(name, at[name] + k) for k in range(count)]
+                if at[name] >= lengths[name]
+                else []
+                for name in ids
+            ]
+            output = ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, rows)
+            steps._added = {}
+            by_client = scheduler.update_from_output(scheduled, output)
+            new = [one for outputs in by_client.values() for one in outputs.outputs]
+            for name, more in [*steps._added.items()] + [(o.request_id, o.new_token_ids) for o in new]:
+                tokens.setdefault(name, []).extend(more)
+            for one in new:
+                if one.finish_reason is not None:
+                    name = one.request_id
+                    seen["ended"][name.partition("-")[2]] = tokens[name], str(one.finish_reason)
+    scheduler.schedule()
+    return seen
+
+
+def positions(scheduled: Any) -> dict[str, int]:
+    """Length of each request's sequence after a schedule's step, before its sampled token."""
+    old = scheduled.scheduled_cached_reqs
+    starts = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+    starts |= {one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs}
+    return {name: starts[name] + count for name, count in scheduled.num_scheduled_tokens.items()}
+
+
+def token_at(name: str, position: int) -> int:
+    """A token that depends on a request's number and a position alone; one in 80 ends it."""
+    number = int(name.partition("-")[2])
+    drawn = random.Random(number * 1000 + position).randrange(80)
+    return STOP if drawn < 1 else 10 + drawn
 
 
 def plain(scheduled: Any) -> dict[str, Any]:

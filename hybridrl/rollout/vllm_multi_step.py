@@ -1,0 +1,105 @@
+"""Several decoding steps of vLLM's model runner as one submission.
+
+Between two steps of the same requests nothing is needed from the host: on a GPU the runner keeps
+tokens, positions and seeds on the device. So the scheduler allocates the memory of several steps in
+advance and the runner runs them one after the other, while the tokens of an earlier submission are
+read. A request that ends in between goes on to the submission's end; what it samples there is
+dropped. NAMES are the private names in use.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+NAMES: tuple[tuple[str, str], ...] = (
+    (
+        "vllm.v1.core.sched.output",
+        "CachedRequestData.new_block_ids CachedRequestData.num_computed_tokens "
+        "CachedRequestData.num_output_tokens SchedulerOutput.finished_req_ids "
+        "SchedulerOutput.scheduled_cached_reqs",
+    ),
+    (
+        "vllm.v1.outputs",
+        "AsyncModelRunnerOutput.get_output LogprobsLists.logprobs ModelRunnerOutput.logprobs "
+        "ModelRunnerOutput.req_ids ModelRunnerOutput.sampled_token_ids",
+    ),
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.execute_model GPUModelRunner.sample_tokens",
+    ),
+)
+
+
+class MultiStep:
+    """Model runner that repeats a step as often as the scheduler asks.
+
+    Args:
+        runner: vLLM's model runner.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._execute, runner.execute_model = runner.execute_model, self._note_and_execute
+        self._sample, runner.sample_tokens = runner.sample_tokens, self._sample_all
+        self._scheduled: Any = None
+        self._steps: dict[int, int] = {}
+
+    def submit(self, scheduled: Any, steps: int) -> None:
+        """Run this schedule, a token of each request, `steps` times."""
+        self._steps[id(scheduled)] = steps
+
+    def of(self, scheduled: Any) -> int:
+        """Return how often a schedule was run, whose output is there."""
+        return self._steps.pop(id(scheduled), 1)
+
+    def _note_and_execute(self, scheduled: Any, *args: Any, **options: Any) -> Any:
+        self._scheduled = scheduled
+        return self._execute(scheduled, *args, **options)
+
+    def _sample_all(self, grammar: Any) -> Any:
+        """Sample the step's tokens, then run the further steps."""
+        scheduled, outputs = self._scheduled, [self._sample(grammar)]
+        for done in range(1, self._steps.get(id(scheduled), 1)):
+            self._execute(_later(scheduled, done))
+            outputs.append(self._sample(None))
+        if len(outputs) == 1:
+            return outputs[0]
+        if hasattr(outputs[0], "get_output"):
+            return _later_output(outputs)
+        return _joined(outputs)
+
+
+def _later(scheduled: Any, done: int) -> Any:
+    """Return the schedule of the same step after `done` repetitions."""
+    requests = scheduled.scheduled_cached_reqs
+    requests = replace(
+        requests,
+        new_block_ids=[None] * len(requests.new_block_ids),
+        num_computed_tokens=[count + done for count in requests.num_computed_tokens],
+        num_output_tokens=[count + done for count in requests.num_output_tokens],
+    )
+    return replace(scheduled, scheduled_cached_reqs=requests, finished_req_ids=set())
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Join the outputs of the same requests' steps: several tokens of each, in their order."""
+    first = outputs[0]
+    assert all(one.req_ids == first.req_ids for one in outputs)
+    rows = zip(*(one.sampled_token_ids for one in outputs), strict=True)
+    first.sampled_token_ids = [[token for step in row for token in step] for row in rows]
+    if first.logprobs is not None:
+        columns = [one.logprobs.logprobs for one in outputs]
+        first.logprobs = first.logprobs._replace(logprobs=np.concatenate(columns, 1))
+    return first
+
+
+def _later_output(outputs: Sequence[Any]) -> Any:
+    """Return an output that waits for the device when it is read."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    class Output(AsyncModelRunnerOutput):
+        def get_output(self) -> Any:
+            return _joined([one.get_output() for one in outputs])
+
+    return Output()
