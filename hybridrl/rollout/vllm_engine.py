@@ -27,6 +27,7 @@ from hybridrl.rollout.sampler import Call
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places
 from hybridrl.rollout.vllm_images import driver_processes, image_inputs
+from hybridrl.rollout.vllm_multi_step import log_probs_alone
 from hybridrl.rollout.vllm_steps import CoreSteps
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ class VLLMEngine:
                 from vllm import LLM
 
                 vllm_compat.worker_class(device_type)
+                if self._on_gpu:
+                    log_probs_alone(exact=config.exact)
             with (
                 times.part("rest"),
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),

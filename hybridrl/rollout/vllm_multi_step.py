@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 NAMES: tuple[tuple[str, str], ...] = (
     (
@@ -23,13 +25,41 @@ NAMES: tuple[tuple[str, str], ...] = (
     (
         "vllm.v1.outputs",
         "AsyncModelRunnerOutput.get_output LogprobsLists.logprobs ModelRunnerOutput.logprobs "
+        "LogprobsTensors.logprobs LogprobsTensors.selected_token_ranks "
         "ModelRunnerOutput.req_ids ModelRunnerOutput.sampled_token_ids",
     ),
+    ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs compute_topk_scores"),
+    ("vllm.v1.worker.gpu.sample.sampler", "compute_topk_scores"),
     (
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner.execute_model GPUModelRunner.sample_tokens",
     ),
 )
+
+
+def log_probs_alone(*, exact: bool) -> None:
+    """Replace vLLM's log-probs of sampled tokens on GPUs, from now on, by one pass over the logits.
+
+    vLLM takes two, and a third one for the tokens' ranks, which nobody reads. With rollout.exact
+    vLLM's log-probs stay: the trainer has them from the same kernel.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import logprob, sampler
+
+    def scores(
+        logits: Tensor, num_logprobs: int, sampled: Tensor, *args: Any, **options: Any
+    ) -> LogprobsTensors:
+        is_plain = num_logprobs == 0 and logits.stride(1) == 1 and not options["logits_mode"]
+        if not is_plain or options["max_per_req_token_ids"]:
+            return logprob.compute_topk_scores(logits, num_logprobs, sampled, *args, **options)
+        ids = sampled[:, None]
+        if exact:
+            log_probs = logprob.compute_token_logprobs(logits, ids)
+        else:
+            log_probs = softmax_rows(logits, sampled, 1.0)[0][:, None]
+        return LogprobsTensors(ids, log_probs, torch.zeros_like(sampled))
+
+    sampler.compute_topk_scores = scores
 
 
 class MultiStep:

@@ -220,7 +220,9 @@ def ends(engine: VLLMEngine, depth: int, most: int) -> dict[str, Any]:
             steps._added = {}
             by_client = scheduler.update_from_output(scheduled, output)
             new = [one for outputs in by_client.values() for one in outputs.outputs]
-            for name, more in [*steps._added.items()] + [(o.request_id, o.new_token_ids) for o in new]:
+            for name, more in [*steps._added.items()] + [
+                (o.request_id, o.new_token_ids) for o in new
+            ]:
                 tokens.setdefault(name, []).extend(more)
             for one in new:
                 if one.finish_reason is not None:

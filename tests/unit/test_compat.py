@@ -44,14 +44,9 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     """In a process of its own: switches are set before vLLM is imported."""
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
-<<<<<<< HEAD
-    modules = (vllm_compat, vllm_exact, vllm_experts, vllm_fp8, vllm_images, vllm_recorded)
-    modules += (vllm_steps,)
+    modules = (vllm_compat, vllm_exact, vllm_experts, vllm_fp8, vllm_images, vllm_multi_step)
+    modules += (vllm_recorded, vllm_steps)
     names = [name for module in modules for name in module.NAMES] + [*vllm_recorded.KEPT_NAMES]
-=======
-    modules = (vllm_compat, vllm_exact, vllm_experts, vllm_images, vllm_multi_step, vllm_recorded)
-    names = [name for module in (*modules, vllm_steps) for name in module.NAMES] + [*vllm_recorded.KEPT_NAMES]
->>>>>>> 0288e911 (Add several decoding steps in one submission: the GPU waited for the scheduler at each token)
     code = (
         "from hybridrl.rollout import vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"

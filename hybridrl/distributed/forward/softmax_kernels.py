@@ -17,13 +17,24 @@ META = {"BLOCK": BLOCK, "num_warps": 8}
 def softmax_rows(
     logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p[target], log Z and entropy of each row; see log_probs.py."""
+    """Return log p[target], log Z and entropy of each row; see log_probs.py.
+
+    Rows may lie apart.
+    """
     num_rows, vocab = logits.shape
-    assert logits.is_contiguous()
+    assert logits.stride(1) == 1
     log_probs, log_z, entropy = logits.new_empty(3, num_rows, dtype=torch.float32)
     if num_rows:
         _forward[(num_rows,)](
-            logits, targets, log_probs, log_z, entropy, vocab, 1.0 / temperature, **META
+            logits,
+            logits.stride(0),
+            targets,
+            log_probs,
+            log_z,
+            entropy,
+            vocab,
+            1.0 / temperature,
+            **META,
         )
     return log_probs, log_z, entropy
 
@@ -58,10 +69,18 @@ def logits_gradient_(
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    logits, targets, log_probs, log_z, entropy, vocab, inverse_temperature, BLOCK: tl.constexpr
+    logits,
+    stride,
+    targets,
+    log_probs,
+    log_z,
+    entropy,
+    vocab,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    start = logits + row * vocab
+    start = logits + row * stride
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
@@ -70,8 +89,8 @@ def _forward(  # type: ignore[no-untyped-def]
         inside = columns < vocab
         x = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
         larger = tl.maximum(largest, tl.max(tl.where(inside, x, -float("inf")), 0))
-        e = tl.where(inside, tl.exp(x - larger), 0.0)
-        shrink = tl.exp(largest - larger)
+        e = tl.where(inside & (x > -float("inf")), tl.exp(x - larger), 0.0)
+        shrink = tl.where(largest == larger, 1.0, tl.exp(largest - larger))  # both may be -inf
         total = total * shrink + tl.sum(e, 0)
         weighted = weighted * shrink + tl.sum(e * x, 0)
         largest = larger
