@@ -7,7 +7,7 @@ read. A request that ends in between goes on to the submission's end; what it sa
 dropped. NAMES are the private names in use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,8 @@ def log_probs_alone(*, exact: bool) -> None:
     """
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import logprob, sampler
+
+    from hybridrl.distributed.forward.softmax_kernels import softmax_rows
 
     def scores(
         logits: Tensor, num_logprobs: int, sampled: Tensor, *args: Any, **options: Any

@@ -100,14 +100,12 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
     """
     from vllm import SamplingParams
     from vllm import __version__ as version
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.outputs import ModelRunnerOutput
 
     steps = engine._steps
     steps.forget_ended()
     engine.sync()
     scheduler, draw = engine._core.engine_core.scheduler, random.Random(depth)
-    pool = scheduler.kv_cache_manager.block_pool
     seen: dict[str, Any] = {"steps": [], "outputs": [], "repeated": 0, "updated": 0}
     seen["vllm"] = version
 
