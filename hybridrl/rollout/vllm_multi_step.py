@@ -97,9 +97,12 @@ class MultiStep:
             outputs.append(self._sample(None))
         if len(outputs) == 1:
             return outputs[0]
-        if hasattr(outputs[0], "get_output"):
-            return _later_output(outputs)
-        return _joined(outputs)
+        first = outputs[0]
+        if not hasattr(first, "get_output"):
+            return _joined(outputs)
+        reads = [one.get_output for one in outputs]  # each waits for the device
+        first.get_output = lambda: _joined([read() for read in reads])
+        return first
 
 
 def _later(scheduled: Any, done: int) -> Any:
@@ -124,14 +127,3 @@ def _joined(outputs: Sequence[Any]) -> Any:
         columns = [one.logprobs.logprobs for one in outputs]
         first.logprobs = first.logprobs._replace(logprobs=np.concatenate(columns, 1))
     return first
-
-
-def _later_output(outputs: Sequence[Any]) -> Any:
-    """Return an output that waits for the device when it is read."""
-    from vllm.v1.outputs import AsyncModelRunnerOutput
-
-    class Output(AsyncModelRunnerOutput):
-        def get_output(self) -> Any:
-            return _joined([one.get_output() for one in outputs])
-
-    return Output()

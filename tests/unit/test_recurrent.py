@@ -95,7 +95,7 @@ def test_packed_sequences_are_those_alone(kind, lengths):
 def test_the_kernel_agrees_with_padded_sequences():
     """Qwen3.5's sizes of heads, in bfloat16; the padded function computes in float32."""
     pytest.importorskip("fla", reason="pip install 'hybridrl[linear-attention]'")
-    names = vars(sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"])
+    names = vars(import_module("transformers.models.qwen3_5.modeling_qwen3_5"))
     function = getattr(names[DELTA_RULE], "function", inspect.unwrap(names[DELTA_RULE]))
     assert function.__module__.startswith("transformers.")
     lengths = [5, 1, 200, 700]
