@@ -1,7 +1,7 @@
 """Recurrent layers on packed tokens compute what transformers does of each sequence alone."""
 
 import inspect
-import sys
+from importlib import import_module
 
 import pytest
 import torch
