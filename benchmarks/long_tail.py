@@ -51,7 +51,7 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.requests import Requests
 from hybridrl.models.resolve import model_folder
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm.engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
 SIGMA = 1.0

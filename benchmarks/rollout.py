@@ -57,8 +57,8 @@ from hybridrl.data.seeds import sample_seed
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.models.resolve import resolve_model
 from hybridrl.rollout.engine import EnginePart
-from hybridrl.rollout.vllm_engine import VLLMEngine
-from hybridrl.rollout.vllm_fp8 import PER_CHANNEL
+from hybridrl.rollout.vllm.engine import VLLMEngine
+from hybridrl.rollout.vllm.fp8 import PER_CHANNEL
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}

@@ -22,7 +22,7 @@ from hybridrl.distributed.experts import checkpoint_tensors
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm.engine import VLLMEngine
 
 
 class UsualPath(NamedTuple):

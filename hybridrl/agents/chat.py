@@ -22,7 +22,7 @@ from hybridrl.agents.format import MODEL, CompletionRequest, Format, ToolsReques
 from hybridrl.agents.images import FORM, url_of
 from hybridrl.agents.policy import Policy
 from hybridrl.config.checks.data import RESERVED
-from hybridrl.rollout.vllm_text import Parsed
+from hybridrl.rollout.vllm.text import Parsed
 
 # Keywords of `rendered` that are not the request's.
 _RESERVED = RESERVED | {"policy", "episode", "messages"}

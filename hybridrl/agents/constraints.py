@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridrl.agents.episode import RequestError, refused_parameter
-from hybridrl.rollout.vllm_text import Parsed
+from hybridrl.rollout.vllm.text import Parsed
 
 # Name of the constraint among the sampling parameters of vLLM.
 STRUCTURED = "structured_outputs"

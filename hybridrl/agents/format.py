@@ -19,7 +19,7 @@ from hybridrl.agents.episode import (
 )
 from hybridrl.agents.policy import Policy
 from hybridrl.config.choices import OtherSampling
-from hybridrl.rollout.vllm_text import check_constraint, check_sampling
+from hybridrl.rollout.vllm.text import check_constraint, check_sampling
 
 # Most stop strings of a request, of which OpenAI takes 4, and characters of each. Longer ones and
 # more would hold up all episodes while they are tokenised.

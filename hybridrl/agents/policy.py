@@ -32,7 +32,7 @@ from hybridrl.agents.record import Start
 from hybridrl.agents.text import ModelText, TextStream
 from hybridrl.data.requests import FAILED, Progress, Request, SamplingParams
 from hybridrl.data.seeds import derive_seed
-from hybridrl.rollout.vllm_text import ParseTools
+from hybridrl.rollout.vllm.text import ParseTools
 
 
 class Engines(Protocol):

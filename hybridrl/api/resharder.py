@@ -16,7 +16,7 @@ from hybridrl.distributed.regions import free_gathered_weights, shards_of
 from hybridrl.reshard import resharder
 from hybridrl.reshard.route import Route
 from hybridrl.rollout.loaded import loader_trace
-from hybridrl.rollout.vllm_engine import in_process
+from hybridrl.rollout.vllm.engine import in_process
 
 
 @contextmanager

@@ -58,7 +58,7 @@ OtherSampling = StrEnum("OtherSampling", ["refuse", "mask", "ignore"])
 Schedule = StrEnum("Schedule", ["sync", "partial", "split"])
 # Those whose responses may take several steps; those with ranks that only sample.
 IN_PARTS, ON_OWN_RANKS = (Schedule.partial, Schedule.split), (Schedule.split,)
-# Use of the experts that vLLM chose (rollout/vllm_recorded.py).
+# Use of the experts that vLLM chose (rollout/vllm/recorded.py).
 RouterReplay = StrEnum("RouterReplay", ["none", "record", "replay"])
 # Treatment of prompts longer than rollout.max_prompt_tokens.
 TooLongPrompts = StrEnum("TooLongPrompts", ["error", "drop"])

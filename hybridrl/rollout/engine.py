@@ -8,7 +8,7 @@ the same calls in the same order and sample the same tokens. It decides what eac
 the loop decides which requests there are and when to stop, counts, and keeps the tokens. So another
 engine has nothing to do with budgets, held requests, agents or statistics.
 
-The first implementation is vLLM inside the process (rollout/vllm_engine.py). Another one is a class
+The first implementation is vLLM inside the process (rollout/vllm/engine.py). Another one is a class
 with these members, which a subclass of `RolloutWorker` builds (`build_engine`).
 """
 

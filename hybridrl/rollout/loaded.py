@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hybridrl.distributed.experts import CheckpointTensor
 from hybridrl.distributed.regions import Trace, gathered
-from hybridrl.rollout import vllm_experts, vllm_fp8
 from hybridrl.rollout.trace import live_tensors, trace_loader
-from hybridrl.rollout.vllm_compat import tensor_parallel_group
+from hybridrl.rollout.vllm import experts as vllm_experts
+from hybridrl.rollout.vllm import fp8 as vllm_fp8
+from hybridrl.rollout.vllm.compat import tensor_parallel_group
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from hybridrl.config.choices import RolloutWeights, SleepMode
 from hybridrl.config.planner.multicast import uses_flashinfer_all_reduce
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.distributed import position
-from hybridrl.rollout.vllm_exact import COMPILATION
-from hybridrl.rollout.vllm_fp8 import PER_CHANNEL
+from hybridrl.rollout.vllm.exact import COMPILATION
+from hybridrl.rollout.vllm.fp8 import PER_CHANNEL
 
 logger = logging.getLogger(__name__)
 

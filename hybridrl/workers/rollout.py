@@ -23,8 +23,8 @@ from hybridrl.reshard.route import Route
 from hybridrl.rollout.engine import Engine, EnginePart
 from hybridrl.rollout.live import serve
 from hybridrl.rollout.sampler import Sampler
-from hybridrl.rollout.vllm_compat import MODULES
-from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
+from hybridrl.rollout.vllm.compat import MODULES
+from hybridrl.rollout.vllm.engine import VLLMEngine, prepare
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 from hybridrl.workers.shadow import ShadowCopy
 

@@ -20,7 +20,7 @@ from hybridrl.agents.episode import Ask, Completion, Prompt
 from hybridrl.agents.http import MAX_BODY_BYTES
 from hybridrl.config.choices import OtherSampling
 from hybridrl.config.errors import ConfigError
-from hybridrl.rollout.vllm_text import load_parser
+from hybridrl.rollout.vllm.text import load_parser
 from tests.support.agents_serving import CONTEXT, Served, serving
 
 TOOLS = [

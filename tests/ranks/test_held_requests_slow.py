@@ -14,7 +14,7 @@ from hybridrl.config.choices import DType
 from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampler import Sampler
-from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
+from hybridrl.rollout.vllm.engine import VLLMEngine, prepare
 from tests.support.held_requests import in_parts, joined
 from tests.support.launch import run_on_ranks
 from tests.support.reshard_cases import Case, prompts, rollout_config, write_folders

@@ -22,7 +22,7 @@ from hybridrl.data.requests import Generate, Requests
 from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampler import Sampler
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm.engine import VLLMEngine
 from tests.support.code_in_checkpoints import bring_code
 from tests.support.held_requests import in_parts, joined, over_a_change
 from tests.support.launch import run_on_ranks
@@ -98,9 +98,9 @@ def in_several_steps(engine: VLLMEngine, generate: Generate) -> dict[str, Any]:
     multi_step, steps = engine._steps._multi_step, []
     submit = multi_step.submit
 
-    def note(scheduled: Any, count: int) -> None:
+    def note(scheduled: Any, requests: Any, count: int) -> None:
         steps.append(count)
-        submit(scheduled, count)
+        submit(scheduled, requests, count)
 
     with patch.object(engine, "_most_steps", 5), patch.object(multi_step, "submit", note):
         engine.sync()

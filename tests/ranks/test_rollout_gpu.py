@@ -20,7 +20,7 @@ from hybridrl.config.choices import DType, SleepMode
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampler import Sampler
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm.engine import VLLMEngine
 from tests.support.launch import run_on_ranks
 from tests.support.reshard_cases import Case, error_of, prompts, rollout_config
 from tests.support.scheduler_runs import assert_same, both_ways

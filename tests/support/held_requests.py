@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.requests import Requests
 from hybridrl.rollout.sampler import Sampler
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm.engine import VLLMEngine
 from tests.support.reshard_cases import LENGTHS, MAX_RESPONSE, prompts
 
 

@@ -24,10 +24,11 @@ from hybridrl.distributed.regions import NamedShard
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
 from hybridrl.reshard.transfers import SourceLayout
-from hybridrl.rollout import vllm_compat, vllm_experts
 from hybridrl.rollout.loaded import loader_trace
 from hybridrl.rollout.trace import live_tensors
-from hybridrl.rollout.vllm_engine import in_process
+from hybridrl.rollout.vllm import compat as vllm_compat
+from hybridrl.rollout.vllm import experts as vllm_experts
+from hybridrl.rollout.vllm.engine import in_process
 from tests.support.reshard_cases import differences, set_rank_environment
 from tests.support.tiny_hf import PARTIAL_ROPE, YARN_OF_ALL
 

@@ -20,7 +20,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.data.requests import STOP, Progress, Request
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.environments.programs import Reward, Task, as_reward
-from hybridrl.rollout.vllm_text import ParseTools
+from hybridrl.rollout.vllm.text import ParseTools
 
 Play = Callable[..., Coroutine[Any, Any, object]]
 TINY = Path(hybridrl.__file__).parent / "models" / "tiny"

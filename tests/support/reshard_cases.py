@@ -35,9 +35,9 @@ from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.route import Route
 from hybridrl.rollout.sampler import Peers
 from hybridrl.rollout.trace import live_tensors
-from hybridrl.rollout.vllm_compat import cpu_start, models_inspected_here, own_class
-from hybridrl.rollout.vllm_experts import experts_as_loaded
-from hybridrl.rollout.vllm_fp8 import PER_CHANNEL
+from hybridrl.rollout.vllm.compat import cpu_start, models_inspected_here, own_class
+from hybridrl.rollout.vllm.experts import experts_as_loaded
+from hybridrl.rollout.vllm.fp8 import PER_CHANNEL
 from hybridrl.workers.rollout import RolloutWorker
 from tests.support import role_configs
 from tests.support.batches import requests_of

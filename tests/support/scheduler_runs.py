@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from hybridrl.data.requests import Generate
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm.engine import VLLMEngine
 from tests.support.reshard_cases import prompts
 
 STEPS, MOST_OPEN, STOP = 1500, 12, 3

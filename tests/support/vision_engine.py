@@ -22,8 +22,8 @@ from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampler import Sampler
 from hybridrl.rollout.trace import live_tensors
-from hybridrl.rollout.vllm_engine import VLLMEngine
-from hybridrl.rollout.vllm_images import ImageInputs
+from hybridrl.rollout.vllm.engine import VLLMEngine
+from hybridrl.rollout.vllm.images import ImageInputs
 from tests.support.reshard_cases import (
     Actor,
     Case,

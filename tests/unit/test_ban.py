@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.rollout.vllm_images import ban
+from hybridrl.rollout.vllm.images import ban
 
 pytestmark = pytest.mark.full
 

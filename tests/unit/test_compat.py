@@ -9,16 +9,14 @@ import pytest
 
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
-from hybridrl.rollout import (
-    vllm_compat,
-    vllm_exact,
-    vllm_experts,
-    vllm_fp8,
-    vllm_images,
-    vllm_multi_step,
-    vllm_recorded,
-    vllm_steps,
-)
+from hybridrl.rollout.vllm import compat as vllm_compat
+from hybridrl.rollout.vllm import exact as vllm_exact
+from hybridrl.rollout.vllm import experts as vllm_experts
+from hybridrl.rollout.vllm import fp8 as vllm_fp8
+from hybridrl.rollout.vllm import images as vllm_images
+from hybridrl.rollout.vllm import multi_step as vllm_multi_step
+from hybridrl.rollout.vllm import recorded as vllm_recorded
+from hybridrl.rollout.vllm import steps as vllm_steps
 from tests.support.installed_names import missing
 
 pytestmark = pytest.mark.full
@@ -48,7 +46,7 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     modules += (vllm_recorded, vllm_steps)
     names = [name for module in modules for name in module.NAMES] + [*vllm_recorded.KEPT_NAMES]
     code = (
-        "from hybridrl.rollout import vllm_compat\n"
+        "from hybridrl.rollout.vllm import compat as vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
         "from tests.support.installed_names import cache_keys, missing\n"
         f"print('missing:', missing({names!r}))\n"

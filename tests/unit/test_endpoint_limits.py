@@ -19,7 +19,7 @@ from hybridrl.agents.text import ModelText
 from hybridrl.agents.training.trial import Silent
 from hybridrl.config.choices import OtherSampling
 from hybridrl.data.sources.tokenizer import load_tokenizer
-from hybridrl.rollout.vllm_text import Parsed
+from hybridrl.rollout.vllm.text import Parsed
 from tests.support.agents_serving import WITH_TOOLS
 from tests.support.role_configs import model_config
 

@@ -19,7 +19,7 @@ from hybridrl.distributed.experts import (
 )
 from hybridrl.distributed.forward.routers import Choice, Router
 from hybridrl.distributed.weights import checkpoint_sources
-from hybridrl.rollout.vllm_experts import check_experts
+from hybridrl.rollout.vllm.experts import check_experts
 from tests.support.tiny_hf import AFTER_DENSE, ALL, tiny_folder, tiny_model
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")

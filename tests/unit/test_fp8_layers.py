@@ -5,7 +5,7 @@ import torch
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.regions import FP8, Region, Trace, TracedCopy
-from hybridrl.rollout.vllm_fp8 import Quantised, with_scales
+from hybridrl.rollout.vllm.fp8 import Quantised, with_scales
 
 HELD = {"w": Quantised(torch.zeros(4, 6, dtype=FP8), torch.zeros(4, 1))}
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import vllm_compat, vllm_experts, vllm_recorded, vllm_steps
+from hybridrl.rollout.vllm import compat as vllm_compat
+from hybridrl.rollout.vllm import experts as vllm_experts
+from hybridrl.rollout.vllm import recorded as vllm_recorded
+from hybridrl.rollout.vllm import steps as vllm_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -70,7 +73,7 @@ def test_names_exist_in_the_wheel(pip, tmp_path, release, names):
             tmp_path, [name for name in archive.namelist() if not name.endswith(".so")]
         )
     code = (
-        "from hybridrl.rollout import vllm_compat\n"
+        "from hybridrl.rollout.vllm import compat as vllm_compat\n"
         "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
         "import vllm\n"
         "from tests.support.installed_names import missing\n"

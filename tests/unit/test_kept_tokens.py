@@ -12,8 +12,8 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.distributed.forward.log_probs import Entropy, token_log_probs
 from hybridrl.distributed.forward.packing import Kept, States, pack
 from hybridrl.distributed.forward.sequence_parallel import SequenceGroup
-from hybridrl.rollout import vllm_recorded
-from hybridrl.rollout.vllm_recorded import KeptTokens
+from hybridrl.rollout.vllm import recorded as vllm_recorded
+from hybridrl.rollout.vllm.recorded import KeptTokens
 from tests.support.training_batches import RESPONSES, training_batch, with_sets
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE, TOP_P = 23, 8, 101, 0.7, 0.8

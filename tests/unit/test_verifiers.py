@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.environments.others.verifiers import rows, run
-from hybridrl.rollout.vllm_text import Parsed
+from hybridrl.rollout.vllm.text import Parsed
 from tests.support.other_environments import played
 
 pytest.importorskip("verifiers", reason="pip install 'hybridrl[verifiers]'")

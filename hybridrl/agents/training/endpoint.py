@@ -21,7 +21,7 @@ from hybridrl.data.sources.tokenizer import NO_OPTIONS, load_tokenizer
 from hybridrl.distributed.background import without_collections
 from hybridrl.models.resolve import plain_folder
 from hybridrl.models.vocabulary import stop_token_ids
-from hybridrl.rollout.vllm_text import load_parser
+from hybridrl.rollout.vllm.text import load_parser
 
 # New objects until young ones are collected: with Python's 700, that is up to a tenth of the time.
 ALLOCATIONS = 20_000

@@ -28,7 +28,7 @@ from hybridrl.models.vocabulary import stop_token_ids
 from hybridrl.processes.messages import Failure
 from hybridrl.processes.pool import ProcessesError
 from hybridrl.processes.texts import last_frame
-from hybridrl.rollout.vllm_text import Parsed
+from hybridrl.rollout.vllm.text import Parsed
 
 # Seconds after which a program that has asked nothing yet, such as one that builds its tools first,
 # passes.

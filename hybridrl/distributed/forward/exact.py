@@ -8,7 +8,7 @@ below gives a token the same bits in any batch, and both sides call it:
     linear layers, head          cuBLAS without split-K; with tensor parallelism a sum of parts
     log-prob of a token          vLLM's kernel
 
-The operators are in exact_ops.py. vllm_exact.py has vLLM's side, docs/numerics.md what equality
+The operators are in exact_ops.py. vllm/exact.py has vLLM's side, docs/numerics.md what equality
 costs and does not cover.
 """
 

@@ -19,16 +19,18 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.requests import Request, SamplingParams
 from hybridrl.distributed.weights import checkpoint_sources
 from hybridrl.models.resolve import read_model_config
-from hybridrl.rollout import vllm_compat, vllm_exact, vllm_experts, vllm_recorded
 from hybridrl.rollout.adapters import add_adapters
 from hybridrl.rollout.engine import EnginePart, Step
 from hybridrl.rollout.loaded import trace_and_load
 from hybridrl.rollout.sampler import Call
 from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places
-from hybridrl.rollout.vllm_images import driver_processes, image_inputs
-from hybridrl.rollout.vllm_multi_step import log_probs_alone
-from hybridrl.rollout.vllm_steps import CoreSteps
+from hybridrl.rollout.vllm import compat as vllm_compat
+from hybridrl.rollout.vllm import exact as vllm_exact
+from hybridrl.rollout.vllm import experts as vllm_experts
+from hybridrl.rollout.vllm import recorded as vllm_recorded
+from hybridrl.rollout.vllm.images import driver_processes, image_inputs
+from hybridrl.rollout.vllm.steps import CoreSteps
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +113,6 @@ class VLLMEngine:
                 from vllm import LLM
 
                 vllm_compat.worker_class(device_type)
-                if self._on_gpu:
-                    log_probs_alone(exact=config.exact)
             with (
                 times.part("rest"),
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),
@@ -129,8 +129,7 @@ class VLLMEngine:
         self._places = places(self._model)
         self._stop_token_ids = list(stop_token_ids)
         self._core = self._llm.llm_engine.engine_core
-        self._steps = CoreSteps(self._core, self._runner)
-        # Recorders follow each step.
+        self._steps = CoreSteps(self._core, self._runner, exact=config.exact)
         self._most_steps = 1 if self._recorders else config.num_scheduler_steps
         for recorder in self._recorders:
             recorder.record(self._core)

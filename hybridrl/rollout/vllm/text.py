@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.rollout import vllm_compat
+from hybridrl.rollout.vllm import compat as vllm_compat
 
 # Schemas whose check is remembered.
 SCHEMAS = 256

@@ -1,7 +1,6 @@
 """Private and version-dependent names of vLLM: switches, hooks and patches.
 
-vllm_steps.py, vllm_recorded.py, vllm_experts.py, vllm_fp8.py, vllm_images.py and vllm_exact.py
-have those of one purpose each.
+The other files of this folder have those of one purpose each.
 
 Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which
@@ -28,7 +27,8 @@ from transformers import AutoConfig, AutoModel
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.distributed.torch_compat import disable_dynamo
-from hybridrl.rollout import vllm_exact, vllm_recurrent
+from hybridrl.rollout.vllm import exact as vllm_exact
+from hybridrl.rollout.vllm import recurrent as vllm_recurrent
 
 # Methods of vLLM's worker that are called once each, and the log's names of their time.
 WORKER_PARTS = {
@@ -103,7 +103,7 @@ def cpu_start() -> Iterator[None]:
     - Shared memory of tensor parallelism gets a unique name: vLLM derives it from the rendezvous
       address, which is the same text for all externally launched jobs. The name is removed as soon
       as all ranks have mapped it, so a killed process leaves nothing behind.
-    - Gated delta rules are computed in plain torch (vllm_recurrent.py).
+    - Gated delta rules are computed in plain torch (vllm/recurrent.py).
     - Queries with a dim of heads (LFM2, latent attention) are rotated in plain torch: vLLM's kernel
       takes them wrong.
     - Models whose file also has classes for images are imported without torchvision.

@@ -2,11 +2,12 @@
 
 Between two steps of the same requests nothing is needed from the host: on a GPU the runner keeps
 tokens, positions and seeds on the device. So the scheduler allocates the memory of several steps in
-advance and the runner runs them one after the other, while the tokens of an earlier submission are
-read. A request that ends in between goes on to the submission's end; what it samples there is
+advance, and the runner runs them one after the other. Meanwhile the tokens of an earlier submission
+are read. A request that ends in between goes on to the submission's end; its further tokens are
 dropped. NAMES are the private names in use.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,17 +70,38 @@ class MultiStep:
 
     Args:
         runner: vLLM's model runner.
+        exact: rollout.exact.
+
+    Attributes:
+        most: steps that may be submitted at once.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, *, exact: bool) -> None:
+        # vLLM 0.33 has two runners for GPUs. The older one, which it takes where the newer one
+        # lacks a feature, keeps track of sampled tokens on the host.
+        is_newer = type(runner).__module__.startswith("vllm.v1.worker.gpu.")
+        self.most = math.inf if is_newer or runner.device.type == "cpu" else 1
+        if is_newer:
+            log_probs_alone(exact=exact)
         self._execute, runner.execute_model = runner.execute_model, self._note_and_execute
         self._sample, runner.sample_tokens = runner.sample_tokens, self._sample_all
         self._scheduled: Any = None
         self._steps: dict[int, int] = {}
 
-    def submit(self, scheduled: Any, steps: int) -> None:
-        """Run this schedule, a token of each request, `steps` times."""
+    def submit(self, scheduled: Any, requests: Sequence[Any], steps: int) -> None:
+        """Run a schedule, which the scheduler has counted as a token of each request, more often.
+
+        Args:
+            scheduled: the schedule.
+            requests: vLLM's requests of it.
+            steps: how often it is run.
+        """
         self._steps[id(scheduled)] = steps
+        for request in requests:
+            request.num_computed_tokens += steps - 1
+            request.num_in_flight_tokens += steps - 1
+            if request.num_output_placeholders:  # with asynchronous scheduling
+                request.num_output_placeholders += steps - 1
 
     def of(self, scheduled: Any) -> int:
         """Return how often a schedule was run, whose output is there."""

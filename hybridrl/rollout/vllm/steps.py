@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridrl.rollout.engine import Step
-from hybridrl.rollout.vllm_multi_step import MultiStep
+from hybridrl.rollout.vllm.multi_step import MultiStep
 
 NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.sampling_params", "SamplingParams.eos_token_id SamplingParams.repetition_detection"),
@@ -75,11 +75,12 @@ class CoreSteps:
     Args:
         core: client of the engine core.
         runner: its model runner.
+        exact: rollout.exact.
     """
 
-    def __init__(self, core: Any, runner: Any) -> None:
+    def __init__(self, core: Any, runner: Any, *, exact: bool) -> None:
         self._core = core
-        self._multi_step = MultiStep(runner)
+        self._multi_step = MultiStep(runner, exact=exact)
         self._most = 1
         self._scheduler = scheduler = core.engine_core.scheduler
         self._manager = manager = scheduler.kv_cache_manager
@@ -216,7 +217,7 @@ class CoreSteps:
             or manager.block_pool.get_num_free_blocks() < len(running)
         ):
             return None
-        computed, sampled, steps = [], [], self._most
+        computed, sampled, steps = [], [], int(min(self._most, self._multi_step.most))
         for request in running:
             done, queued = request.num_computed_tokens, request.num_output_placeholders
             known, prompt = request.num_tokens + queued, request.num_prompt_tokens
@@ -254,12 +255,7 @@ class CoreSteps:
         )
         scheduler._update_after_schedule(repeated)
         if steps > 1:
-            self._multi_step.submit(repeated, steps)
-            for request in running:
-                request.num_computed_tokens += steps - 1
-                request.num_in_flight_tokens += steps - 1
-                if request.num_output_placeholders:  # asynchronous
-                    request.num_output_placeholders += steps - 1
+            self._multi_step.submit(repeated, running, steps)
         return repeated
 
     def _add_tokens(self, scheduled: Any, output: Any) -> dict[str, list[int]]:

@@ -1,0 +1,1 @@
+"""vLLM inside this process: the engine, and the private names of vLLM that it uses."""
