@@ -5,6 +5,7 @@ They also want the weights of convolutions packed, so that none could be written
 Shapes:  B = sequences   T = longest   N = tokens   C = channels   K = taps of the convolution
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,9 @@ def _advance(
     states = states.view(*states.shape[:2], q.shape[-1], v.shape[-1])
     rule = rules.torch_chunk_gated_delta_rule
     rule = rule.function if isinstance(rule, Recurrence) else rule
-    output, states[slots] = (rules.torch_recurrent_gated_delta_rule if longest == 1 else rule)(
+    # transformers hides its functions behind those of a package for GPUs.
+    rule = inspect.unwrap(rules.torch_recurrent_gated_delta_rule if longest == 1 else rule)
+    output, states[slots] = rule(
         *(q, k, v),
         g=padding.pad(decay),  # zeros of padding leave the states as they are
         beta=padding.pad(b.sigmoid()),
