@@ -84,6 +84,26 @@ def nap(folder: Path, mode: SleepMode, enforce_eager: bool) -> dict[str, Any]:
     return seen
 
 
+def in_several_steps(folder: Path) -> dict[str, Any]:
+    """Responses that end at tokens of others, with a step of a submission and with seven."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    case = Case("qwen2", DType.bfloat16, tp=1, enforce_eager=False)
+    changes = {"max_response_tokens": 60, "num_scheduler_steps": 7}
+    config = rollout_config(case, folder, kv_cache_mb=KV_CACHE_MB, **changes)
+    engine = VLLMEngine(config, folder, [], "cuda")
+    KEPT.append(engine)
+    generate = partial(Sampler(engine, config).generate, version=0)
+    wake(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
+    rows = [[k + 5, 9, *range(k)] for k in range(20)]
+    most = [60 - k % 3 for k in range(len(rows))]
+    whole = generate(prompts(rows=rows, each=1, max_tokens=60))
+    stop = tuple(int(row[3 * k]) for k, row in enumerate(whole.responses.rows()[:12]))
+    batch = prompts(rows=rows, each=1, max_tokens=most, stop=stop)
+    several = generate(batch)
+    engine._most_steps = 1
+    return {"stop": stop, "most": most, "several": several, "single": generate(batch)}
+
+
 def kept_beside_a_waking_engine(engine: VLLMEngine) -> tuple[float, float]:
     """MiB that torch keeps cached over a wake where there is room for both, and where not."""
     kept = []
@@ -125,6 +145,24 @@ def folder(tmp_path_factory):
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     return path
+
+
+def test_several_steps_at_once_sample_what_single_ones_do(folder):
+    """Responses that have ended stay in the batch for some steps, whose rounding may differ."""
+    (seen,) = run_on_ranks(in_several_steps, 1, folder, device_type="cuda", time_limit_s=380)
+    several, single = seen["several"], seen["single"]
+    equal_tokens = 0
+    for index, (row, other) in enumerate(
+        zip(several.responses.rows(), single.responses.rows(), strict=True)
+    ):
+        tokens = row.tolist()
+        assert not {*tokens[:-1]} & {*seen["stop"]}
+        assert tokens[-1] in seen["stop"] or len(tokens) == seen["most"][index]
+        equal_tokens += tokens == other.tolist()
+        log_probs = [b.rollout_log_probs.rows()[index] for b in (several, single)]
+        assert abs(log_probs[0][0] - log_probs[1][0]) < 0.05
+    assert equal_tokens >= 0.7 * len(seen["most"])
+    assert len({*several.responses.lengths.tolist()}) > 5
 
 
 @pytest.mark.parametrize(
