@@ -80,6 +80,8 @@ class RowScales:
                 # The largest of rounded numbers is the largest, rounded.
                 largest = torch.linalg.vector_norm(shard, math.inf, dim=-1)
                 region_view(rows, _without_columns(held)).copy_(largest.to(torch.bfloat16))
+        # A maximum over ranks may lose NaN; an infinite scale arrives, and so does the fault.
+        self.values.nan_to_num_(nan=math.inf, posinf=math.inf)
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(self.values, op=dist.ReduceOp.MAX, group=self._group)
         # By a tensor: a number would multiply by its inverse, which rounds otherwise.

@@ -144,7 +144,7 @@ def _cast(values, scale_at, inside, SOURCE: tl.constexpr, TARGET: tl.constexpr) 
     if tl.int8 == TARGET and tl.int8 != SOURCE:
         scale = tl.load(scale_at, mask=inside, other=1.0)[:, None]
         scaled = tl.div_rn(values.to(tl.bfloat16).to(tl.float32), scale)
-        scaled = tl.clamp(scaled, -_FP8_MAX, _FP8_MAX)
+        scaled = tl.clamp(scaled, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
         values = scaled.to(tl.float8e4nv).to(TARGET, bitcast=True)
     else:
         values = values.to(TARGET)

@@ -229,8 +229,8 @@ class Sampler:
             ended, left = len(batch) - len(call.open), budget - call.num_tokens
             if left <= 0 or ended >= enough:
                 return int(bool(call.must_finish))
-            # Two submissions may be under way before the tokens of one are counted.
-            return int(max(1, min(left / 2 / len(call.open), ANY))) if call.open else 0
+            # A quarter: tokens are counted two submissions later, and none may exceed the budget.
+            return int(max(1, min(left / 4 / len(call.open), ANY))) if call.open else 0
 
         call.run(goes_on)
         call.share()

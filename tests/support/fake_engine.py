@@ -43,8 +43,9 @@ class FakeEngine:
         script: Script,
         log_prob: Callable[[list[int]], float] = lambda sequence: -float(sequence[-1]),
         fails: str = "",
+        most_steps: int = 1,
     ) -> None:
-        self.awake = frozenset(EnginePart)
+        self.awake, self.most_steps = frozenset(EnginePart), most_steps
         self.script, self.log_prob, self.fails = script, log_prob, fails
         self.requests: list[Request] = []
         self.open: dict[str, tuple[list[int], list[int]]] = {}
@@ -77,14 +78,15 @@ class FakeEngine:
         for name in request_ids:
             del self.open[name]
 
-    def step(self) -> Step:
-        tokens, log_probs, ended = [], [], {}
-        names = [*self.open]
-        for name in names:
+    def step(self, most: int = 1) -> Step:
+        names, tokens, log_probs, ended = [], [], [], {}
+        for name in [*self.open]:
             sequence, left = self.open[name]
-            tokens.append(left.pop(0))
-            sequence.append(tokens[-1])
-            log_probs.append(self.log_prob(sequence))
+            for _ in range(min(most, self.most_steps, len(left))):
+                names.append(name)
+                tokens.append(left.pop(0))
+                sequence.append(tokens[-1])
+                log_probs.append(self.log_prob(sequence))
             if self.fails or not left:
                 ended[name] = self.fails or (LENGTH if name in self.cut else STOP)
                 del self.open[name]

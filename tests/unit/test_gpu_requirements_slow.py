@@ -12,6 +12,7 @@ import pytest
 
 from hybridrl.rollout.vllm import compat as vllm_compat
 from hybridrl.rollout.vllm import experts as vllm_experts
+from hybridrl.rollout.vllm import multi_step as vllm_multi_step
 from hybridrl.rollout.vllm import recorded as vllm_recorded
 from hybridrl.rollout.vllm import steps as vllm_steps
 
@@ -34,7 +35,12 @@ OLDEST = vllm_compat.NAMES + vllm_steps.NAMES
 VLLM_RELEASES = [
     (
         PINS["vllm"],
-        OLDEST + vllm_experts.NAMES + vllm_recorded.KEPT_NAMES + vllm_recorded.NAMES + NEWER_RUNNER,
+        OLDEST
+        + vllm_experts.NAMES
+        + vllm_multi_step.NAMES
+        + vllm_recorded.KEPT_NAMES
+        + vllm_recorded.NAMES
+        + NEWER_RUNNER,
     ),
     ("0.25.1", OLDEST),
 ]

@@ -18,9 +18,9 @@ def countdown(request: Request) -> list[int]:
     return list(range(request.prompt[0], 0, -1))
 
 
-def lengths(asked: list[list[int]], **call) -> tuple[list[int], list[bool]]:
+def lengths(asked: list[list[int]], most_steps: int = 1, **call) -> tuple[list[int], list[bool]]:
     batch = requests_of(asked, PLAIN, max_tokens=9, **call)
-    answer = Sampler(FakeEngine(countdown), CONFIG).generate(batch, 3)
+    answer = Sampler(FakeEngine(countdown, most_steps=most_steps), CONFIG).generate(batch, 3)
     assert (answer.weight_version == 3).all()
     return answer.responses.lengths.tolist(), answer.unfinished.tolist()
 
@@ -37,6 +37,14 @@ def lengths(asked: list[list[int]], **call) -> tuple[list[int], list[bool]]:
 )
 def test_what_ends_a_batch(call, sampled, unfinished):
     assert lengths([[2], [4], [8]], **call) == (sampled, unfinished)
+
+
+@pytest.mark.parametrize("budget", [0.5, 1, 2.5, 4, 99])
+def test_a_budget_is_kept_by_an_engine_that_returns_several_tokens(budget):
+    """To less than a token for each open request, as with single ones."""
+    asked = [[9], [9], [8]]
+    counts, unfinished = lengths(asked, most_steps=3, token_budget=budget)
+    assert (counts, unfinished) == lengths(asked, token_budget=budget)
 
 
 def test_held_requests_go_on_where_they_were():

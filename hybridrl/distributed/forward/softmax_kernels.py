@@ -92,7 +92,7 @@ def _forward(  # type: ignore[no-untyped-def]
         e = tl.where(inside & (x > -float("inf")), tl.exp(x - larger), 0.0)
         shrink = tl.where(largest == larger, 1.0, tl.exp(largest - larger))  # both may be -inf
         total = total * shrink + tl.sum(e, 0)
-        weighted = weighted * shrink + tl.sum(e * x, 0)
+        weighted = weighted * shrink + tl.sum(tl.where(e > 0, e * x, 0.0), 0)
         largest = larger
     z = largest + tl.log(total)
     target = tl.load(targets + row)

@@ -30,6 +30,7 @@ from hybridrl.rollout.vllm import exact as vllm_exact
 from hybridrl.rollout.vllm import experts as vllm_experts
 from hybridrl.rollout.vllm import recorded as vllm_recorded
 from hybridrl.rollout.vllm.images import driver_processes, image_inputs
+from hybridrl.rollout.vllm.multi_step import buffers_for
 from hybridrl.rollout.vllm.steps import CoreSteps
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,7 @@ SLEEPERS = {
 }
 # Device memory that stays free after a wake, for libraries that allocate outside of torch.
 SPARE_BYTES = 2**30
-# Batch sizes of the first sampling: kernels are compiled separately for size 1, for multiples of 16
-# and for others.
+# Batch sizes of the first sampling: kernels are compiled for 1, for multiples of 16 and for others.
 WARM_UP_SIZES = (1, 16, 17)
 
 
@@ -107,8 +107,7 @@ class VLLMEngine:
         self._recorders: list[vllm_recorded.RoutedExperts | vllm_recorded.KeptTokens] = []
         self.awake = frozenset(EnginePart)
         times = StartTimes()
-        switches = {"enforce_eager": config.enforce_eager, "exact": config.exact}
-        with in_process(device_type, **switches):
+        with in_process(device_type, enforce_eager=config.enforce_eager, exact=config.exact):
             with times.part("imports"):
                 from vllm import LLM
 
@@ -116,6 +115,7 @@ class VLLMEngine:
             with (
                 times.part("rest"),
                 vllm_compat.start_hooks(device_type, times.part, self._adapt),
+                buffers_for(config.num_scheduler_steps, device_type),
                 vllm_compat.own_class(folder),
                 vllm_compat.compiled_for_all_batches(),
                 vllm_compat.models_inspected_here(),

@@ -7,10 +7,11 @@ are read. A request that ends in between goes on to the submission's end; its fu
 dropped. NAMES are the private names in use.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ NAMES: tuple[tuple[str, str], ...] = (
         "LogprobsTensors.logprobs LogprobsTensors.selected_token_ranks "
         "ModelRunnerOutput.req_ids ModelRunnerOutput.sampled_token_ids",
     ),
+    ("vllm.v1.worker.gpu.buffer_utils", "set_default_max_concurrency"),
     ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs compute_topk_scores"),
     ("vllm.v1.worker.gpu.sample.sampler", "compute_topk_scores"),
     (
@@ -65,6 +67,27 @@ def log_probs_alone(*, exact: bool) -> None:
     sampler.compute_topk_scores = scores
 
 
+MANY = 2**31
+
+
+@contextmanager
+def buffers_for(steps: int, device_type: str) -> Iterator[None]:
+    """Within this context, vLLM's newer runner gets host buffers for two submissions.
+
+    It copies states of requests to the device from buffers in turn, one for each step under way.
+    """
+    if device_type == "cpu":
+        yield
+        return
+    from vllm.v1.worker.gpu import model_runner
+
+    set_number = model_runner.set_default_max_concurrency
+    with patch.object(
+        model_runner, "set_default_max_concurrency", lambda number: set_number(number * steps)
+    ):
+        yield
+
+
 class MultiStep:
     """Model runner that repeats a step as often as the scheduler asks.
 
@@ -80,7 +103,7 @@ class MultiStep:
         # vLLM 0.33 has two runners for GPUs. The older one, which it takes where the newer one
         # lacks a feature, keeps track of sampled tokens on the host.
         is_newer = type(runner).__module__.startswith("vllm.v1.worker.gpu.")
-        self.most = math.inf if is_newer or runner.device.type == "cpu" else 1
+        self.most = MANY if is_newer or runner.device.type == "cpu" else 1
         if is_newer:
             log_probs_alone(exact=exact)
         self._execute, runner.execute_model = runner.execute_model, self._note_and_execute
@@ -123,7 +146,12 @@ class MultiStep:
         if not hasattr(first, "get_output"):
             return _joined(outputs)
         reads = [one.get_output for one in outputs]  # each waits for the device
-        first.get_output = lambda: _joined([read() for read in reads])
+
+        def read_all() -> Any:
+            del first.get_output  # the first one would keep all for Python's collector
+            return _joined([read() for read in reads])
+
+        first.get_output = read_all
         return first
 
 

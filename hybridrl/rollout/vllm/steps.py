@@ -64,12 +64,10 @@ class CoreSteps:
 
     - Log-probs are read before the scheduler splits them by request, which takes a tenth of a step
       with hundreds of sequences.
-    - vLLM looks for memory and for blocks to cache with each token. Here it looks at the ends of
-      blocks.
+    - vLLM looks for memory and blocks to cache with each token, and here at the ends of blocks.
     - A step in which no request begins or ends is scheduled like the one before it; vLLM builds
       each step's schedule anew.
-    - Sampled tokens that neither end their request nor a block are only added to it, but with vLLM
-      0.25.
+    - Tokens that neither end their request nor a block are only added to it (not with vLLM 0.25).
     - Where no request begins or ends, the scheduler submits several steps at once (MultiStep).
 
     Args:
@@ -79,6 +77,8 @@ class CoreSteps:
     """
 
     def __init__(self, core: Any, runner: Any, *, exact: bool) -> None:
+        from vllm.v1.core.sched.output import SchedulerOutput
+
         self._core = core
         self._multi_step = MultiStep(runner, exact=exact)
         self._most = 1
@@ -96,6 +96,11 @@ class CoreSteps:
         ]
         known = signature(scheduler._update_request_with_output).parameters
         self._adds_tokens = not others and "is_stale" in known  # not in 0.25
+        self._multi_step.most = self._multi_step.most if self._adds_tokens else 1
+        # A schedule's images, which a repeated one must not have.
+        images = {"scheduled_encoder_inputs", "encoder_input_updates"}
+        images &= SchedulerOutput.__annotations__.keys()
+        self._no_images: dict[str, Any] = {name: {} for name in images}
         if others:
             return
         self._last_schedule: Any = None
@@ -217,7 +222,7 @@ class CoreSteps:
             or manager.block_pool.get_num_free_blocks() < len(running)
         ):
             return None
-        computed, sampled, steps = [], [], int(min(self._most, self._multi_step.most))
+        computed, sampled, steps = [], [], min(self._most, self._multi_step.most)
         for request in running:
             done, queued = request.num_computed_tokens, request.num_output_placeholders
             known, prompt = request.num_tokens + queued, request.num_prompt_tokens
@@ -250,6 +255,7 @@ class CoreSteps:
             scheduled_cached_reqs=requests,
             num_scheduled_tokens=dict.fromkeys(names, 1),
             total_num_scheduled_tokens=len(names),
+            **self._no_images,
             finished_req_ids=scheduler.finished_req_ids,
             preempted_req_ids=scheduler.reset_preempted_req_ids,
         )
