@@ -218,10 +218,11 @@ def _measure(
     score = seconds_per_call(lambda: actor.compute_log_probs(mine), warmup=1, repeats=repeats)
     update = seconds_per_call(lambda: actor.update(mine, 1, 0.0), warmup=1, repeats=repeats)
     num_tokens, peak = int(batch.num_tokens.sum()), H100.peak * dist.get_world_size()
+    work = shape, *dealt.computed(sizes)
     score_s, update_s = statistics.median(score), statistics.median(update)
     return {
-        "log_probs_mfu": round(forward_flops(shape, num_tokens, len(batch)) / score_s / peak, 4),
-        "update_mfu": round(training_flops(shape, num_tokens, len(batch)) / update_s / peak, 4),
+        "log_probs_mfu": round(forward_flops(*work) / score_s / peak, 4),
+        "update_mfu": round(training_flops(*work) / update_s / peak, 4),
         "log_probs_tokens_per_s": round(num_tokens / score_s),
         "update_tokens_per_s": round(num_tokens / update_s),
         "log_probs_s_min_median_max": min_median_max(score),

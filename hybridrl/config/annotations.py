@@ -77,7 +77,7 @@ class Shared(NamedTuple):
 
 # A field without effect, up to rounding, on what a resumed run computes.
 FREE = object()
-# A field that may be null before `derive`, which then chooses a value for the GPUs' memory.
+# A field that may be null before a value is chosen for the model or the GPUs' memory (derive.py).
 CHOSEN = object()
 
 

@@ -2,8 +2,10 @@
 
 import math
 from contextlib import suppress
+from itertools import chain
 
 from hybridrl.config.annotations import NoValue, Unusable, is_null, set_value
+from hybridrl.config.checks.algorithm import layer_sharing_problems, sharing_problems
 from hybridrl.config.checks.resources import gpu_counts
 from hybridrl.config.checks.sizes import (
     divisors,
@@ -87,6 +89,19 @@ def name_adapted_layers(config: RunConfig, shape: ModelShape | None) -> None:
         for lora in (config.lora, config.actor.lora, config.ref.lora, config.rollout.lora):
             if shape is not None and lora is not None and lora.target_modules == [ALL_LINEAR]:
                 lora.target_modules = list(shape.linear_layers)
+
+
+def choose_sharing(config: RunConfig, shape: ModelShape | None, frozen: Frozen) -> None:
+    """Replace a null of fsdp.share_prefixes: true if all models of the run can share tokens."""
+    key = "fsdp.share_prefixes"
+    if is_null(config, key):
+        set_value(config, key, True)
+        refused = True
+        with suppress(Unusable):
+            of_frozen = (layer_sharing_problems(config, model.shape) for model in frozen)
+            found = () if shape is None else chain(sharing_problems(config, shape), *of_frozen)
+            refused = shape is None or any(found)
+        set_value(config, key, not refused)
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:

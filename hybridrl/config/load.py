@@ -19,7 +19,13 @@ from hybridrl.config.checks.frozen_models import (
 )
 from hybridrl.config.checks.memory import memory_problems
 from hybridrl.config.command.provenance import Provenance
-from hybridrl.config.derive import choose_for_memory, derive, machine_of, name_adapted_layers
+from hybridrl.config.derive import (
+    choose_for_memory,
+    choose_sharing,
+    derive,
+    machine_of,
+    name_adapted_layers,
+)
 from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.planner.description import is_described
@@ -101,6 +107,7 @@ def examine(
     name_adapted_layers(config, shape)
     models = [_read(partial(frozen_model, one, read), report, broken=one.key) for one in named]
     frozen = [model for model in models if model is not None]
+    choose_sharing(config, shape, frozen)
     chosen = choose_for_memory(config, shape if trains else None, frozen, machine)
     run_checks(config, machine, shape, frozen, provenance, report, trains=trains)
     if trains and checks_memory and shape is not None:

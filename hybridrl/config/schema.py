@@ -109,7 +109,7 @@ class FSDPConfig(Section):
     ulysses_size: Annotated[int, at_least_one("1 means no sequence parallelism"), FREE]
     offload: Annotated[Offload, FREE, CHOSEN]
     compile: Annotated[bool, FREE]
-    share_prefixes: bool
+    share_prefixes: Annotated[bool, FREE, CHOSEN]
     exact: Annotated[bool, Shared("rollout.exact", "both sides run the same kernels")]
 
     @property

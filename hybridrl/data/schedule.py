@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.choices import Targets
-from hybridrl.config.planner.flops import sequence_cost
+from hybridrl.config.planner.flops import attention_flops, sequence_cost
 from hybridrl.config.planner.shape import ModelShape
+from hybridrl.config.planner.training_memory import key_share
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
@@ -25,7 +26,7 @@ from hybridrl.data.partition import Micros, Partitioner, partitioner_for
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
-from hybridrl.data.units import Rows, whole_rows
+from hybridrl.data.units import Rows, shared, whole_rows
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
@@ -142,6 +143,16 @@ class ScheduledBatch(Shardable):
             raise ValueError("a result does not have one value per response token")
         return concat(results, self._first_epochs.argsort())
 
+    def computed(self, sizes: "UpdateSizes") -> tuple[int, float]:
+        """Return the tokens of a forward of the first epoch, and its operations in attention."""
+        lengths, once = self.batch.num_tokens.tolist(), list[int]()
+        if sizes.share_prefixes:
+            rows = whole_rows(self.batch.prompts, self.batch.responses)
+            micros = [m for epochs in self.ranks for mini in epochs[0] for m in mini]
+            once = [count for m in micros for _, _, count in shared([rows[row] for row in m])]
+        attention = sum(map(sizes.attention, lengths)) - sum(map(sizes.attention, once))
+        return sum(lengths) - sum(once), attention
+
     @cached_property
     def _first_epochs(self) -> Tensor:
         """[B] int64: the responses in the order in which the ranks' first epochs compute them."""
@@ -189,8 +200,10 @@ class UpdateSizes:
         image_cost: images of a sequence -> their cost, in the same unit.
         partition: splits a mini-batch over ranks and into micro-batches.
         whole_episodes: the responses of an episode share a micro-batch, as the loss compares them.
-        share_prefixes: responses to a prompt stay together, as first tokens that sequences of a
-            micro-batch share are computed once.
+        share_prefixes: first tokens that sequences of a micro-batch share are computed once;
+            responses to a prompt stay together there, too.
+        key_size: memory of a shared token's keys, which each sequence reads, over a token's.
+        attention: tokens of a sequence -> operations in attention of a forward.
     """
 
     num_shards: int
@@ -202,6 +215,8 @@ class UpdateSizes:
     whole_episodes: bool = False
     image_cost: Callable[[PromptImages], float] = len
     share_prefixes: bool = False
+    key_size: float = 0.0
+    attention: Callable[[int], float] = float
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
@@ -216,6 +231,8 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
         whole_episodes=policy_loss_of(config.algorithm.loss.function).targets is Targets.pairs,
         image_cost=partial(images_cost, shape, trains=config.train_vision),
         share_prefixes=config.fsdp.share_prefixes,
+        key_size=key_share(shape, config.fsdp) if config.fsdp.share_prefixes else 0.0,
+        attention=partial(attention_flops, shape),
     )
 
 
@@ -229,7 +246,8 @@ def images_cost(shape: ModelShape, images: PromptImages, *, trains: bool) -> flo
 def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -> ScheduledBatch:
     """Draw mini-batches from `batch` and partition them over ranks and micro-batches.
 
-    Seed, step and epoch determine the order. All responses of an episode are in one mini-batch.
+    Seed, step and epoch determine the order of prompts, whose responses follow each other. All
+    responses of an episode are in one mini-batch.
 
     Raises:
         ValueError: the sizes do not divide.
@@ -250,13 +268,13 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
         images = zip(cost, batch.images.rows, strict=True)
         cost = [one + (sizes.image_cost(own) if own else 0.0) for one, own in images]
     tokens_of = whole_rows(batch.prompts, batch.responses) if sizes.share_prefixes else []
-    rows = Rows(lengths, cost, batch.group_id.tolist(), tokens_of)
+    answers = batch.responses.lengths.tolist()
+    rows = Rows(lengths, cost, batch.group_id.tolist(), tokens_of, answers, sizes.key_size)
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
         generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
         order = torch.randperm(len(members), generator=generator).tolist()
-        if sizes.share_prefixes:
-            order = rows.by_prompt(order, [unit[0] for unit in members])
+        order = rows.by_prompt(order, [unit[0] for unit in members])
         partitions = []
         for start in range(0, len(order), per_step):
             units: list[Sequence[int]] = [members[one] for one in order[start : start + per_step]]

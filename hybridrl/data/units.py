@@ -4,6 +4,7 @@ A token's states depend on itself and those before it, so equal first tokens nee
 once: a prompt for its responses, the turns before a branch for the branches of an episode.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,18 +12,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridrl.config.planner.flops import LEAST_SHARED, UNITS_PER_RANK
 from hybridrl.data.ragged import Ragged
 
-# Units that each rank has at least in a mini-batch, for its balance.
-UNITS_PER_RANK = 2
 Tokens = NDArray[np.int32] | NDArray[np.int64]
 
 
 def common(other: Tokens, row: Tokens) -> int:
-    """Return how many first tokens of a row are the other's; its last one is always its own."""
+    """Return how many first tokens of a row are the other's, if they are enough to be shared.
+
+    The row's last token is always its own.
+    """
     count = min(len(other), len(row) - 1)
     differing = np.flatnonzero(other[:count] != row[:count])
-    return int(differing[0]) if len(differing) else count
+    count = int(differing[0]) if len(differing) else count
+    return count if count >= LEAST_SHARED * len(row) else 0
 
 
 def shared(rows: Sequence[Tokens]) -> list[tuple[int, int, int]]:
@@ -45,21 +49,33 @@ class Rows(NamedTuple):
     """Rows of a batch: length and cost of each by itself, the group of responses to one prompt.
 
     `tokens` are those of each row, if equal first tokens within a unit cost once; else empty.
+    `answers` are the tokens of each row whose logits are computed, also if they are shared.
+    `key_size` is the memory of a shared token's keys, which each row reads, over a token's.
     """
 
     lengths: Sequence[int]
     cost: Sequence[float]
     groups: Sequence[int]
     tokens: Sequence[Tokens]
+    answers: Sequence[int] = ()
+    key_size: float = 0.0
 
     def size(self, unit: Sequence[int]) -> tuple[float, int]:
-        """Return cost and tokens of rows that are computed together."""
+        """Return the cost of rows that are computed together, and their memory in tokens."""
         own = [self.lengths[row] for row in unit]
-        if self.tokens:
-            for place, _, count in shared([self.tokens[row] for row in unit]):
-                own[place] -= count
+        if not self.tokens:
+            return sum(self.cost[row] for row in unit), sum(own)
+        memory = own.copy()
+        for place, _, count in shared([self.tokens[row] for row in unit]):
+            own[place] -= count
+            memory[place] = self._memory(unit[place], count)
         parts = [self.cost[r] * (n / self.lengths[r]) for r, n in zip(unit, own, strict=True)]
-        return sum(parts), sum(own)
+        return sum(parts), sum(memory)
+
+    def _memory(self, row: int, count: int) -> int:
+        """Return the memory, in tokens, of a row whose first `count` tokens are shared."""
+        own = self.lengths[row] - count + math.ceil(self.key_size * count)
+        return max(own, self.answers[row])
 
     def by_prompt(self, order: Sequence[int], first: Sequence[int]) -> list[int]:
         """Return episodes in an order, but those of a prompt behind its first one."""
@@ -78,7 +94,7 @@ class Rows(NamedTuple):
         for row in rows:
             own = self.lengths[row]
             if units and self.groups[units[-1][0]] == self.groups[row] and len(units[-1]) < most:
-                new = own - common(self.tokens[units[-1][-1]], self.tokens[row])
+                new = self._memory(row, common(self.tokens[units[-1][-1]], self.tokens[row]))
                 if new <= room:
                     units[-1].append(row)
                     room -= new

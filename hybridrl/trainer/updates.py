@@ -14,6 +14,7 @@ from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.record import Row
 from hybridrl.trainer.sampling.hybrid_engine import HybridEngine
 from hybridrl.trainer.timing.phases import Phases
+from hybridrl.trainer.timing.throughput import ATTENTION, COMPUTED
 
 FIRST_RATIO = "actor/first_log_ratio_max"
 
@@ -44,7 +45,8 @@ class Updates:
             outcomes = call_together(calls, scheduled)
         self.phases.split("update", outcomes)
         self.engine.weight_version += policy
-        metrics: Row = {}
+        tokens, attention = scheduled.computed(self.sizes)
+        metrics: Row = {COMPUTED: float(tokens), ATTENTION: attention}
         for outcome in outcomes.values():
             metrics |= outcome.value
         self.guard.note(step, scheduled, kl_coef, metrics)

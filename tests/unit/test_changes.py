@@ -43,6 +43,7 @@ def test_what_is_computed_matters(key):
     "key",
     [
         *("run.name", "cluster.gpus_per_node", "fsdp.dp_shard", "fsdp.offload", "fsdp.compile"),
+        "fsdp.share_prefixes",
         *("rollout.tensor_parallel_size", "rollout.sleep", "eval.every_steps", "resume"),
         *("data.num_eval_problems", "eval.greedy"),
         *(

@@ -4,15 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.config.planner.flops import forward_flops, sequence_cost, training_flops
+from hybridrl.config.planner.flops import (
+    attention_flops,
+    forward_flops,
+    sequence_cost,
+    training_flops,
+)
 from tests.support.model_shapes import QWEN_1_5B, with_window
 
 
 def test_qwen2_5_1_5b_at_4096_tokens():
     # N = 1,543,714,304 (the model card's 1.54 B); 6 * 28 * 1536 * 4096 = 1,056,964,608
     per_token = 6 * 1_543_714_304 + 1_056_964_608
-    assert training_flops(QWEN_1_5B, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token)
-    assert forward_flops(QWEN_1_5B, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token / 3)
+    batch = 8 * 4096, 8 * attention_flops(QWEN_1_5B, 4096)
+    assert training_flops(QWEN_1_5B, *batch) == pytest.approx(8 * 4096 * per_token)
+    assert forward_flops(QWEN_1_5B, *batch) == pytest.approx(8 * 4096 * per_token / 3)
 
 
 def test_attention_costs_what_its_heads_need():
@@ -21,7 +27,7 @@ def test_attention_costs_what_its_heads_need():
     attention = layer.attention._replace(head_dim=2 * layer.attention.head_dim)
     wide = replace(QWEN_1_5B, kinds=(replace(layer, attention=attention),))
     attention = 6 * 28 * (2 * 1536) * 4096
-    assert training_flops(wide, 4096, 1) == pytest.approx(
+    assert training_flops(wide, 4096, attention_flops(wide, 4096)) == pytest.approx(
         4096 * (6 * wide.parameters + attention), rel=1e-9
     )
     in_weights = 4096 * 6 * wide.parameters
@@ -41,9 +47,11 @@ def test_a_window_is_all_that_its_layers_see():
     seen = 2 * (1024**2 / 2 + 3072 * 1024) / 4096
     attention = 6 * 1536 * (26 * 4096 + 2 * seen)
     expected = 4096 * (6 * windowed.parameters + attention)
-    assert training_flops(windowed, 4096, 1) == pytest.approx(expected)
-    assert training_flops(windowed, 1000, 1) == training_flops(QWEN_1_5B, 1000, 1)
+    assert training_flops(windowed, 4096, attention_flops(windowed, 4096)) == pytest.approx(
+        expected
+    )
+    assert attention_flops(windowed, 1000) == attention_flops(QWEN_1_5B, 1000)
 
 
 def test_nothing_costs_nothing():
-    assert training_flops(QWEN_1_5B, 0, 0) == 0.0
+    assert training_flops(QWEN_1_5B, 0, attention_flops(QWEN_1_5B, 0)) == 0.0

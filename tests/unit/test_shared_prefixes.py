@@ -98,21 +98,61 @@ def test_experts_and_recurrent_layers_share_nothing():
     assert not shares_prefixes(root)
 
 
+def test_few_equal_tokens_are_not_shared():
+    """3 of 64 are below a sixteenth, 4 are not; without any all is packed as usual."""
+    for shared, is_shared in ((3, False), (4, True)):
+        rows = [[*range(9, 9 + shared), *[start] * (64 - shared)] for start in (1, 2)]
+        whole = batch([row[:1] for row in rows], [row[1:] for row in rows])
+        packed = pack(whole, CPU, shares=True)
+        assert (packed.keys is not None) is is_shared
+        assert packed.input_ids.shape[1] == 128 - shared * is_shared
+
+
+def one_prompt(answers):
+    whole = batch([[64] * 100] * len(answers), answers)
+    return replace(whole, group_id=torch.zeros(len(answers), dtype=torch.int64))
+
+
+def sizes_of(**changes):
+    sizes = {"num_shards": 1, "mini_batch_size": 16, "epochs": 1, "max_tokens": 400}
+    sizes |= {"cost": float, "partition": partition_by_total, "share_prefixes": True}
+    return UpdateSizes(**(sizes | changes))
+
+
+@pytest.mark.parametrize(
+    ("key_size", "same", "most"),
+    [(0.0, False, 16), (0.5, False, 5), (0.0, True, 8), (0.0, True, 4)],
+)
+def test_micro_batches_fit_with_keys_and_logits(key_size, same, most):
+    """Answers of 10 tokens: each row's keys of the prompt take 50 tokens if a key is half a token.
+
+    Equal answers are one row of tokens, but each has logits.
+    """
+    answers = [[0 if same else row] * 10 for row in range(16)]
+    sizes = sizes_of(key_size=key_size, max_tokens=100 + 10 * most if same else 400)
+    (epochs,) = schedule(one_prompt(answers), sizes, seed=1, step=1).ranks
+    micros = [len(micro) for mini in epochs[0] for micro in mini]
+    each = 10 + key_size * 100
+    assert sum(micros) == 16
+    assert max(micros) <= most and 110 + (max(micros) - 1) * each <= sizes.max_tokens
+
+
+def test_what_is_computed_by_hand():
+    """A prompt of 100 tokens and 16 answers of 10, in two micro-batches of 8."""
+    whole = one_prompt([[row] * 10 for row in range(16)])
+    for shares, tokens, prompts in ((True, 2 * 180, 2), (False, 16 * 110, 16)):
+        sizes = sizes_of(max_tokens=180, share_prefixes=shares, attention=lambda n: float(n * n))
+        found = schedule(whole, sizes, seed=1, step=1).computed(sizes)
+        assert found == (tokens, 16 * 110**2 - (16 - prompts) * 100**2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_responses_to_a_prompt_stay_together(ranks):
     """Eight prompts of 100 tokens with 8 responses of 10: without, 110 tokens each."""
     answers = [[row] * 10 for row in range(64)]
     whole = batch([[64 + row // 8] * 100 for row in range(64)], answers)
     whole = replace(whole, group_id=torch.arange(64) // 8)
-    sizes = UpdateSizes(
-        num_shards=ranks,
-        mini_batch_size=32,
-        epochs=2,
-        max_tokens=400,
-        cost=float,
-        partition=partition_by_total,
-        share_prefixes=True,
-    )
+    sizes = sizes_of(num_shards=ranks, mini_batch_size=32, epochs=2)
     scheduled = schedule(whole, sizes, seed=1, step=3)
     for epoch in range(2):
         micros = [m for rank in scheduled.ranks for mini in rank[epoch] for m in mini]
@@ -122,3 +162,21 @@ def test_responses_to_a_prompt_stay_together(ranks):
         for mini in range(2):
             rows = [row for rank in scheduled.ranks for m in rank[epoch][mini] for row in m]
             assert len({row // 8 for row in rows}) == 4
+
+
+def test_mini_batches_are_those_without():
+    """Four prompts of four responses: each epoch draws two of them for each mini-batch."""
+    whole = batch([[7] * 20] * 16, [[row] * 5 for row in range(16)])
+    whole = replace(whole, group_id=torch.arange(16) // 4)
+    drawn = []
+    for shares in (False, True):
+        sizes = sizes_of(num_shards=2, mini_batch_size=8, epochs=3, share_prefixes=shares)
+        ranks = schedule(whole, sizes, seed=1, step=1).ranks
+        minis = [
+            sorted(row for rank in ranks for micro in rank[epoch][mini] for row in micro)
+            for epoch in range(3)
+            for mini in range(2)
+        ]
+        assert all(len({row // 4 for row in mini}) == 2 for mini in minis)
+        drawn.append(minis)
+    assert drawn[0] == drawn[1]

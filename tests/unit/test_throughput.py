@@ -9,7 +9,11 @@ from hybridrl.trainer.timing.throughput import Throughput
 from tests.support.model_shapes import QWEN_1_5B
 
 # 512 sequences of 512 tokens: 6 N + 6 L h S = 6 * 1,543,714,304 + 6 * 28 * 1536 * 512
-BATCH = {"batch/tokens": 512.0 * 512, "batch/responses": 512.0}
+BATCH = {
+    "batch/tokens": 512.0 * 512,
+    "batch/computed_tokens": 512.0 * 512,
+    "batch/attention_flops": 512.0 * 512 * 2 * 28 * 1536 * 512,
+}
 PER_TOKEN = 9_262_285_824 + 132_120_576
 
 
@@ -22,6 +26,23 @@ def test_mfu_by_hand():
     assert metrics["mfu/update_actor"] == pytest.approx(131_072 * PER_TOKEN / 1.978e15)
     assert metrics["mfu/old_log_probs"] == pytest.approx(524_288 * PER_TOKEN / 3 / 1.978e15)
     assert metrics["mfu/update_actor"] == pytest.approx(0.6225, abs=1e-4)
+
+
+def test_tokens_that_are_shared_count_once():
+    """Of 16 x (1024 + 256) tokens 1024 + 16 x 256: a query attends to all keys before it."""
+    pairs = 1024 * 1024 / 2 + 16 * (1280**2 - 1024**2) / 2
+    step = {
+        "batch/tokens": 16.0 * 1280,
+        "batch/computed_tokens": 1024.0 + 16 * 256,
+        "batch/attention_flops": 28 * 4 * 1536 * pairs,
+        "time/old_log_probs_s": 0.1,
+        "time/update_actor_s": 0.3,
+    }
+    metrics = Throughput(QWEN_1_5B, epochs=1, peak=989e12).metrics(step)
+    forward = 2 * 1_543_714_304 * 5120 + 28 * 4 * 1536 * pairs
+    assert metrics["mfu/old_log_probs"] == pytest.approx(forward / 0.1 / 989e12)
+    assert metrics["mfu/update_actor"] == pytest.approx(metrics["mfu/old_log_probs"])
+    assert metrics["tokens_per_s/update_actor"] == pytest.approx(16 * 1280 / 0.3)
 
 
 def test_without_a_peak_there_are_speeds_alone():

@@ -262,17 +262,33 @@ def forward_problems(
 
 def sharing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     """Find what tokens that are computed once for several sequences cannot have."""
-    size, key = config.fsdp.ulysses_size, "fsdp.share_prefixes"
+    size = config.fsdp.ulysses_size
+    yield from layer_sharing_problems(config, shape)
+    yield from _unshared(
+        config,
+        {
+            f"ranks share sequences (fsdp.ulysses_size = {size})": size > 1,
+            "vLLM computes each sequence whole (rollout.exact = true)": config.rollout.exact,
+        },
+    )
+
+
+def layer_sharing_problems(
+    config: RunConfig, shape: ModelShape, owner: str = "model.path"
+) -> Iterator[Problem]:
+    """Find layers of a model that cannot compute tokens once for several sequences."""
     reasons = {
-        "recurrent layers pass a state from token to token": shape.recurrent,
-        "experts are balanced by sequence": shape.experts is not None,
-        "images have positions of their own": shape.takes_images,
-        f"ranks share sequences (fsdp.ulysses_size = {size})": size > 1,
-        "vLLM computes each sequence whole (rollout.exact = true)": config.rollout.exact,
+        f"recurrent layers of {owner} pass a state from token to token": shape.recurrent,
+        f"experts of {owner} are balanced by sequence": shape.experts is not None,
+        f"images of {owner} have positions of their own": shape.takes_images,
     }
+    yield from _unshared(config, reasons)
+
+
+def _unshared(config: RunConfig, reasons: dict[str, bool]) -> Iterator[Problem]:
     if config.fsdp.share_prefixes:
         for why in (reason for reason, is_so in reasons.items() if is_so):
-            yield must_be("shared_prefixes", key, True, "false", why)
+            yield must_be("shared_prefixes", "fsdp.share_prefixes", True, "null", why)
 
 
 def recurrent_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.config.checks.algorithm import forward_problems
+from hybridrl.config.checks.algorithm import forward_problems, layer_sharing_problems
 from hybridrl.config.checks.sizes import length_problems, sequence_head_problems
 from hybridrl.config.choices import Init, TeacherTokenizer
 from hybridrl.config.errors import ConfigError, Problem
@@ -150,3 +150,4 @@ def frozen_shape_problems(
     yield from length_problems(config, shape, owner)
     yield from sequence_head_problems(config, shape, owner)
     yield from forward_problems(config, shape, owner)
+    yield from layer_sharing_problems(config, shape, owner)

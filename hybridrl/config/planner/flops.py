@@ -45,30 +45,37 @@ DATA_SHEETS = (
 # them, 198 and 589 TFLOP/s by the kernels' times in an update (350 and 1,030 ms of four
 # micro-batches of 4,096-token sequences, Qwen2.5-1.5B's shape, H200; benchmarks/RESULTS.md).
 ATTENTION_TIME = 3.0
+# First tokens are shared if they are at least this share of a row. Fewer save less time than
+# reading their keys again takes.
+LEAST_SHARED = 1 / 16
+# Units that each rank has at least in a mini-batch, for its balance.
+UNITS_PER_RANK = 2
 
 
 def training_flops(
-    shape: ModelShape, num_tokens: int, num_sequences: int, *, trains_all: bool = True
+    shape: ModelShape, num_tokens: float, attention: float, *, trains_all: bool = True
 ) -> float:
     """Return the operations of forward and backward of packed sequences: 6 N + 6 L h S per token.
 
     Args:
         shape: the model's.
-        num_tokens: tokens of all sequences, prompts included.
-        num_sequences: S = num_tokens / num_sequences.
+        num_tokens: tokens that are computed, prompts included.
+        attention: operations of a forward in attention.
         trains_all: false with adapters: frozen weights have no gradients, so 4 N; the adapters'
             own operations, a few percent, are not counted.
     """
-    if not num_tokens:
-        return 0.0
-    mean_length = num_tokens / num_sequences
-    in_weights = (6 if trains_all else 4) * shape.active_parameters
-    return num_tokens * (in_weights + _in_attention(shape, mean_length))
+    in_weights = 2 * shape.active_parameters * num_tokens
+    return (3 if trains_all else 2) * in_weights + 3 * attention
 
 
-def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
-    """Return the operations of forward alone: 2 N + 2 L h S per token."""
-    return training_flops(shape, num_tokens, num_sequences) / 3
+def forward_flops(shape: ModelShape, num_tokens: float, attention: float) -> float:
+    """Return the operations of forward alone: 2 N per token, and those of its attention."""
+    return 2 * shape.active_parameters * num_tokens + attention
+
+
+def attention_flops(shape: ModelShape, length: float) -> float:
+    """Return the operations in attention of a forward of one sequence: 2 L h S per token."""
+    return 2 * length * shape.attended(length) if length else 0.0
 
 
 def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
@@ -76,13 +83,8 @@ def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
 
     In operations in the weights: 6 N + 6 L h S ATTENTION_TIME per token; S = `num_tokens`.
     """
-    attention = ATTENTION_TIME * _in_attention(shape, num_tokens)
-    return num_tokens * (6 * shape.active_parameters + attention)
-
-
-def _in_attention(shape: ModelShape, length: float) -> float:
-    """Return the operations in attention of one token of a sequence, in all layers: 6 L h S."""
-    return 6 * shape.attended(length)
+    attention = ATTENTION_TIME * attention_flops(shape, num_tokens)
+    return training_flops(shape, num_tokens, attention)
 
 
 def data_sheet(name: str) -> DataSheet | None:

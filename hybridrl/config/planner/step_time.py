@@ -16,7 +16,10 @@ from hybridrl.config.choices import Accumulation, Offload, RolloutWeights, Sleep
 from hybridrl.config.estimators import is_supervised, trains_reward_model, uses_critic
 from hybridrl.config.planner.flops import (
     H100,
+    LEAST_SHARED,
+    UNITS_PER_RANK,
     DataSheet,
+    attention_flops,
     data_sheet,
     forward_flops,
     training_flops,
@@ -32,7 +35,7 @@ from hybridrl.config.planner.memory import (
     workload,
 )
 from hybridrl.config.planner.shape import Frozen, ModelShape
-from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES
+from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, key_share
 from hybridrl.config.planner.world import engine_ranks, num_engines, training_ranks
 from hybridrl.config.policy_losses import responses_per_target, uses_reference
 from hybridrl.config.schema import RunConfig
@@ -106,7 +109,9 @@ def _rollout(config: RunConfig, shape: ModelShape, sheet: DataSheet, gpu: GPU) -
     context = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
     read = together * context * of_token / sheet.bandwidth
     step = DECODE_S + DECODE_SEQUENCE_S * together + max(products, weights) + read
-    prefill = forward_flops(shape, prompts * rollout.max_prompt_tokens, prompts)
+    longest_prompt = rollout.max_prompt_tokens
+    attention = prompts * attention_flops(shape, longest_prompt)
+    prefill = forward_flops(shape, prompts * longest_prompt, attention)
     steps = rollout.max_response_tokens * sequences / together
     return steps * step + prefill / (tp * sheet.peak * MFU)
 
@@ -115,26 +120,53 @@ def _training(
     config: RunConfig, shape: ModelShape, frozen: Frozen, sheet: DataSheet
 ) -> dict[str, float]:
     """Return the time of forwards and updates of all roles, without exchange."""
-    rollout, actor, fsdp = config.rollout, config.actor, config.fsdp
-    sequences = config.data.prompts_per_step * rollout.responses_per_prompt
-    sequences *= responses_per_target(config)
-    tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
+    actor, fsdp = config.actor, config.fsdp
+    computed = _computed(config, shape)
     rate = sheet.peak * (MFU if fsdp.compile else EAGER_MFU) * training_ranks(config)
     halvings = math.log2(max(1.0, MEASURED_TOKENS / workload(config).tokens))
     rate /= 1 + HALVING * halvings
-    forward = forward_flops(shape, tokens, sequences) / rate
+    forward = forward_flops(shape, *computed) / rate
     trains_all = config.lora is None
-    update = training_flops(shape, tokens, sequences, trains_all=trains_all) / rate
+    update = training_flops(shape, *computed, trains_all=trains_all) / rate
     again = forward if fsdp.activation_checkpointing else 0.0
     parts = {"old log-probs": forward, "update actor": actor.epochs * (update + again)}
     if uses_reference(config):
         parts["reference"] = forward
     if uses_critic(config):
-        whole = training_flops(shape, tokens, sequences) / rate
+        whole = training_flops(shape, *computed) / rate
         parts |= {"values": forward, "update critic": actor.epochs * (whole + again)}
     for model in frozen:
-        parts[model.name] = forward_flops(model.shape, tokens, sequences) / rate
+        parts[model.name] = forward_flops(model.shape, *_computed(config, model.shape)) / rate
     return parts
+
+
+def _longest(config: RunConfig) -> tuple[int, int]:
+    return config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
+
+
+def _computed(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
+    """Return the tokens that a forward of the batch computes, and its operations in attention."""
+    prompt, answer = _longest(config)
+    sequences = config.data.prompts_per_step * config.rollout.responses_per_prompt
+    sequences *= responses_per_target(config)
+    once = sequences * _without_prompt(config, shape)
+    attention = sequences * attention_flops(shape, prompt + answer)
+    attention -= once * attention_flops(shape, prompt)
+    return sequences * (prompt + answer) - once * prompt, attention
+
+
+def _without_prompt(config: RunConfig, shape: ModelShape) -> float:
+    """Return the share of sequences whose prompt another one of their unit has."""
+    prompt, answer = _longest(config)
+    if not config.fsdp.share_prefixes or prompt < LEAST_SHARED * (prompt + answer):
+        return 0.0
+    targets = responses_per_target(config)
+    each = answer + key_share(shape, config.fsdp) * prompt
+    room = 1 + int((config.actor.max_tokens_per_gpu - prompt - answer) / each)
+    units = UNITS_PER_RANK * training_ranks(config)
+    most = int(config.actor.mini_batch_size) * targets // units
+    group = config.rollout.responses_per_prompt * targets
+    return 1 - 1 / max(1, min(group, room, most))
 
 
 def _exchange(config: RunConfig, shape: ModelShape) -> float:
@@ -143,7 +175,10 @@ def _exchange(config: RunConfig, shape: ModelShape) -> float:
     link = NVLINK if config.cluster.nodes == 1 else NETWORK
     responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
     updates = actor.epochs * responses / actor.mini_batch_size
-    micro_batches, is_full = workload(config).micro_batches, fsdp.accumulation is Accumulation.full
+    whole = responses * responses_per_target(config) * sum(_longest(config))
+    computed = _computed(config, shape)[0] / whole
+    micro_batches = math.ceil(workload(config).micro_batches * computed)
+    is_full = fsdp.accumulation is Accumulation.full
     gathers = 2 * micro_batches  # forward and backward
     if not fsdp.reshard_after_forward:
         gathers = 1 if is_full else micro_batches

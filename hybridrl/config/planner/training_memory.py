@@ -65,6 +65,13 @@ def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
     return size * (4 * shape.hidden + 2 * attention + 3 * inner) + routed
 
 
+def key_share(shape: ModelShape, fsdp: FSDPConfig) -> float:
+    """Return the bytes of a token's keys and values in a layer over all that a layer keeps."""
+    _, kv_heads, head_dim, _ = shape.largest_attention
+    size = BYTES[fsdp.param_dtype]
+    return 2 * size * kv_heads * head_dim / kept_by_layer(shape, size, compiled=fsdp.compile)
+
+
 class TrainingMemory:
     """Forward and backward of one role.
 

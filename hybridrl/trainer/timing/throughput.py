@@ -9,6 +9,8 @@ from hybridrl.trainer.record import Observer, StepRecord
 
 # Metrics of the batch: tokens of all responses with their prompts, and responses.
 TOKENS, RESPONSES = "batch/tokens", "batch/responses"
+# Tokens of these that one forward computes, and its operations in attention.
+COMPUTED, ATTENTION = "batch/computed_tokens", "batch/attention_flops"
 
 # Phases of one forward pass, and phases of `epochs` training passes. Only those of the policy have
 # an MFU: the formula counts the head over the vocabulary.
@@ -36,11 +38,13 @@ class Throughput(Observer):
     def metrics(self, step: Mapping[str, float | None]) -> dict[str, float | None]:
         """Compute tokens_per_s/<phase> and, with a known peak, mfu/<phase>, from a step's metrics.
 
-        The time of an update includes its optimizer steps; recomputed activations count no FLOPs.
+        Tokens per second are those of the batch; FLOPs count tokens that sequences share once, and
+        recomputed activations not at all. The time of an update includes its optimizer steps.
         """
         if TOKENS not in step:
             return {}
-        tokens, responses = int(step[TOKENS] or 0), int(step[RESPONSES] or 0)
+        tokens = int(step[TOKENS] or 0)
+        computed = self.shape, step.get(COMPUTED) or 0, step.get(ATTENTION) or 0
         metrics: dict[str, float | None] = {}
         for phase in (*FORWARDS, *UPDATES):
             seconds = step.get(f"time/{phase}_s")
@@ -49,10 +53,9 @@ class Throughput(Observer):
             passes = self.epochs if phase in UPDATES else 1
             metrics[f"tokens_per_s/{phase}"] = passes * tokens / seconds
             if phase in WITH_MFU and self.peak is not None:
-                batch = (self.shape, tokens, responses)
                 if phase in UPDATES:
-                    done = passes * training_flops(*batch, trains_all=self.trains_all)
+                    done = passes * training_flops(*computed, trains_all=self.trains_all)
                 else:
-                    done = forward_flops(*batch)
+                    done = forward_flops(*computed)
                 metrics[f"mfu/{phase}"] = done / seconds / self.peak
         return metrics

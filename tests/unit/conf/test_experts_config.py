@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.flops import training_flops
+from hybridrl.config.planner.flops import attention_flops, training_flops
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.plan.tables import plan
 from tests.support.composing import GPU_NODE, TINY, examined, made, mistakes, only
@@ -27,8 +27,10 @@ def test_flops_count_the_experts_of_a_token():
     shape = model_shape(MOE)
     idle = 3 * 6 * 3 * 24 * 128
     assert shape.parameters - shape.active_parameters == idle
-    attention = 6 * 128 * 3 * 100
-    assert training_flops(shape, 100, 1) == 100 * (6 * shape.active_parameters + attention)
+    attention = attention_flops(shape, 100)
+    assert attention == 100 * 2 * 128 * 3 * 100
+    found = training_flops(shape, 100, attention)
+    assert found == 100 * 6 * shape.active_parameters + 3 * attention
 
 
 def test_the_plan_names_active_parameters():

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.planner.flops import training_flops
+from hybridrl.config.planner.flops import attention_flops, training_flops
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
@@ -79,7 +79,9 @@ def test_pinned_memory_counts_moments_of_adapters_alone():
 
 def test_frozen_weights_have_no_gradients_to_compute():
     """4 N + 6 L h S per token, N = 494,032,768; 6 x 24 x 896 x 1000 = 129,024,000."""
-    found = training_flops(model_shape(QWEN), 4000, 4, trains_all=False)
+    shape = model_shape(QWEN)
+    attention = 4 * attention_flops(shape, 1000)
+    found = training_flops(shape, 4000, attention, trains_all=False)
     assert found == pytest.approx(4000 * (4 * 494_032_768 + 129_024_000))
 
 

@@ -70,6 +70,7 @@ def test_the_estimate_is_near_the_steps_that_were_measured(gpus, vocab, prompts,
     machine = Machine((Node("node", 64, 512 * GIB, gpus=(H200,) * gpus),))
     overrides = [
         *("hardware=gpu", "algorithm=grpo", "algorithm.kl.coef=0", *FASTEST_SET),
+        "fsdp.share_prefixes=false",
         *("rollout.tensor_parallel_size=2", "rollout.responses_per_prompt=4"),
         *("rollout.max_prompt_tokens=96", f"rollout.max_response_tokens={tokens}"),
         *(f"data.prompts_per_step={prompts}", f"actor.mini_batch_size={4 * prompts}"),
