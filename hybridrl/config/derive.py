@@ -98,9 +98,9 @@ def choose_sharing(config: RunConfig, shape: ModelShape | None, frozen: Frozen) 
         set_value(config, key, True)
         refused = True
         with suppress(Unusable):
-            of_frozen = (layer_sharing_problems(config, model.shape) for model in frozen)
-            found = () if shape is None else chain(sharing_problems(config, shape), *of_frozen)
-            refused = shape is None or any(found)
+            if shape is not None:
+                of_frozen = (layer_sharing_problems(config, model.shape) for model in frozen)
+                refused = any(chain(sharing_problems(config, shape), *of_frozen))
         set_value(config, key, not refused)
 
 
