@@ -1,6 +1,7 @@
 """Derivation of config values: nulls (GPUs, shards, sequences, processes, memory) and shares."""
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 
@@ -14,7 +15,7 @@ from hybridrl.config.checks.sizes import (
     step_responses,
     steps_in_flight,
 )
-from hybridrl.config.choices import Accelerator, RolloutWeights
+from hybridrl.config.choices import Accelerator, DType, RolloutWeights
 from hybridrl.config.errors import ConfigError, Problem, Report
 from hybridrl.config.estimators import is_supervised
 from hybridrl.config.planner.fitting import (
@@ -45,6 +46,8 @@ MAX_NUM_SEQS = 1024
 # Limits of trainer.max_log_prob_diff: float32 on CPUs; bfloat16, and float32 on GPUs; FP8 weights,
 # with which SmolLM2-135M's differ by 0.16.
 EXACT_LOG_PROBS, ROUNDED_LOG_PROBS, FP8_LOG_PROBS = 1e-3, 0.1, 0.5
+# Largest size of a head in FlashAttention; sizes are multiples of 8.
+LARGEST_HEAD = 256
 # In lora.target_modules: every linear layer of the model's family.
 ALL_LINEAR = "all-linear"
 
@@ -92,16 +95,29 @@ def name_adapted_layers(config: RunConfig, shape: ModelShape | None) -> None:
 
 
 def choose_sharing(config: RunConfig, shape: ModelShape | None, frozen: Frozen) -> None:
-    """Replace a null of fsdp.share_prefixes: true if all models of the run can share tokens."""
+    """Replace a null of fsdp.share_prefixes: true if all models of the run can share tokens.
+
+    Not if attention pads: its masks of prompts could need more memory than is planned.
+    """
     key = "fsdp.share_prefixes"
     if is_null(config, key):
         set_value(config, key, True)
-        refused = True
+        shares = False
         with suppress(Unusable):
             if shape is not None:
                 of_frozen = (layer_sharing_problems(config, model.shape) for model in frozen)
-                refused = any(chain(sharing_problems(config, shape), *of_frozen))
-        set_value(config, key, not refused)
+                refused = chain(sharing_problems(config, shape), *of_frozen)
+                pads = _pads(config, [shape, *(model.shape for model in frozen)])
+                shares = not pads and not any(refused)
+        set_value(config, key, shares)
+
+
+def _pads(config: RunConfig, shapes: Iterable[ModelShape]) -> bool:
+    """Return whether attention pads on GPUs: FlashAttention has neither float32 nor all sizes."""
+    sizes = {attention.head_dim for shape in shapes for attention in shape.attentions}
+    others = any(size % 8 or size > LARGEST_HEAD for size in sizes)
+    on_gpu = config.hardware.accelerator is Accelerator.gpu
+    return on_gpu and (config.fsdp.param_dtype is DType.float32 or others)
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:

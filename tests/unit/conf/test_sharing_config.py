@@ -45,6 +45,18 @@ def test_others_do_not_and_true_is_refused(overrides, model, why):
     assert why in problem.why and problem.remedy == "Set fsdp.share_prefixes=null"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [(["fsdp.param_dtype=float32"], {}), ([], {"head_dim": 512}), ([], {"head_dim": 36})],
+)
+def test_attention_that_pads_on_gpus_shares_only_if_asked(overrides, changes):
+    model, overrides = TINY | LONG | {"model_type": "qwen3"} | changes, ["hardware=gpu", *overrides]
+    for value, shares in (("null", False), ("true", True)):
+        given = [*overrides, f"fsdp.share_prefixes={value}"]
+        found = examined(given, machine=GPU_NODE, model=model)
+        assert found.config.fsdp.share_prefixes is shares
+
+
 def test_a_teacher_with_experts_reads_whole_sequences():
     """Its forwards have the policy's micro-batches, which would be too large for it."""
     assert taught().config.fsdp.share_prefixes
