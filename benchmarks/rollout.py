@@ -150,7 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     weights = [weights.value for weights in RolloutWeights]
     parser.add_argument("--weights", choices=weights, default="dtype")
-    parser.add_argument("--steps", type=int, default=8, help="rollout.num_scheduler_steps")
+    parser.add_argument("--steps", type=int, default=4, help="rollout.num_scheduler_steps")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
