@@ -67,7 +67,7 @@ class RowScales:
         self._numbers = torch.tensor([order[name] for name in rows], device=device).long()
         self._ends = torch.tensor([0, *self._sizes], device=device).cumsum(0)
         every = [of_layer.flatten() for of_layer in rows.values()]
-        self._index = torch.cat([torch.empty(0), *every]).to(device, torch.int32)
+        self._index = torch.cat([torch.empty(0, dtype=torch.int64), *every]).to(device, torch.int32)
 
     @torch.no_grad()
     def update(self, shards: Iterable[tuple[SourceLayout, Region, Tensor]]) -> None:
