@@ -48,6 +48,8 @@ MAX_NUM_SEQS = 1024
 EXACT_LOG_PROBS, ROUNDED_LOG_PROBS, FP8_LOG_PROBS = 1e-3, 0.1, 0.5
 # Largest size of a head in FlashAttention; sizes are multiples of 8.
 LARGEST_HEAD = 256
+# Longest prompts, in tokens, whose sharing does not need much more memory where attention pads.
+SHORT_PROMPT = 256
 # In lora.target_modules: every linear layer of the model's family.
 ALL_LINEAR = "all-linear"
 
@@ -113,11 +115,16 @@ def choose_sharing(config: RunConfig, shape: ModelShape | None, frozen: Frozen) 
 
 
 def _pads(config: RunConfig, shapes: Iterable[ModelShape]) -> bool:
-    """Return whether attention pads on GPUs: FlashAttention has neither float32 nor all sizes."""
+    """Return whether attention pads: on CPUs with long prompts, on GPUs without FlashAttention.
+
+    Each sequence is padded with its prompt, although that is shared. FlashAttention has neither
+    float32 nor all sizes of heads.
+    """
+    if config.hardware.accelerator is Accelerator.cpu:
+        return config.rollout.max_prompt_tokens > SHORT_PROMPT
     sizes = {attention.head_dim for shape in shapes for attention in shape.attentions}
     others = any(size % 8 or size > LARGEST_HEAD for size in sizes)
-    on_gpu = config.hardware.accelerator is Accelerator.gpu
-    return on_gpu and (config.fsdp.param_dtype is DType.float32 or others)
+    return config.fsdp.param_dtype is DType.float32 or others
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:

@@ -26,7 +26,7 @@ def common(other: Tokens, row: Tokens) -> int:
     count = min(len(other), len(row) - 1)
     differing = np.flatnonzero(other[:count] != row[:count])
     count = int(differing[0]) if len(differing) else count
-    return count if count >= LEAST_SHARED * len(row) else 0
+    return count if count >= LEAST_SHARED * max(len(other), len(row)) else 0
 
 
 def shared(rows: Sequence[Tokens]) -> list[tuple[int, int, int]]:

@@ -57,6 +57,13 @@ def test_attention_that_pads_on_gpus_shares_only_if_asked(overrides, changes):
         assert found.config.fsdp.share_prefixes is shares
 
 
+@pytest.mark.parametrize(("tokens", "shares"), [(256, True), (257, False)])
+def test_on_cpus_short_prompts_alone_are_shared(tokens, shares):
+    """Attention pads there: a row would have its whole prompt's memory."""
+    overrides = ["hardware=cpu", f"rollout.max_prompt_tokens={tokens}"]
+    assert examined(overrides, machine=LAPTOP, model=TINY).config.fsdp.share_prefixes is shares
+
+
 def test_a_teacher_with_experts_reads_whole_sequences():
     """Its forwards have the policy's micro-batches, which would be too large for it."""
     assert taught().config.fsdp.share_prefixes
