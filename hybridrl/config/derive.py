@@ -36,7 +36,7 @@ from hybridrl.config.planner.memory import (
     rollout_parts,
     useful_cache_mb,
 )
-from hybridrl.config.planner.shape import Frozen, ModelShape
+from hybridrl.config.planner.shape import Frozen, ModelShape, has_flash_kernel
 from hybridrl.config.planner.world import num_engines, training_ranks, training_text
 from hybridrl.config.schema import RunConfig
 
@@ -46,8 +46,6 @@ MAX_NUM_SEQS = 1024
 # Limits of trainer.max_log_prob_diff: float32 on CPUs; bfloat16, and float32 on GPUs; FP8 weights,
 # with which SmolLM2-135M's differ by 0.16.
 EXACT_LOG_PROBS, ROUNDED_LOG_PROBS, FP8_LOG_PROBS = 1e-3, 0.1, 0.5
-# Largest size of a head in FlashAttention; sizes are multiples of 8.
-LARGEST_HEAD = 256
 # Longest prompts, in tokens, whose sharing does not need much more memory where attention pads.
 SHORT_PROMPT = 256
 # In lora.target_modules: every linear layer of the model's family.
@@ -122,9 +120,9 @@ def _pads(config: RunConfig, shapes: Iterable[ModelShape]) -> bool:
     """
     if config.hardware.accelerator is Accelerator.cpu:
         return config.rollout.max_prompt_tokens > SHORT_PROMPT
-    sizes = {attention.head_dim for shape in shapes for attention in shape.attentions}
-    others = any(size % 8 or size > LARGEST_HEAD for size in sizes)
-    return config.fsdp.param_dtype is DType.float32 or others
+    attentions = chain.from_iterable(shape.attentions for shape in shapes)
+    flash = all(has_flash_kernel(attention.head_dim) for attention in attentions)
+    return config.fsdp.param_dtype is DType.float32 or not flash
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:

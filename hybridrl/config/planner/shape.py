@@ -25,6 +25,11 @@ class ExpertShape(NamedTuple):
     shared: int
 
 
+def has_flash_kernel(head_dim: int) -> bool:
+    """Return whether FlashAttention has heads of this size, in 16-bit dtypes."""
+    return head_dim % 8 == 0 and head_dim <= 256
+
+
 class AttentionShape(NamedTuple):
     """Heads of queries and of keys, their size, and visible tokens; None: all."""
 

@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from hybridrl.config.planner.shape import has_flash_kernel
 from hybridrl.distributed.forward.exact import EXACT_ATTENTION
 from hybridrl.distributed.forward.exact_ops import attention
 from hybridrl.distributed.forward.packing import Padding
@@ -211,7 +212,7 @@ def warn_of_padding(device: torch.device, dtype: torch.dtype, head_size: int) ->
 def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Return whether FlashAttention (varlen_attn) supports such tensors."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and half and head_size % 8 == 0 and head_size <= 256
+    return device.type == "cuda" and half and has_flash_kernel(head_size)
 
 
 def _varlen(
