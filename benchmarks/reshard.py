@@ -1,7 +1,8 @@
 """How near to the links and the memory does moving the actor's weights into vLLM come?
 
 Question   How long does a reshard take, beside what the hardware allows and beside the usual path?
-Workload   Qwen2 shapes, or Qwen3-30B-A3B's or OLMoE-1B-7B's with their experts. Random float32
+Workload   Qwen2 shapes, or Qwen3-30B-A3B's, OLMoE-1B-7B's or gpt-oss-20b's with their experts,
+           sliced or (--expert-parallel) whole on a rank. Random float32
            weights (norms and biases too) as FSDP2 shards, moved into a real vLLM's bfloat16
            parameters by a rollout worker's own resharder. The usual path comes first, from the
            same weights cut by rows; then its policy is freed. Beside vLLM's parameters a rank so
@@ -67,7 +68,11 @@ from hybridrl.distributed.regions import NamedShard, named_shards
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 
-SHAPES = shapes.SHAPES | {"tiny": shapes.TINY, "tiny_experts": shapes.TINY_EXPERTS}
+SHAPES = shapes.SHAPES | {
+    "tiny": shapes.TINY,
+    "tiny_experts": shapes.TINY_EXPERTS,
+    "tiny_gpt_oss": shapes.TINY_GPT_OSS,
+}
 
 
 class Actor:
@@ -102,13 +107,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layout", choices=[layout.value for layout in Layout], default="aligned")
     weights = [weights.value for weights in RolloutWeights]
     parser.add_argument("--weights", choices=weights, default="dtype")
+    parser.add_argument("--expert-parallel", action="store_true", help="experts whole")
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
     args = parser.parse_args()
     if args.small:
-        experts = "num_experts" in SHAPES[args.model_size]
-        args.model_size = "tiny_experts" if experts else "tiny"
+        small = {"qwen2": "tiny", "gpt_oss": "tiny_gpt_oss"}
+        args.model_size = small.get(SHAPES[args.model_size]["model_type"], "tiny_experts")
         args.bucket_mb, args.repeats = 1, 3
     return args
 
@@ -208,6 +214,7 @@ def _config(args: argparse.Namespace, folder: Path) -> RunConfig:
         "fsdp.layout": args.layout,
         "fsdp.compile": False,
         "rollout.weights": args.weights,
+        "rollout.expert_parallel": args.expert_parallel,
         "rollout.tensor_parallel_size": args.tp,
         "rollout.max_prompt_tokens": 64,
         "rollout.max_response_tokens": 64,

@@ -79,7 +79,7 @@ def _seconds(policy: TokenLogProbs, engine: VLLMEngine, *, cast_first: bool) -> 
             cast = parameter.detach().to(torch.bfloat16) if cast_first else parameter.detach()
             whole = cast.full_tensor()  # type: ignore[attr-defined]
             for part in checkpoint_tensors(policy.lm, {name: whole.shape})[name]:
-                yield part.name, whole[part.at]
+                yield part.name, part.of(whole[part.at])
 
     forget(engine)
     with torch.no_grad():
