@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.checkpoint.files import STATE
+from hybridrl.checkpoint.saved import SaveResult
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.storage.checkpoint import StoredState, differences
-from hybridrl.distributed.storage.saving import Saver, SaveResult
+from hybridrl.distributed.storage.saving import Saver
 from hybridrl.distributed.torch_compat import local_tensor
 from hybridrl.workers.base import Dispatch, Worker, on_all_ranks
 

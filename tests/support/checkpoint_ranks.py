@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
+from hybridrl.checkpoint.saved import read_results
 from hybridrl.config.choices import Offload
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.storage.saving import read_results
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from hybridrl.checkpoint.files import sync_folder
 from hybridrl.checkpoint.manifest import FileRecord
+from hybridrl.checkpoint.saved import SaveResult, write_results
 from hybridrl.distributed import position
 from hybridrl.distributed.background import run_in_background
 from hybridrl.distributed.mesh import NO_LIMIT
@@ -39,9 +39,6 @@ from hybridrl.distributed.torch_compat import CUSTOM_METADATA_KEY, SAVED_OFFSETS
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-# Results of a finished save, in its folder: the driver needs no worker to find them.
-RESULTS = "saved.json"
 
 
 class StagedShard(NamedTuple):
@@ -116,19 +113,6 @@ class Staging:
                 yield memoryview(piece.numpy())
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """Result of a save on this rank.
-
-    `files` are named relative to the checkpoint; none after an `error`, the disk error of any rank,
-    the same on all. Writing in the background took `seconds`.
-    """
-
-    files: dict[str, FileRecord]
-    seconds: float
-    error: str | None
-
-
 class Saver:
     """Background writer of staged state; one save at a time.
 
@@ -164,7 +148,7 @@ class Saver:
         result = SaveResult(files if error is None else {}, seconds, error)
         results = self._gathered(result)
         if dist.get_rank() == 0:
-            _write_results(folder, results)
+            write_results(folder, results)
         return result
 
     @garbage_collection_off()
@@ -211,30 +195,3 @@ class Saver:
         values: list[_T] = [value] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
-def _write_results(folder: Path, results: list[SaveResult]) -> None:
-    part = folder / f"{RESULTS}.part"
-    try:
-        part.write_text(json.dumps([asdict(result) for result in results]))
-        part.rename(folder / RESULTS)
-    except OSError as error:  # `finish_save` returns them
-        logger.warning("the results of a save could not be written: %s", error)
-
-
-def read_results(folder: Path) -> list[SaveResult] | None:
-    """Return the results of the save into a folder, by rank; None while it runs."""
-    try:
-        ranks = json.loads((folder / RESULTS).read_text())
-    except FileNotFoundError:
-        return None
-    return [
-        SaveResult(**rank | {"files": {k: FileRecord(**v) for k, v in rank["files"].items()}})
-        for rank in ranks
-    ]
-
-
-def remove_results(folder: Path) -> None:
-    """Remove the results of a save: they are no part of a checkpoint."""
-    for name in (RESULTS, f"{RESULTS}.part"):
-        (folder / name).unlink(missing_ok=True)

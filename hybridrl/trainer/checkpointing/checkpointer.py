@@ -22,11 +22,11 @@ from threading import Event, Lock
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, is_of_run, step_of, write_file
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
+from hybridrl.checkpoint.saved import SaveResult, read_results, remove_results
 from hybridrl.checkpoint.verification import VerifiedCheckpoint, digest
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.distributed.background import run_in_background
-from hybridrl.distributed.storage.saving import SaveResult, read_results, remove_results
 from hybridrl.models.fingerprints import Fingerprints
 from hybridrl.trainer.record import Observer, StepRecord, is_due
 from hybridrl.trainer.state import LoopState
