@@ -71,6 +71,9 @@ OTHER_DEFAULTS = {
     "RAY_worker_niceness": "0",
     # Ray kills ranks when 95 % of the memory are in use: of 2 TiB, 100 GiB are left.
     "RAY_min_memory_free_bytes": str(2**30),
+    # Its node may look for its object store too early: it looks again after a second, 10 times.
+    "RAY_raylet_client_connect_timeout_milliseconds": "20",
+    "RAY_raylet_client_num_connect_attempts": "500",
 }
 # Workers must see all GPUs of their node: vLLM's custom all-reduce indexes them by rank.
 ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
