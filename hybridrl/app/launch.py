@@ -18,6 +18,7 @@ from hybridrl.app.lock import exclusive_run
 from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import Verify, verify
 from hybridrl.config.checks.checkpoint import AUTO, NONE
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
 from hybridrl.config.schema import RunConfig
@@ -36,8 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Modules that import Ray, while the checks of the machine wait for its GPUs.
+# Modules that import Ray, while the checks of the machine run; those of GPUs also wait for seconds,
+# in which torch is imported. None imports transformers: its package replaces itself, and another
+# thread would get the empty one.
 STARTS = ["hybridrl.controller.ray.runtime", "hybridrl.controller.worker_group"]
+STARTS_ON_GPU = [*STARTS, "hybridrl.app.session"]
 # Seconds between a restart that could not begin and the next.
 RESTART_PAUSE_S = 10.0
 
@@ -112,10 +116,10 @@ def running(prepared: Prepared, folder: Path, restart: int = 0) -> "Iterator[Tra
     result, setup = prepared.checked.result, prepared.setup
     config = result.config
     with exclusive_run(folder), ExitStack() as stack:
-        imported = import_in_background(STARTS)
+        on_gpu = config.hardware.accelerator is Accelerator.gpu
+        import_in_background(STARTS_ON_GPU if on_gpu else STARTS)
         if not ray_address():
             prepared.preflight()
-        imported.result()
         from hybridrl.controller.ray.runtime import ray_runtime
 
         setup.mark("checks")

@@ -57,6 +57,13 @@ def test_the_program_checks_a_config_before_it_imports_what_takes_seconds():
     assert not {"torch", "ray", "vllm", "transformers"} & modules_after(machine_checks)
 
 
+def test_a_thread_imports_torch_ahead_but_not_transformers():
+    """Two threads cannot import transformers: one would get the module that it replaces."""
+    imports = "launch.import_in_background(launch.STARTS_ON_GPU).result()"
+    imported = modules_after(f"from hybridrl.app import launch; {imports}")
+    assert "torch" in imported and "transformers" not in imported
+
+
 def test_names_are_imported_on_first_use():
     assert {*hybridrl.__all__} <= {*dir(hybridrl)}
     assert {getattr(hybridrl, name).__name__ for name in hybridrl.__all__} == {*hybridrl.__all__}
