@@ -4,6 +4,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -24,6 +25,8 @@ from hybridrl.config.errors import ConfigError, Problem, as_problem
 from hybridrl.config.load import is_on
 from hybridrl.config.variants import variant_problems
 from hybridrl.controller.output import guard_logging
+from hybridrl.controller.ray.head import ray_address
+from hybridrl.distributed.background import run_in_background
 from hybridrl.trainer.tracking.provenance import command_of
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ def examine(
         rollout = cfg.rollout
         options = {"exact": rollout.exact, "weights": rollout.weights}
         check_installation(accelerator, rollout.sleep, **options)
-    machine, runtime = composition.machine or find_machine(), hydra.runtime
+    machine, runtime = (composition.machine or find_machine)(), hydra.runtime
     overrides = [
         o for o in composition.overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))
     ]
@@ -73,7 +76,10 @@ def compose_line(line: CommandLine, *, guards_output: bool = True) -> Precompose
     Raises:
         ConfigError: every problem of the overrides, the config and its data.
     """
-    composition = composed(line, find_machine)
+    # Without NVIDIA's daemon nvidia-smi takes a second; Ray's cluster is joined only when needed.
+    joins = ray_address() is not None
+    look = cache(find_machine) if joins else run_in_background(find_machine, name="look").result
+    composition = composed(line, look)
     if composition.problems:
         if guards_output and composition.cfg is not None:
             guard_logging(config_secrets(composition.cfg))

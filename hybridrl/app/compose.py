@@ -60,16 +60,14 @@ def composed(
     If it cannot be chosen, that is one of the problems, and there is no config.
     """
     problems: list[Problem] = []
-    machine = None
     if not names_hardware(line.overrides):
         try:
-            machine = find_machine()
-            line.overrides.extend(hardware_overrides(machine))
+            line.overrides.extend(hardware_overrides(find_machine()))
         except ConfigError as error:
             problems = error.problems
             # Groups and keys are the same for all hardware.
             line.overrides.append("hardware=cpu")
-    composition = precompose(line, conf_dir(), underlay)._replace(machine=machine)
+    composition = precompose(line, conf_dir(), underlay)._replace(machine=find_machine)
     if not problems:
         return composition
     return Precomposed([*problems, *composition.problems], None, composition.overrides)

@@ -61,7 +61,7 @@ def _check(argv: Sequence[str]) -> None:
     runtime = composed.hydra.runtime
     recipes = recipe_files(runtime.choices, runtime.config_sources)
     provenance = provenance_of(composed.overrides, recipes)
-    result = examine_config(composed.cfg, composed.machine or find_machine(), provenance)
+    result = examine_config(composed.cfg, (composed.machine or find_machine)(), provenance)
     prompts, config = check_data(result), result.config
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(config.model)

@@ -57,14 +57,14 @@ class Precomposed(NamedTuple):
         cfg: composed from the usable ones; of a sweep, its first job. None if that failed.
         overrides: the usable ones.
         hydra: the section `hydra`, which `cfg` lacks.
-        machine: the one that `hardware` was chosen for; None if the overrides choose.
+        machine: returns the one that `hardware` is for; None if nothing has looked for it.
     """
 
     problems: list[Problem]
     cfg: DictConfig | None
     overrides: list[str]
     hydra: DictConfig | None = None
-    machine: Machine | None = None
+    machine: Callable[[], Machine] | None = None
 
 
 def precompose(
