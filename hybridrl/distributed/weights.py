@@ -196,6 +196,7 @@ def first_vectors(lm: PreTrainedModel, shapes: Shapes, seed: int) -> dict[str, T
         owner, _, attribute = own.rpartition(".")
         layer = lm.get_submodule(owner)
         base = layer.base_layer if isinstance(layer, LoRALinear) else layer
+        (base,) = getattr(base, "replaced", (base,))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "weights", name))
             vectors[name] = _first_values(lm, base, attribute)

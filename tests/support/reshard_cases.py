@@ -92,7 +92,7 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3_untied": ONE_HEAD,
     "gemma3": HEAD | WINDOW,
     "gemma3_untied": HEAD | WINDOW | ONE_HEAD,
-    "qwen3_moe": HEAD | EXPERT,
+    "qwen3_moe": HEAD | EXPERT | {"num_experts": 16},  # FP8 routers: a multiple of 16
     "qwen3_moe_tied": ONE_HEAD | EXPERT,
     "qwen2_moe": MOE_SIZES,
     "olmoe": {"intermediate_size": 96, "pad_token_id": 0},

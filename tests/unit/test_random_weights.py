@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridrl.distributed.forward.exact import share_operations
 from hybridrl.distributed.weights import RandomWeights, first_vectors
 from tests.support.tiny_hf import ALL
 
@@ -27,12 +28,17 @@ def test_matrices_are_normal_and_vectors_constant():
     assert (drawn[norm_name] == 1).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "granite", "mixtral"])
-def test_vectors_start_as_transformers_own(name):
+@pytest.mark.parametrize(
+    ("name", "is_exact"),
+    [("qwen2", False), ("qwen2", True), ("gemma3", True), ("granite", False), ("mixtral", False)],
+)
+def test_vectors_start_as_transformers_own(name, is_exact):
     """Norms that multiply by 1 + weight start with 0, biases with 0, other norms with 1."""
     own = AutoModelForCausalLM.from_config(ALL[name])
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(ALL[name])
+    if is_exact:
+        share_operations(empty, 2)
     shapes = {n: p.shape for n, p in empty.named_parameters()}
     vectors = first_vectors(empty, shapes, 1)
     assert vectors.keys() == {n for n, p in own.named_parameters() if p.dim() == 1}

@@ -74,7 +74,7 @@ class SharedNorm(nn.Module):
     def __init__(self, norm: nn.Module, kind: int) -> None:
         super().__init__()
         known: Any = vars(norm)
-        self.weight = norm.weight
+        self.weight, self.replaced = norm.weight, (norm,)
         self.eps = float(known["eps"] if "eps" in known else known["variance_epsilon"])
         self.kind = kind
 
@@ -109,6 +109,7 @@ class SharedLinear(nn.Module):
     def __init__(self, layer: nn.Linear, parts: int) -> None:
         super().__init__()
         self.weight, self.bias, self.parts = layer.weight, layer.bias, parts
+        self.replaced = (layer,)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias, [..., out]."""
