@@ -52,9 +52,11 @@ def reshard(line: Line) -> Groups:
     found = line["measured"]
     times = {"sync": found["sync_ms"][1], "with verification": found["sync_verified_ms"][1]}
     times |= {"floor": found["floor_ms"]}
-    times |= {"usual path": min(ms[1] for ms in found["usual_ms"].values())}
+    if "usual_ms" in found:  # FP8 weights have none
+        times |= {"usual path": min(ms[1] for ms in found["usual_ms"].values())}
     settings = line["settings"]
-    return {f"{settings['model_size']}, {where(line)}, tp {settings['tp']}": times}
+    fp8 = ", FP8" if settings.get("weights") == "fp8" else ""
+    return {f"{settings['model_size']}, {where(line)}, tp {settings['tp']}{fp8}": times}
 
 
 def rollout(line: Line) -> Groups:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.checks.fp8 import fp8_problems
+from hybridrl.config.choices import RolloutWeights
+from hybridrl.config.estimators import is_supervised, uses_critic
 from hybridrl.config.planner.fitting import (
     FASTEST,
     LEAST_CACHE,
@@ -23,6 +25,8 @@ from hybridrl.plan.tables import memory_tables, table
 
 # GPUs of unknown name with at least this much memory are taken for H100s.
 H100_BYTES = 79 * 2**30
+# With fewer parameters FP8 weights were not seen to be faster. GPUs with FP8.
+FP8_PARAMETERS, FP8_GPUS = 6.5e9, re.compile(r"\b(GH|H|B)[12]00\b|\bL40S\b")
 # GPUs on which steps were measured, the error of an estimate there, and on all others.
 MEASURED, ERROR, SCALED_ERROR = re.compile(r"\bH[12]00\b"), 0.3, 0.5
 COSTS = {
@@ -150,6 +154,20 @@ def _time(case: MemoryCase) -> Iterator[str]:
         f"shape on 1 to 4 H200s (benchmarks/RESULTS.md);"
         f"{scaled} sampling takes up to twice as long on hosts with slow cores."
     )
+    with_fp8 = case.changed([Change("rollout.weights", RolloutWeights.fp8)])
+    if _suits_fp8(case) and not any(fp8_problems(with_fp8.config, case.shape)):
+        faster = sum(step_seconds(with_fp8.config, case.shape, case.frozen, case.gpu).values())
+        yield (
+            f"rollout.weights=fp8 samples faster with models of this size: {faster:.0f} s a step "
+            f"(docs/resharding.md)."
+        )
+
+
+def _suits_fp8(case: MemoryCase) -> bool:
+    """Return whether FP8 weights of vLLM are off, and known to be faster."""
+    config, is_large = case.config, case.shape.parameters >= FP8_PARAMETERS
+    samples = config.rollout.weights is RolloutWeights.dtype and not is_supervised(config)
+    return samples and is_large and bool(FP8_GPUS.search(case.gpu.name))
 
 
 def _sheet(case: MemoryCase) -> DataSheet | None:

@@ -240,6 +240,27 @@ def test_the_command_says_what_fits_and_what_to_type(empty_folder, capsys):
     assert list(empty_folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "more", "proposed"),
+    [
+        (SEVEN_B, "8xH100", [], True),
+        (SEVEN_B, "8xH100", ["rollout.weights=fp8"], False),
+        (SEVEN_B, "8xH100", ["rollout.exact=true"], False),
+        (SEVEN_B, "8xA100", [], False),
+        (ONE_B, "1xH100", [], False),
+    ],
+)
+def test_fp8_weights_are_proposed_where_they_are_faster(
+    empty_folder, capsys, recipe, gpus, more, proposed
+):
+    said = told(capsys, recipe, f"gpus={gpus}", *more)[1]
+    now = re.search(r"Time of a step: (\d+) s", said)
+    faster = re.search(r"rollout.weights=fp8 samples faster .* (\d+) s a step", said)
+    assert (faster is not None) is proposed
+    if faster is not None:
+        assert int(faster[1]) < int(now[1])
+
+
 def test_the_command_calls_settings_without_room_for_the_allocator_tight(empty_folder, capsys):
     settings = ["rollout.sleep=all", *FASTEST_SET[:3], "actor.max_tokens_per_gpu=16384"]
     for given, is_tight in (([], False), (settings, True)):
