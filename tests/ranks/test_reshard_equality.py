@@ -204,11 +204,11 @@ def test_only_what_is_replicated_moves_where_layouts_agree(seen):
 def test_experts_stay_where_they_are_if_shards_lie_in_slices(case, seen):
     """Two ranks, tp 2, float32, untied: of experts, cut or whole, none moves.
 
-    Half of what vLLM replicates comes from the other rank: routers of 6 rows, norms of 256 and of
+    Half of what vLLM replicates comes from the other rank: routers of 16 rows, norms of 256 and of
     heads of 64. Vocabulary: shards of 251 rows, slices of 256.
     """
     received = [one["metrics_B"]["received_bytes"] for one in seen(CASES, 2, case)]
-    routers, norms = 2 * 3 * 256, 5 * 128 + 2 * 2 * 32
+    routers, norms = 2 * 8 * 256, 5 * 128 + 2 * 2 * 32
     assert received == [4 * (routers + norms + 2 * rows * 256) for rows in (5, 0)]
 
 
