@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hybridrl.app.before_start import compose_line
-from hybridrl.app.compose import examine_config, find_machine
+from hybridrl.app.compose import examine_config
 from hybridrl.app.data import check_data
 from hybridrl.commands.running import CONFIG_DIR, OVERRIDES, argument, parsed, run_command
 from hybridrl.config.checks.installation import check_installation
@@ -57,11 +57,11 @@ def _check(argv: Sequence[str]) -> None:
     no_samples = argument("--no-samples", action="store_true", help="do not start the model")
     args = parsed("check", DESCRIPTION, OVERRIDES, no_samples, CONFIG_DIR, argv=argv)
     composed = compose_line(parse_argv(args.line))
-    assert composed.cfg is not None and composed.hydra is not None
+    assert composed.cfg is not None and composed.hydra is not None and composed.machine is not None
     runtime = composed.hydra.runtime
     recipes = recipe_files(runtime.choices, runtime.config_sources)
     provenance = provenance_of(composed.overrides, recipes)
-    result = examine_config(composed.cfg, (composed.machine or find_machine)(), provenance)
+    result = examine_config(composed.cfg, composed.machine(), provenance)
     prompts, config = check_data(result), result.config
     console = Console(highlight=False, markup=False, soft_wrap=True)
     tokenizer = load_tokenizer(config.model)

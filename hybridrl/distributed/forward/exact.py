@@ -42,6 +42,9 @@ def use_fixed_products() -> None:
 def share_operations(lm: nn.Module, tensor_parallel_size: int) -> None:
     """Replace the norms, MLPs and linear layers of a causal language model by those below.
 
+    A replaced norm or linear layer stays in a tuple, `replaced`, and so no part of the model: its
+    class decides the first weights (distributed/weights.py).
+
     Args:
         lm: of transformers, perhaps with adapters; parameters keep their names.
         tensor_parallel_size: of vLLM, which adds up as many parts of o_proj and down_proj.
