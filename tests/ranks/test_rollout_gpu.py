@@ -8,16 +8,19 @@ import os
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.checks.installation import OLDEST_CURRENT
+from hybridrl.config.checks.installation import OLDEST_CURRENT, is_current
 from hybridrl.config.choices import DType, SleepMode
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.requests import Requests
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampler import Sampler
 from hybridrl.rollout.vllm.engine import VLLMEngine
@@ -85,23 +88,44 @@ def nap(folder: Path, mode: SleepMode, enforce_eager: bool) -> dict[str, Any]:
 
 
 def in_several_steps(folder: Path) -> dict[str, Any]:
-    """Responses that end at tokens of others, with a step of a submission and with seven."""
+    """Responses that end at tokens of others, with eight steps of a submission and with one.
+
+    Sampled at another temperature, with other weights, and after a sleep.
+    """
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     case = Case("qwen2", DType.bfloat16, tp=1, enforce_eager=False)
-    changes = {"max_response_tokens": 60, "num_scheduler_steps": 7}
+    changes = {"max_response_tokens": 60, "num_scheduler_steps": 8, "sleep": SleepMode.all}
     config = rollout_config(case, folder, kv_cache_mb=KV_CACHE_MB, **changes)
     engine = VLLMEngine(config, folder, [], "cuda")
     KEPT.append(engine)
     generate = partial(Sampler(engine, config).generate, version=0)
-    wake(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
+    weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    wake(engine, weights)
     rows = [[k + 5, 9, *range(k)] for k in range(20)]
     most = [60 - k % 3 for k in range(len(rows))]
     whole = generate(prompts(rows=rows, each=1, max_tokens=60))
     stop = tuple(int(row[3 * k]) for k, row in enumerate(whole.responses.rows()[:12]))
     batch = prompts(rows=rows, each=1, max_tokens=most, stop=stop)
-    several = generate(batch)
-    engine._most_steps = 1
-    return {"stop": stop, "most": most, "several": several, "single": generate(batch)}
+    graphs = engine._steps._multi_step.graphs
+    replays = [graphs.replays] if graphs else []
+    seen: dict[str, Any] = {"stop": stop, "most": most, "replays": replays}
+
+    def both(batch: Requests = batch) -> tuple[RolloutBatch, RolloutBatch]:
+        generate(batch)  # captures graphs
+        several = generate(batch)
+        replays.extend([graphs.replays] if graphs else [])
+        with patch.object(engine, "_most_steps", 1):
+            return several, generate(batch)
+
+    seen["first"] = both()
+    seen["colder"] = both(prompts(0.7, rows=rows, each=1, max_tokens=most, stop=stop))
+    engine._model.load_weights((name, 1.5 * tensor) for name, tensor in weights.items())
+    engine.sync()
+    seen["changed"] = both()
+    engine.sleep()
+    wake(engine, weights)
+    seen["slept"] = both()
+    return seen
 
 
 def kept_beside_a_waking_engine(engine: VLLMEngine) -> tuple[float, float]:
@@ -148,21 +172,39 @@ def folder(tmp_path_factory):
 
 
 def test_several_steps_at_once_sample_what_single_ones_do(folder):
-    """Responses that have ended stay in the batch for some steps, whose rounding may differ."""
+    """Responses that have ended stay in the batch for some steps, whose rounding may differ.
+
+    The second and further steps are graphs, which see weights that change in place.
+    """
     (seen,) = run_on_ranks(in_several_steps, 1, folder, device_type="cuda", time_limit_s=380)
-    several, single = seen["several"], seen["single"]
-    equal_tokens = 0
-    for index, (row, other) in enumerate(
-        zip(several.responses.rows(), single.responses.rows(), strict=True)
+    if is_current():
+        replays = seen["replays"]
+        assert replays[0] > 20 and all(b - a > 50 for a, b in pairwise(replays)), replays
+    for name in ("first", "colder", "changed", "slept"):
+        several, single = seen[name]
+        for row, most in zip(several.responses.rows(), seen["most"], strict=True):
+            tokens = row.tolist()
+            assert not {*tokens[:-1]} & {*seen["stop"]}
+            assert tokens[-1] in seen["stop"] or len(tokens) == most
+        assert share_of_same(several, single) >= 0.6, name
+    assert len({*seen["first"][0].responses.lengths.tolist()}) > 5
+    assert share_of_same(seen["slept"][0], seen["first"][0]) >= 0.6
+    with pytest.raises(AssertionError):
+        share_of_same(seen["changed"][0], seen["first"][0])
+
+
+def share_of_same(one: RolloutBatch, other: RolloutBatch) -> float:
+    """Share of responses with the same tokens; compares log-probs up to the first other token."""
+    same = 0
+    for index, (row, more) in enumerate(
+        zip(one.responses.rows(), other.responses.rows(), strict=True)
     ):
-        tokens = row.tolist()
-        assert not {*tokens[:-1]} & {*seen["stop"]}
-        assert tokens[-1] in seen["stop"] or len(tokens) == seen["most"][index]
-        equal_tokens += tokens == other.tolist()
-        log_probs = [b.rollout_log_probs.rows()[index] for b in (several, single)]
-        assert abs(log_probs[0][0] - log_probs[1][0]) < 0.05
-    assert equal_tokens >= 0.7 * len(seen["most"])
-    assert len({*several.responses.lengths.tolist()}) > 5
+        pairs = zip(row.tolist(), more.tolist(), strict=False)
+        count = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(row), len(more)))
+        log_probs = [batch.rollout_log_probs.rows()[index][:count] for batch in (one, other)]
+        torch.testing.assert_close(*log_probs, rtol=0, atol=0.05)
+        same += row.tolist() == more.tolist()
+    return same / len(one.responses)
 
 
 @pytest.mark.parametrize(

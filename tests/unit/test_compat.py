@@ -10,6 +10,7 @@ import pytest
 from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
 from hybridrl.rollout.vllm import compat as vllm_compat
+from hybridrl.rollout.vllm import decode_graph as vllm_decode_graph
 from hybridrl.rollout.vllm import exact as vllm_exact
 from hybridrl.rollout.vllm import experts as vllm_experts
 from hybridrl.rollout.vllm import fp8 as vllm_fp8
@@ -43,7 +44,7 @@ def test_vllm_has_all_names_and_compiles_once_for_all_sizes_of_graphs():
     if util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
     modules = (vllm_compat, vllm_exact, vllm_experts, vllm_fp8, vllm_images, vllm_multi_step)
-    modules += (vllm_recorded, vllm_steps)
+    modules += (vllm_recorded, vllm_steps, vllm_decode_graph)
     names = [name for module in modules for name in module.NAMES] + [*vllm_recorded.KEPT_NAMES]
     code = (
         "from hybridrl.rollout.vllm import compat as vllm_compat\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.rollout.vllm import compat as vllm_compat
+from hybridrl.rollout.vllm import decode_graph as vllm_decode_graph
 from hybridrl.rollout.vllm import experts as vllm_experts
 from hybridrl.rollout.vllm import multi_step as vllm_multi_step
 from hybridrl.rollout.vllm import recorded as vllm_recorded
@@ -36,6 +37,7 @@ VLLM_RELEASES = [
     (
         PINS["vllm"],
         OLDEST
+        + vllm_decode_graph.NAMES
         + vllm_experts.NAMES
         + vllm_multi_step.NAMES
         + vllm_recorded.KEPT_NAMES

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.rollout.vllm.decode_graph import DecodeGraphs, has_decode_graphs
+
 NAMES: tuple[tuple[str, str], ...] = (
     (
         "vllm.v1.core.sched.output",
@@ -97,6 +99,7 @@ class MultiStep:
 
     Attributes:
         most: steps that may be submitted at once.
+        graphs: run a submission's steps after the first one, where they can.
     """
 
     def __init__(self, runner: Any, *, exact: bool) -> None:
@@ -106,6 +109,8 @@ class MultiStep:
         self.most = MANY if is_newer or runner.device.type == "cpu" else 1
         if is_newer:
             log_probs_alone(exact=exact)
+        self._runner = runner
+        self.graphs = DecodeGraphs(runner) if is_newer and has_decode_graphs(runner) else None
         self._execute, runner.execute_model = runner.execute_model, self._note_and_execute
         self._sample, runner.sample_tokens = runner.sample_tokens, self._sample_all
         self._scheduled: Any = None
@@ -136,13 +141,18 @@ class MultiStep:
 
     def _sample_all(self, grammar: Any) -> Any:
         """Sample the step's tokens, then run the further steps."""
-        scheduled, outputs = self._scheduled, [self._sample(grammar)]
-        for done in range(1, self._steps.get(id(scheduled), 1)):
-            self._execute(_later(scheduled, done))
-            outputs.append(self._sample(None))
-        if len(outputs) == 1:
-            return outputs[0]
-        first = outputs[0]
+        scheduled = self._scheduled
+        more = self._steps.get(id(scheduled), 1) - 1
+        state = self._runner.execute_model_state if more and self.graphs else None
+        outputs = [first := self._sample(grammar)]
+        if not more:
+            return first
+        if self.graphs and (rest := self.graphs.run(state, more)):
+            outputs.append(rest)
+        else:
+            for done in range(1, 1 + more):
+                self._execute(_later(scheduled, done))
+                outputs.append(self._sample(None))
         if not hasattr(first, "get_output"):
             return _joined(outputs)
         reads = [one.get_output for one in outputs]  # each waits for the device
