@@ -56,6 +56,7 @@ PADDING = -1
 # Elements ahead of a table: its address stays a multiple of 16 bytes, as Triton's kernels like it.
 AHEAD = 16
 
+# Shape of the model's graph, and whether a temperature divides logits.
 Key = tuple[Any, bool]
 
 
@@ -123,32 +124,28 @@ class DecodeGraphs:
         if batch.has_prefill or batch.num_tokens != count or steps > MOST_STEPS:
             return None
         shape = manager.dispatch(count, count, 1, num_active_loras=0, max_query_len=1)
-        is_scaled = bool(self._runner.sampler.needs_logits_processing[slots].any())
         if shape not in manager.graphs or shape.num_reqs != shape.num_tokens:
             return None
-        if not self._is_plain(slots, is_scaled):
+        if not self._is_plain(slots):
             return None
         self._slots.fill_(PADDING)
         self._slots[:count].copy_(batch.idx_mapping)
         self._column.zero_()
         for table, copy in self._tables:
             copy.copy_(table.gpu)
-        begin, go_on = self._actions((shape, is_scaled), state)
+        key = shape, bool(self._runner.sampler.needs_logits_processing[slots].any())
+        begin, go_on = self._actions(key, state)
         begin()
         for _ in range(steps):
             manager.run_fullgraph(shape)
             go_on()
-        if self._graphs[shape, is_scaled] is not None:
+        if self._graphs[key] is not None:
             self.replays += steps
         return self._output(batch.req_ids, steps)
 
-    def _is_plain(self, slots: NDArray[np.int64], is_scaled: bool) -> bool:
+    def _is_plain(self, slots: NDArray[np.int64]) -> bool:
         """Return whether at most a temperature changes the logits of these requests."""
         sampler = self._runner.sampler
-        if sampler.get_logprobs_dims(slots) != (0, 0):
-            return False
-        if not is_scaled:
-            return True
         states, (bias, penalties, bad_words) = sampler.sampling_states, sampler.logits_processors
         changes = (
             states.top_k.np[slots] != states.vocab_size,
@@ -158,7 +155,8 @@ class DecodeGraphs:
             penalties.use_penalty[slots],
             bad_words.num_bad_words.np[slots] > 0,
         )
-        return not any(change.any() for change in changes)
+        is_changed = any(change.any() for change in changes)
+        return not is_changed and sampler.get_logprobs_dims(slots) == (0, 0)
 
     def _actions(self, key: Key, state: Any) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the actions before the first replay of the model's graph, and after each."""
@@ -201,10 +199,7 @@ class DecodeGraphs:
         return graph
 
     def _go_on(self, batch: Any, metadata: Any, hidden: Tensor) -> None:
-        """Sample a step's tokens, and prepare the next step.
-
-        The one after a submission's last step is not run; vLLM prepares its own.
-        """
+        """Sample a step's tokens and prepare the next step, which a last step does not need."""
         runner, slots = self._runner, batch.idx_mapping
         # Rows of padding sample from the first row: their own hidden states are not defined.
         rows = self._order[: len(slots)] * (slots >= 0)
