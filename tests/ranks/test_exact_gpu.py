@@ -130,7 +130,8 @@ def both(folder, tp, changes):
     options = {"exact": True, "tensor_parallel_size": tp, "kv_cache_mb": 256} | sizes
     rollout = RolloutWorker(rollout_config(folder, **options, **changes), mesh)
     KEPT.append(rollout)
-    of_actor = {name: value for name, value in changes.items() if name != "top_p"}
+    of_rollout = ("num_scheduler_steps", "top_p")
+    of_actor = {name: value for name, value in changes.items() if name not in of_rollout}
     actor = ActorWorker(
         actor_config(folder, spec, **{"temperature": 1.0, "lora": None} | of_actor), mesh
     )
@@ -154,6 +155,7 @@ def both(folder, tp, changes):
         "largest": float((own - sampled).abs().max()),
         "tokens": len(own),
         "distinct": len(batch.responses.values.unique()),
+        "replays": getattr(rollout.engine._steps._multi_step.graphs, "replays", 0),
     }
 
 
@@ -168,6 +170,7 @@ def check_equal(folder, kind, tp=1, shape=MappingProxyType({}), **changes):
         assert one["tokens"] > 5000
         assert one["distinct"] > 500
         assert one["equal"] == 1.0, seen
+        assert one["replays"] > 50 or "num_scheduler_steps" not in changes
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -190,8 +193,9 @@ def test_head_sizes(kind, head_size, tmp_path):
         {"lora": lora_config(rank=16)},
         {"top_p": 0.9},
         {"top_p": 0.8, "temperature": 0.7},
+        {"num_scheduler_steps": 8, "temperature": 0.7},
     ],
-    ids=["temperature", "lora", "nucleus", "nucleus_and_temperature"],
+    ids=["temperature", "lora", "nucleus", "nucleus_and_temperature", "steps_and_temperature"],
 )
 def test_settings(changes, tmp_path):
     check_equal(tmp_path, "qwen2", **changes)
