@@ -179,7 +179,7 @@ def test_several_steps_at_once_sample_what_single_ones_do(folder):
     (seen,) = run_on_ranks(in_several_steps, 1, folder, device_type="cuda", time_limit_s=380)
     if is_current():
         replays = seen["replays"]
-        assert replays[0] > 20 and all(b - a > 50 for a, b in pairwise(replays)), replays
+        assert replays[0] > 20 and all(b - a > 30 for a, b in pairwise(replays)), replays
     for name in ("first", "colder", "changed", "slept"):
         several, single = seen[name]
         for row, most in zip(several.responses.rows(), seen["most"], strict=True):
@@ -189,8 +189,7 @@ def test_several_steps_at_once_sample_what_single_ones_do(folder):
         assert share_of_same(several, single) >= 0.6, name
     assert len({*seen["first"][0].responses.lengths.tolist()}) > 5
     assert share_of_same(seen["slept"][0], seen["first"][0]) >= 0.6
-    with pytest.raises(AssertionError):
-        share_of_same(seen["changed"][0], seen["first"][0])
+    assert not equal(seen["changed"][0], seen["first"][0])
 
 
 def share_of_same(one: RolloutBatch, other: RolloutBatch) -> float:

@@ -3,7 +3,7 @@
 vLLM replays a graph of the model; sampling and the next step's inputs are kernels that Python
 launches one by one. Here a second graph holds those, so that a slow CPU does not bound decoding. A
 submission's first step is vLLM's own: it writes block tables for all steps and the inputs' buffers.
-Addresses in the graphs stay: of weights, KV cache and states, also over a sleep, as for vLLM's own.
+The graphs hold addresses of weights, KV cache and states, which a sleep does not change.
 
 Shapes:  B = requests of the model's graph, of which the last ones may be padding
 NAMES are the private names in use.
@@ -55,6 +55,10 @@ MOST_STEPS = 64
 PADDING = -1
 # Elements ahead of a table: its address stays a multiple of 16 bytes, as Triton's kernels like it.
 AHEAD = 16
+# Of a logit bias, penalties and bad words.
+BUILT_IN_PROCESSORS = 3
+# A capture cannot take memory that torch keeps for later, and the logits of a batch are large.
+FREE_BYTES = 2 << 30
 
 # Shape of the model's graph, and whether a temperature divides logits.
 Key = tuple[Any, bool]
@@ -72,6 +76,8 @@ def has_decode_graphs(runner: Any) -> bool:
         and not runner.uses_inputs_embeds
         and runner.lora_config is None
         and runner.parallel_config.tensor_parallel_size == 1
+        and len(runner.sampler.logits_processors) == BUILT_IN_PROCESSORS
+        and not runner.sampler.thinking_budget_state.enabled
         and all(one.supports_draft_decode_metadata_update for one in chain(*runner.attn_groups))
     )
 
@@ -183,14 +189,16 @@ class DecodeGraphs:
         return graphs[0].replay, graphs[1].replay
 
     def _captured(self, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture an action as a graph, whose memory is shared with those of vLLM.
+        """Capture an action as a graph; graphs of one engine share their memory.
 
-        Not by `torch.cuda.graph`, which would empty the trainer's cache of GPU memory.
+        Not by `torch.cuda.graph`, which would always empty the trainer's cache of GPU memory.
         """
         graph, pool = torch.cuda.CUDAGraph(), self._runner.cudagraph_manager.pool
         torch.cuda.synchronize()
+        if torch.cuda.mem_get_info()[0] < FREE_BYTES:
+            torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
-            # Other threads may go on using CUDA.
+            # Threads such as NCCL's watchdog may go on using CUDA.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 action()
