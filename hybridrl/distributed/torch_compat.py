@@ -16,6 +16,7 @@ from torch.distributed import Backend, ProcessGroup, Store, distributed_c10d
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn import functional as F
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.torch_version import TorchVersion
@@ -90,10 +91,8 @@ def varlen_backward(
         window: visible tokens, itself included; None: all.
     """
     starts, longest, key_starts, longest_keys = bounds
-    grads: tuple[Tensor, ...] = torch.ops.torch_attn._varlen_attn_backward(
-        grad.contiguous(),
-        *qkv,
-        output,
+    grads = torch.ops.torch_attn._varlen_attn_backward(
+        *(padded_heads(x).contiguous() for x in (grad, *qkv, output)),
         log_sum_exp,
         starts,
         key_starts,
@@ -104,7 +103,17 @@ def varlen_backward(
         scale,
         [-1 if window is None else window - 1, 0],
     )
-    return grads
+    return tuple(one[..., : grad.shape[-1]] for one in grads)
+
+
+def padded_heads(x: Tensor) -> Tensor:
+    """Return [..., D] with zeros behind, up to a size whose gradients FlashAttention 4 has right.
+
+    Those of several packed sequences are wrong if D, rounded up to a multiple of 16, is none of 32:
+    8, 16, 40, 48, 72, 80, 104, 112 (found with 4.0.0b36 on an H200).
+    """
+    missing = -x.shape[-1] % 32
+    return F.pad(x, (0, missing)) if missing >= 16 else x
 
 
 @contextmanager

@@ -30,7 +30,11 @@ from hybridrl.distributed.forward.exact_ops import attention
 from hybridrl.distributed.forward.packing import Padding
 from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
 from hybridrl.distributed.forward.sinks import with_sinks
-from hybridrl.distributed.torch_compat import GROUPED_QUERY, activate_flash_attention_4
+from hybridrl.distributed.torch_compat import (
+    GROUPED_QUERY,
+    activate_flash_attention_4,
+    padded_heads,
+)
 
 # Of queries, keys and values; bounds and longest length of sequences, those of their keys; scaling;
 # window. Where a sequence has more keys than queries, the last of both are of the same token.
@@ -218,11 +222,12 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
 def _varlen(
     qkv: Sequence[Tensor], bounds: Bounds, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute attention of [N, heads, D] by the kernel."""
+    """Compute attention of [N, heads, D] by the kernel, maybe with zeros behind the output."""
     starts, longest, key_starts, longest_keys = bounds
     query, key, value = qkv
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return varlen_attn(
-        *(x.contiguous() for x in (query, key, of_one_size(query, value))),
+        *(padded_heads(x).contiguous() for x in (query, key, of_one_size(query, value))),
         starts,
         key_starts,
         longest,
