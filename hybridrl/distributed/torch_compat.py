@@ -109,8 +109,9 @@ def varlen_backward(
 def padded_heads(x: Tensor) -> Tensor:
     """Return [..., D] with zeros behind, up to a size whose gradients FlashAttention 4 has right.
 
-    Those of several packed sequences are wrong if D, rounded up to a multiple of 16, is none of 32:
-    8, 16, 40, 48, 72, 80, 104, 112 (found with 4.0.0b36 on an H200).
+    4.0.0b36 adds up gradients in tiles of D rounded up to a multiple of 16 and reads them in tiles
+    of a multiple of 32. So those of several sequences, or of long ones, are wrong for D = 8, 16,
+    40, 48, 72, 80, 104 and 112 (flash_bwd_sm90.py, flash_bwd_postprocess.py; seen on an H200).
     """
     missing = -x.shape[-1] % 32
     return F.pad(x, (0, missing)) if missing >= 16 else x

@@ -162,7 +162,8 @@ def tower_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention of each patch to all of its image or window, as `packed_attention`."""
-    qkv = [x[0].transpose(0, 1) for x in (query, key, value)]
+    qkv = [padded_heads(x[0].transpose(0, 1)) for x in (query, key, value)]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sizes, mask = (len(cu_seq_lens_q) - 1, int(max_length_q)), None
     if math.prod(sizes) == query.shape[2]:  # all have equally many
         q, k, v = (x.unflatten(0, sizes).transpose(1, 2) for x in qkv)
@@ -172,7 +173,8 @@ def tower_attention(
         places = torch.arange(sizes[1], device=query.device)
         mask = (places < cu_seq_lens_q.diff()[:, None])[:, None, None]
     output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).transpose(1, 2)
-    return (output.flatten(0, 1) if mask is None else padding.unpad(output))[None], None
+    output = output.flatten(0, 1) if mask is None else padding.unpad(output)
+    return output[None, ..., : value.shape[-1]], None
 
 
 def check_arguments(attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
