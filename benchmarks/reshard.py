@@ -58,7 +58,7 @@ from benchmarks.timing import (
     seconds_of_slowest,
     seconds_per_call,
 )
-from benchmarks.usual_sync import UsualPath, forget, random_policy, usual_path
+from benchmarks.usual_sync import UsualPath, forget, random_policy, usual_path, written
 from hybridrl.config.choices import Layout, RolloutWeights
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import RunConfig
@@ -253,9 +253,10 @@ def _measure(
 
 def _compared(worker: RolloutWorker, usual: UsualPath) -> dict[str, Any]:
     """The usual path's times, and what of its parameters is not what the last sync wrote."""
+    worker.engine.sync()
     differing = [
         name
-        for name, tensor in worker.engine.tensors().items()
+        for name, tensor in written(worker.engine).items()
         if not torch.equal(tensor.view(torch.int16), usual.parameters[name].view(torch.int16))
     ]
     wrong: list[Any] = [None] * dist.get_world_size()

@@ -22,6 +22,7 @@ from hybridrl.distributed.experts import checkpoint_tensors
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh
+from hybridrl.rollout.trace import live_tensors
 from hybridrl.rollout.vllm.engine import VLLMEngine
 
 
@@ -62,12 +63,19 @@ def usual_path(config: RunConfig, engine: VLLMEngine, device_type: str) -> Usual
     del policy
     gc.collect()  # FSDP2's states and their modules refer to each other
     torch.cuda.empty_cache()
-    return UsualPath(seconds, {name: tensor.clone() for name, tensor in engine.tensors().items()})
+    return UsualPath(seconds, {name: tensor.clone() for name, tensor in written(engine).items()})
+
+
+def written(engine: VLLMEngine) -> dict[str, Tensor]:
+    """What vLLM's loader writes, by vLLM's names: copies of weights, and what it computes."""
+    live = live_tensors(engine._model)
+    names = [*engine.trace.tensors, *engine.trace.computed]
+    return {name: live[name] for name in names if name in live}
 
 
 def forget(engine: VLLMEngine) -> None:
     """Fill an engine's parameters with what a sync that leaves some out would show."""
-    for tensor in engine.tensors().values():
+    for tensor in (engine.tensors() | written(engine)).values():
         tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
 
