@@ -206,4 +206,4 @@ def test_settings(changes, tmp_path):
 def test_tensor_parallelism(kind, tp, tmp_path):
     if tp > GPUS:
         pytest.skip(f"needs {tp} GPUs, found {GPUS}")
-    check_equal(tmp_path, kind, tp)
+    check_equal(tmp_path, kind, tp, num_scheduler_steps=8)

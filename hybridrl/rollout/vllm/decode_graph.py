@@ -65,7 +65,7 @@ Key = tuple[Any, bool]
 
 
 def has_decode_graphs(runner: Any) -> bool:
-    """Return whether a runner's model fits: without images and recurrent layers, on one GPU."""
+    """Return whether a runner's model fits: on GPUs, without images and recurrent layers."""
     if runner.device.type != "cuda" or not is_current():
         return False
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -75,7 +75,6 @@ def has_decode_graphs(runner: Any) -> bool:
         and runner.model_state.rope_state is None
         and not runner.uses_inputs_embeds
         and runner.lora_config is None
-        and runner.parallel_config.tensor_parallel_size == 1
         and len(runner.sampler.logits_processors) == BUILT_IN_PROCESSORS
         and not runner.sampler.thinking_budget_state.enabled
         and all(one.supports_draft_decode_metadata_update for one in chain(*runner.attn_groups))
