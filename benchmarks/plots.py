@@ -73,12 +73,12 @@ def rollout(line: Line) -> Groups:
 
 
 def grpo_step(line: Line) -> Groups:
-    """Seconds of the parts of a step; of PPO with those of reference and critic."""
+    """Seconds of the parts of a step that it has; of PPO with those of reference and critic."""
     found, settings = line["measured"], line["settings"]
     parts = {
         "rollout": found.get("rollout_s", 0.0),
         "log-probs and values": sum(
-            found.get(f"{name}_s", 0.0) for name in ("old_log_probs", "ref_log_probs", "values")
+            found.get(f"{name}_s") or 0.0 for name in ("old_log_probs", "ref_log_probs", "values")
         ),
         "update": found.get("update_s", 0.0) + found.get("update_critic_s", 0.0),
     }
