@@ -109,9 +109,9 @@ def varlen_backward(
 def padded_heads(x: Tensor) -> Tensor:
     """Return [..., D] with zeros behind, up to a size whose gradients FlashAttention 4 has right.
 
-    4.0.0b36 adds up gradients in tiles of D rounded up to a multiple of 16 and reads them in tiles
-    of a multiple of 32 (flash_bwd_sm90.py, flash_bwd_postprocess.py). So D = 8, 16, 40, 48, 72, 80,
-    104 and 112 have wrong ones, unless there is one short sequence.
+    4.0.0b36 adds up gradients in tiles of D rounded up to a multiple of 16 (flash_bwd_sm90.py).
+    What reads them takes multiples of 32. So D = 8, 16, 40, 48, 72, 80, 104 and 112 have wrong
+    ones, unless there is one short sequence.
     """
     missing = -x.shape[-1] % 32
     return F.pad(x, (0, missing)) if missing >= 16 else x
