@@ -95,6 +95,24 @@ def test_kernel_agrees_with_the_padded_path(heads, kv_heads, head_size, window):
         torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.01 * scale)
 
 
+@pytest.mark.parametrize("attend", [attention.packed_attention, attention.tower_attention])
+@pytest.mark.parametrize("head_size", [72, 80, 100])
+def test_gradients_of_heads_that_flash_attention_4_gets_wrong(head_size, attend):
+    """Within 2 % of those in float32, which other kernels compute."""
+    attention.choose_kernel()
+    found, _ = attention_case(4, 4, head_size)
+    found = [x.detach()[:480].requires_grad_() for x in found]
+    ends = torch.arange(0, 481, 160, device="cuda", dtype=torch.int32)
+    gradients = []
+    for inputs in (found, [x.detach().float().requires_grad_() for x in found]):
+        by_head = (x.transpose(0, 1)[None] for x in inputs)
+        output, _ = attend(None, *by_head, None, cu_seq_lens_q=ends, max_length_q=160)
+        weights = torch.linspace(-1, 1, output.numel(), device="cuda").view_as(output)
+        gradients.append(torch.autograd.grad((output.float() * weights).sum(), inputs))
+    for one, other in zip(*gradients, strict=True):
+        assert (one.float() - other).norm() < 0.02 * other.norm()
+
+
 def test_packed_model_agrees_with_sdpa_on_each_sequence():
     """A whole model in bf16, forward and backward, against transformers' own attention."""
     attention.register_packed_attention()

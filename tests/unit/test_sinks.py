@@ -26,9 +26,9 @@ def reference(q, k, v, sinks, window):
     return torch.cat(outputs, 1).transpose(0, 1)
 
 
-def tensors(device, dtype):
+def tensors(device, dtype, head_size=64):
     torch.manual_seed(0)
-    shapes = (113, 4, 64), (113, 2, 64), (113, 2, 64), (4,)
+    shapes = (113, 4, head_size), (113, 2, head_size), (113, 2, head_size), (4,)
     return [torch.randn(s).to(device, dtype).requires_grad_() for s in shapes]
 
 
@@ -37,8 +37,8 @@ def relative(one, other):
     return float((one - other).norm() / other.norm())
 
 
-def check(attend, device, dtype, window, tolerance):
-    inputs = tensors(device, dtype)
+def check(attend, device, dtype, window, tolerance, head_size=64):
+    inputs = tensors(device, dtype, head_size)
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=device)
     output = attend(inputs[:3], (bounds, 70) * 2, None, window, sinks=inputs[3])
     exact = [x.detach().float().requires_grad_() for x in inputs]
@@ -67,7 +67,8 @@ def test_padded_computes_the_same_bits_without_gradients():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("head_size", [64, 80])
 @pytest.mark.parametrize("window", [None, 16])
-def test_kernel(window):
+def test_kernel(window, head_size):
     attention.choose_kernel()
-    check(with_sinks, "cuda", torch.bfloat16, window, 0.02)
+    check(with_sinks, "cuda", torch.bfloat16, window, 0.02, head_size)

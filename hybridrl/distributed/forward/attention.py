@@ -126,11 +126,10 @@ def packed_attention(
         k, v = (_Repeated.apply(x, index) for x in (k, v))
         bounds = *own, kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
     output = attend((q, k, v), bounds, scaling, kwargs.get("sliding_window"))
+    output = output[..., : v.shape[-1]]
     if group is not None:
         output = tokens_of_all_heads(output, query.shape[2], group)
-    if output.shape[-1] > value.shape[-1]:
-        output = output[..., : value.shape[-1]]
-    return output[None], None
+    return output[None, ..., : value.shape[-1]], None
 
 
 class _Repeated(torch.autograd.Function):
@@ -162,11 +161,11 @@ def tower_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention of each patch to all of its image or window, as `packed_attention`."""
-    qkv = [padded_heads(x[0].transpose(0, 1)) for x in (query, key, value)]
+    qkv = [x[0].transpose(0, 1) for x in (query, key, value)]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sizes, mask = (len(cu_seq_lens_q) - 1, int(max_length_q)), None
-    if math.prod(sizes) == query.shape[2]:  # all have equally many
-        q, k, v = (x.unflatten(0, sizes).transpose(1, 2) for x in qkv)
+    if math.prod(sizes) == query.shape[2]:  # all have equally many: FlashAttention, without a mask
+        q, k, v = (padded_heads(x.unflatten(0, sizes).transpose(1, 2)) for x in qkv)
     else:
         padding = Padding.of(cu_seq_lens_q, sizes[1], query.shape[2])
         q, k, v = (padding.pad(x).transpose(1, 2) for x in qkv)
@@ -263,6 +262,9 @@ def _padded(
 ) -> Tensor:
     """Compute the same, right-padded to [B, heads, T, D], where causal attention never reads.
 
+    FlashAttention computes it in 16-bit dtypes without a mask, also with sizes of heads that
+    `has_kernel` refuses.
+
     With sinks there is a last key without value, whose score is the head's sink.
     """
     starts, longest, key_starts, max_length = bounds
@@ -288,6 +290,9 @@ def _padded(
         last = sinks.to(q.dtype)[None, :, None, None].expand(len(mask), -1, longest, 1)
         mask = torch.cat([scores, last], -1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if mask is None and q.element_size() == 2:
+        q, k, v = map(padded_heads, (q, k, v))
     # Of scores with a gradient, others compute something else: ratios would not be exactly 1.
     with nullcontext() if sinks is None else sdpa_kernel(SDPBackend.MATH):
         output = scaled_dot_product_attention(

@@ -57,8 +57,9 @@ PADDING = -1
 AHEAD = 16
 # Of a logit bias, penalties and bad words.
 BUILT_IN_PROCESSORS = 3
-# A capture cannot take memory that torch keeps for later, and the logits of a batch are large.
-FREE_BYTES = 2 << 30
+# A capture cannot take memory that torch keeps for later: at most this, and logits of each request
+# in bfloat16 and float32, whole, gathered from tensor-parallel ranks and divided by temperature.
+FREE_BYTES, FREE_BYTES_A_LOGIT = 1 << 30, 10
 
 # Shape of the model's graph, and whether a temperature divides logits.
 Key = tuple[Any, bool]
@@ -75,6 +76,7 @@ def has_decode_graphs(runner: Any) -> bool:
         and runner.model_state.rope_state is None
         and not runner.uses_inputs_embeds
         and runner.lora_config is None
+        and runner.batch_sharder is None
         and len(runner.sampler.logits_processors) == BUILT_IN_PROCESSORS
         and not runner.sampler.thinking_budget_state.enabled
         and all(one.supports_draft_decode_metadata_update for one in chain(*runner.attn_groups))
@@ -194,7 +196,8 @@ class DecodeGraphs:
         """
         graph, pool = torch.cuda.CUDAGraph(), self._runner.cudagraph_manager.pool
         torch.cuda.synchronize()
-        if torch.cuda.mem_get_info()[0] < FREE_BYTES:
+        logits = self._runner.max_num_reqs * self._runner.vocab_size
+        if torch.cuda.mem_get_info()[0] < FREE_BYTES + FREE_BYTES_A_LOGIT * logits:
             torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
             # Threads such as NCCL's watchdog may go on using CUDA.
