@@ -125,8 +125,8 @@ def packed_attention(
     if (index := kwargs.get("key_index")) is not None:
         k, v = (_Repeated.apply(x, index) for x in (k, v))
         bounds = *own, kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
-    output = attend((q, k, v), bounds, scaling, kwargs.get("sliding_window"))
-    output = output[..., : v.shape[-1]]
+    window = kwargs.get("sliding_window")
+    output = attend((q, k, v), bounds, scaling, window)[..., : v.shape[-1]]
     if group is not None:
         output = tokens_of_all_heads(output, query.shape[2], group)
     return output[None, ..., : value.shape[-1]], None
@@ -249,8 +249,8 @@ def _exact(
     qkv: Sequence[Tensor], bounds: Bounds, scaling: float | None, window: int | None
 ) -> Tensor:
     """Compute the same by vLLM's kernel; no window cuts (config/checks/exact.py)."""
-    scale = qkv[0].shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(*(x.contiguous() for x in qkv), *bounds[:2], scale)[0]
+    scaling = qkv[0].shape[-1] ** -0.5 if scaling is None else scaling
+    return attention(*(x.contiguous() for x in qkv), *bounds[:2], scaling)[0]
 
 
 def _padded(
@@ -262,8 +262,7 @@ def _padded(
 ) -> Tensor:
     """Compute the same, right-padded to [B, heads, T, D], where causal attention never reads.
 
-    FlashAttention computes it in 16-bit dtypes without a mask, also with sizes of heads that
-    `has_kernel` refuses.
+    FlashAttention computes it in 16-bit dtypes without a mask, whatever `has_kernel` says.
 
     With sinks there is a last key without value, whose score is the head's sink.
     """
