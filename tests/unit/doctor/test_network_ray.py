@@ -43,7 +43,8 @@ def raylet(folder, *arguments):
     home = {"PYTHONHOME": sys.base_prefix}
     process = subprocess.Popen(call, stdin=subprocess.PIPE, env=os.environ | home)
     try:
-        while psutil.Process(process.pid).name() != "raylet":
+        # The kernel shows the arguments of a new program later than its name.
+        while arguments[-1] not in psutil.Process(process.pid).cmdline():
             assert process.poll() is None
             time.sleep(0.01)
         yield
