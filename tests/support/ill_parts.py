@@ -36,8 +36,8 @@ class WithoutEndTokens(RolloutWorker):
     """Cuts the end tokens off."""
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts):
-        batch = super().generate(prompts)
+    def generate(self, requests):
+        batch = super().generate(requests)
         is_long = batch.responses.spread(batch.responses.lengths > 1)
         return keeping(batch, ~(is_last(batch) & is_long))
 
@@ -45,16 +45,18 @@ class WithoutEndTokens(RolloutWorker):
 class SameSeeds(RolloutWorker):
     """All samples of a prompt are the first one."""
 
-    def _batch(self, prompts, generated):
-        batch, each = super()._batch(prompts, generated), prompts.responses_per_prompt
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate(self, requests):
+        batch, each = super().generate(requests), requests.each
         return batch.select([row - row % each for row in range(len(batch))])
 
 
 class HalfTheSeeds(RolloutWorker):
     """Half the samples of a prompt are the first one, the others the last one."""
 
-    def _batch(self, prompts, generated):
-        batch, each = super()._batch(prompts, generated), prompts.responses_per_prompt
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate(self, requests):
+        batch, each = super().generate(requests), requests.each
         first = [row - row % each for row in range(len(batch))]
         return batch.select(
             [a if k % each < each / 2 else a + each - 1 for k, a in enumerate(first)]
@@ -65,8 +67,8 @@ class OtherLogProbs(RolloutWorker):
     """vLLM's log-probs are off by 0.08 nats."""
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts):
-        batch = super().generate(prompts)
+    def generate(self, requests):
+        batch = super().generate(requests)
         shifted = batch.responses.like(batch.rollout_log_probs.values - 0.08)
         return replace(batch, rollout_log_probs=shifted)
 
@@ -102,11 +104,14 @@ class FlippedInShadow(RolloutWorker):
 class SlowOnRank1(RolloutWorker):
     """The second engine takes five times as long."""
 
-    def _batch(self, prompts, generated):
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate(self, requests):
+        batch = super().generate(requests)
         if dist.get_rank() == 1:
-            time.sleep(4 * generated.seconds)
-            generated = replace(generated, seconds=5 * generated.seconds)
-        return super()._batch(prompts, generated)
+            (stats,) = batch.engines
+            time.sleep(4 * stats.seconds)
+            batch = replace(batch, engines=(replace(stats, seconds=5 * stats.seconds),))
+        return batch
 
 
 class FrozenActor(ActorWorker):
