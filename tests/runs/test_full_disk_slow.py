@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.host_cases import need_mounts
 from tests.support.on_own_disk import opened
@@ -55,6 +57,18 @@ def followed_to(run: Run, step: int) -> str:
     raise AssertionError(f"the run ended before step {step}\n{printed}")
 
 
+def wait_for_tensorboard(folder: Path, step: int) -> None:
+    """Return when a step is shown: a disk that fills up during the writing costs a traceback."""
+    deadline = time.monotonic() + 60.0
+    while not any(
+        shown.Scalars(tag)[-1].step >= step
+        for shown in [EventAccumulator(str(folder)).Reload()]
+        for tag in shown.Tags()["scalars"]
+    ):
+        assert time.monotonic() < deadline, f"TensorBoard has no step {step}"
+    time.sleep(0.1)  # for its other metrics
+
+
 def steps_of(run_dir: Path) -> tuple[dict[int, dict], set[int]]:
     """The rows of metrics.jsonl, and the steps with rollouts."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -76,6 +90,7 @@ def test_a_run_without_room_for_logs_and_metrics_trains_to_its_end(tmp_path, fin
         output = followed_to(run, FULL_FROM)
         disk = opened(run.process.pid, run_dir)
         seen = Path(f"/proc/self/fd/{disk}")
+        wait_for_tensorboard(seen / "tensorboard", FULL_FROM)
         fill(seen)
         output += followed_to(run, ROOM_FROM)
         if finds_room:
