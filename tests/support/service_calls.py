@@ -198,7 +198,8 @@ def whole(folder: Path) -> None:
         earlier = one.weights_for_sampling().result()
         samples = one.sample(TOKENS[:3], 2, ANSWER, weights=earlier).result()
         own = one.log_probs(TOKENS[:3] + samples[0].tokens, weights=earlier).result()[2:]
-        assert own == pytest.approx(samples[0].log_probs, abs=1e-5)
+        # The logits reach 25: float32 of transformers is up to 0.9e-5 from float64, too.
+        assert own == pytest.approx(samples[0].log_probs, abs=2e-5)
         train(one, 1)
         with pytest.raises(ServiceError, match="they have changed since"):
             one.sample(TOKENS[:3], 2, ANSWER, weights=earlier).result()
