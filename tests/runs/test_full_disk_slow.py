@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.host_cases import need_mounts
+from tests.support.kill_and_resume import scalars
 from tests.support.on_own_disk import opened
 from tests.support.runs import ROOT, SMALL, Run, launched
 
@@ -57,14 +57,10 @@ def followed_to(run: Run, step: int) -> str:
     raise AssertionError(f"the run ended before step {step}\n{printed}")
 
 
-def wait_for_tensorboard(folder: Path, step: int) -> None:
+def wait_for_tensorboard(run_dir: Path, step: int) -> None:
     """Return when a step is shown: a disk that fills up during the writing costs a traceback."""
     deadline = time.monotonic() + 60.0
-    while not any(
-        shown.Scalars(tag)[-1].step >= step
-        for shown in [EventAccumulator(str(folder)).Reload()]
-        for tag in shown.Tags()["scalars"]
-    ):
+    while not any(shown[-1][0] >= step for shown in scalars(run_dir).values()):
         assert time.monotonic() < deadline, f"TensorBoard has no step {step}"
     time.sleep(0.1)  # for its other metrics
 
@@ -90,7 +86,7 @@ def test_a_run_without_room_for_logs_and_metrics_trains_to_its_end(tmp_path, fin
         output = followed_to(run, FULL_FROM)
         disk = opened(run.process.pid, run_dir)
         seen = Path(f"/proc/self/fd/{disk}")
-        wait_for_tensorboard(seen / "tensorboard", FULL_FROM)
+        wait_for_tensorboard(seen, FULL_FROM)
         fill(seen)
         output += followed_to(run, ROOM_FROM)
         if finds_room:

@@ -193,14 +193,13 @@ def no_metrics(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tenso
 def whole(folder: Path) -> None:
     """Training of all weights: one model, whose earlier weights are gone."""
     with service(folder) as one:
-        losses = train(one, 3)
-        assert losses[-1] < losses[0]
+        losses = train(one, 1)  # after more, float32 alone makes differences of 1e-5
         earlier = one.weights_for_sampling().result()
         samples = one.sample(TOKENS[:3], 2, ANSWER, weights=earlier).result()
         own = one.log_probs(TOKENS[:3] + samples[0].tokens, weights=earlier).result()[2:]
-        # The logits reach 25: float32 of transformers is up to 0.9e-5 from float64, too.
-        assert own == pytest.approx(samples[0].log_probs, abs=2e-5)
-        train(one, 1)
+        assert own == pytest.approx(samples[0].log_probs, abs=1e-5)
+        losses += train(one, 2)
+        assert losses[-1] < losses[0]
         with pytest.raises(ServiceError, match="they have changed since"):
             one.sample(TOKENS[:3], 2, ANSWER, weights=earlier).result()
         with pytest.raises(ServiceError, match="there is one model"):
