@@ -99,7 +99,7 @@ class ImageRows:
 
     def select(self, indices: Sequence[int] | Tensor) -> "ImageRows":
         """Return the rows `indices`, in that order; images stay shared."""
-        return ImageRows(tuple(self.rows[int(index)] for index in indices))
+        return ImageRows(tuple(self.rows[index] for index in torch.as_tensor(indices).tolist()))
 
     @classmethod
     def none(cls, count: int) -> "ImageRows":

@@ -23,10 +23,13 @@ def common(other: Tokens, row: Tokens) -> int:
 
     The row's last token is always its own.
     """
-    count = min(len(other), len(row) - 1)
+    count, least = min(len(other), len(row) - 1), LEAST_SHARED * max(len(other), len(row))
+    last = math.ceil(least) - 1
+    if count < least or other[last] != row[last]:
+        return 0  # most pairs end here, without a look at all their tokens
     differing = np.flatnonzero(other[:count] != row[:count])
     count = int(differing[0]) if len(differing) else count
-    return count if count >= LEAST_SHARED * max(len(other), len(row)) else 0
+    return count if count >= least else 0
 
 
 def shared(rows: Sequence[Tokens]) -> list[tuple[int, int, int]]:

@@ -240,6 +240,7 @@ class Driver(Observer):
         self.rows: list[Row] = []
         self.config = config
         self.steps: list[dict[str, float]] = []
+        self.looking = lambda: 0.0  # CPU seconds that are not the driver's
         self._cpu = time.process_time()
         self.batch_bytes = 0
         self.failures = 0
@@ -272,8 +273,9 @@ class Driver(Observer):
         metrics = record.metrics
         self.rows.append(metrics)
         seconds = {k[5:-2]: v for k, v in metrics.items() if re.match(r"time/\w+_s$", k) and v}
-        cpu, self._cpu = time.process_time() - self._cpu, time.process_time()
-        self.steps.append(seconds | {"cpu": cpu, "ranks": self._ranks.seconds})
+        now = time.process_time() - self.looking()
+        self.steps.append(seconds | {"cpu": now - self._cpu, "ranks": self._ranks.seconds})
+        self._cpu = now
         self._ranks.seconds = 0.0
         if record.trained is not None:
             self.batch = record.trained.batch
@@ -349,7 +351,7 @@ def train(config: RunConfig, responses: int, *, keeps_batch: bool = False) -> tu
     loop = build_loop(parts, driver.observers)
     before, found = private_bytes("RssAnon"), {}
     no_probes = patch.object(StartCheck, "sample")  # a script cannot answer them
-    with no_probes, peak_in(found, "peak", "RssAnon"):
+    with no_probes, peak_in(found, "peak", "RssAnon") as driver.looking:
         loop.fit()
     return driver, found["peak"] - before
 

@@ -1,8 +1,10 @@
 """The most private memory that a process holds while something runs."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ def private_bytes(*kinds: str) -> int:
 
 
 @contextmanager
-def peak_in(found: dict[str, Any], name: str, *kinds: str) -> Iterator[None]:
-    """Note under `name` the largest `private_bytes` while the block runs."""
+def peak_in(found: dict[str, Any], name: str, *kinds: str) -> Iterator[Callable[[], float]]:
+    """Note under `name` the largest `private_bytes` while the block runs.
+
+    Yields what returns, inside the block, the CPU seconds that looking has taken so far.
+    """
     done, peak = threading.Event(), private_bytes(*kinds)
 
     def look() -> None:
@@ -37,7 +42,7 @@ def peak_in(found: dict[str, Any], name: str, *kinds: str) -> Iterator[None]:
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     try:
-        yield
+        yield partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident))
     finally:
         done.set()
         thread.join()
