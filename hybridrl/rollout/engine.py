@@ -43,12 +43,14 @@ class Step(NamedTuple):
         log_probs: [n], of `tokens` under the distribution that they were sampled from, nats.
         ended: requests that end with this step, with the reason: STOP or LENGTH, or any other text
             if the engine could not go on.
+        steps: the number of decoding steps.
     """
 
     request_ids: list[str]
     tokens: list[int]
     log_probs: NDArray[np.float32]
     ended: Mapping[str, str]
+    steps: int = 1
 
 
 class Engine(Protocol):

@@ -139,21 +139,20 @@ class Live:
         self._call = call
         self._channel = channel
         self._version = version
-        self._steps_left = 0
+        self._next_look = 0  # in decoding steps
         self._has_ended = False
         self.idle_s = 0.0
 
-    def goes_on(self) -> bool:
-        """Exchange what there is; return true if another step is needed, before each one."""
+    def goes_on(self) -> int:
+        """Exchange what there is; return the decoding steps until the next look, 0 at the end."""
         call = self._call
         if len(call.responses) > len(call.open):  # one has ended
             self.send()
-        self._steps_left -= 1
-        while self._steps_left < 1 or not call.open:
+        while call.num_steps >= self._next_look or not call.open:
             if self._has_ended and not call.must_finish:
-                return False
+                return 0
             self._exchange()
-        return True
+        return self._next_look - call.num_steps
 
     def send(self) -> None:
         """Send the tokens of requests in pieces, and of those that are not open any more."""
@@ -188,4 +187,4 @@ class Live:
                 del call.responses[message]
         if is_idle:
             self.idle_s += time.perf_counter() - start
-        self._steps_left = max(MIN_STEPS, len(call.open) // OPEN_PER_STEP)
+        self._next_look = call.num_steps + max(MIN_STEPS, len(call.open) // OPEN_PER_STEP)

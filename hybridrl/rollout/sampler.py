@@ -64,6 +64,7 @@ class Call:
         open: ids of requests without an end.
         must_finish: those of them that are sampled to their end in any case.
         num_tokens: tokens sampled so far.
+        num_steps: decoding steps so far.
         first_token_s: seconds from the beginning to the first token; 0 before.
 
     Raises:
@@ -78,7 +79,7 @@ class Call:
         self.responses: dict[str, Response] = {}
         self.open: set[str] = set()
         self.must_finish: set[str] = set()
-        self.num_tokens = 0
+        self.num_tokens = self.num_steps = 0
         self.first_token_s = 0.0
         # Since `share`: the request of each token, the tokens, and the log-probs of each step.
         self._names: list[str] = []
@@ -143,6 +144,7 @@ class Call:
         if step.tokens and not self.first_token_s:
             self.first_token_s = self.seconds()
         self.num_tokens += len(step.tokens)
+        self.num_steps += step.steps
         self._names += step.request_ids
         self._tokens += step.tokens
         self._log_probs.append(step.log_probs)
@@ -230,7 +232,8 @@ class Sampler:
             if left <= 0 or ended >= enough:
                 return int(bool(call.must_finish))
             # A quarter: tokens are counted two submissions later, and none may exceed the budget.
-            return int(max(1, min(left / 4 / len(call.open), ANY))) if call.open else 0
+            decoding = min(len(call.open), self._config.max_num_seqs or ANY)
+            return int(max(1, min(left / 4 / decoding, ANY))) if decoding else 0
 
         call.run(goes_on)
         call.share()

@@ -35,7 +35,7 @@ from tests.support.reshard_cases import (
     rollout_config,
     write_folders,
 )
-from tests.support.scheduler_runs import assert_same, both_ways, ends, vllms_own
+from tests.support.scheduler_runs import CASES, PAIRS, assert_same, both_ways, ends, vllms_own
 
 # An engine that is collected takes the process group with it.
 KEPT: list[VLLMEngine] = []
@@ -74,7 +74,9 @@ def look(folder: Path) -> dict[str, Any]:
     seen["budget"] = with_budget(engine, generate)
     seen["long"] = error_of(lambda: generate(longest(MAX_RESPONSE)))
     seen["schedulers"] = both_ways(engine, generate)
-    seen["ends"] = {(d, most): ends(engine, d, most) for d in (1, 2) for most in (1, 7)}
+    seen["ends"] = {
+        (case, most): ends(engine, *case, most) for case in [*CASES, PAIRS] for most in (1, 7)
+    }
     seen["multi_step"] = in_several_steps(engine, generate)
     seen["plain"] = plain_generate(engine, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
@@ -218,12 +220,18 @@ def assert_equal(one: RolloutBatch, other: RolloutBatch) -> None:
 
 
 def test_requests_that_come_and_go_get_the_same_tokens_from_several_steps(seen):
-    """With a step or submission queued behind another, too, as on a GPU."""
-    for depth in (1, 2):
-        one, several = seen["ends"][depth, 1], seen["ends"][depth, 7]
+    """With a step or submission queued behind another, too, as on a GPU.
+
+    Where all places are taken, also beside requests that wait for one.
+    """
+    for depth, scarce in [*CASES, PAIRS]:
+        one, several = (seen["ends"][(depth, scarce), most] for most in (1, 7))
         assert several["submitted"] > 30 and one["submitted"] == 0
         assert one["ended"] == several["ended"] and len(one["ended"]) > 100
-        assert several["preempted"]
+        assert bool(several["preempted"]) == (scarce == "blocks")
+        assert several["beside"] > 30 or scarce == "blocks"
+    pairs, places = (seen["ends"][case, 7]["beside"] for case in (PAIRS, (2, "places")))
+    assert pairs > 2 * places  # more waits for longer
 
 
 def test_an_engine_without_prompts_returns_nothing(seen):

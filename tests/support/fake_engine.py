@@ -20,7 +20,8 @@ from hybridrl.trainer.sampling.hybrid_engine import SplitEngine
 # The tokens of a request's response; beyond its max_tokens they are cut.
 Script = Callable[[Request], Sequence[int]]
 # Any prompt fits.
-CONFIG = SimpleNamespace(max_prompt_tokens=10**6, max_response_tokens=10**6, seed=0)
+LIMITS = {"max_prompt_tokens": 10**6, "max_response_tokens": 10**6, "max_num_seqs": None}
+CONFIG = SimpleNamespace(**LIMITS, seed=0)
 
 
 class FakeEngine:
@@ -90,7 +91,8 @@ class FakeEngine:
             if self.fails or not left:
                 ended[name] = self.fails or (LENGTH if name in self.cut else STOP)
                 del self.open[name]
-        return Step(names, tokens, np.array(log_probs, np.float32), ended)
+        steps = min(most, self.most_steps)
+        return Step(names, tokens, np.array(log_probs, np.float32), ended, steps)
 
     def drain(self) -> Iterator[Step]:
         return iter(())

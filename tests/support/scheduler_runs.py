@@ -9,13 +9,19 @@ from unittest.mock import patch
 import torch
 
 from hybridrl.data.requests import Generate
+from hybridrl.rollout.vllm import steps as vllm_steps
 from hybridrl.rollout.vllm.engine import VLLMEngine
 from tests.support.reshard_cases import prompts
 
 STEPS, MOST_OPEN, STOP = 1500, 12, 3
+# Steps that are queued, and what is scarce; with pairs, what waits begins once two places are free.
+CASES = [(depth, scarce) for depth in (1, 2) for scarce in ("blocks", "places")]
+PAIRS = (2, "pairs")
 LENGTHS, MOST_TOKENS = (1, 15, 16, 17, 110, 120), 40
 # Blocks of the cache beside those of a longest sequence: too few for so many requests.
 MORE_BLOCKS = 4
+# Requests that run at the same time where places are scarce.
+PLACES = 2
 
 
 @contextmanager
@@ -36,19 +42,19 @@ def vllms_own(engine: VLLMEngine, *, records: bool = False) -> Iterator[None]:
         yield
 
 
-def both_ways(engine: VLLMEngine, generate: Generate) -> list[dict[str, Any]]:
+def both_ways(engine: VLLMEngine, generate: Generate) -> list[dict[Any, Any]]:
     """What the engine's scheduler does, and what vLLM's does."""
     found = []
     for by_vllm in (False, True):
         with vllms_own(engine, records=True) if by_vllm else nullcontext():
             found.append(
                 {"generated": sampled(engine, generate)}
-                | {f"schedules {depth}": schedules(engine, depth) for depth in (1, 2)}
+                | {case: schedules(engine, *case) for case in CASES}
             )
     return found
 
 
-def assert_same(ways: list[dict[str, Any]]) -> None:
+def assert_same(ways: list[dict[Any, Any]]) -> None:
     """Compare what `both_ways` returns."""
     ours, vllms = ways
     for name in ("asked", "cached"):
@@ -56,12 +62,12 @@ def assert_same(ways: list[dict[str, Any]]) -> None:
     assert ours["generated"]["cached"] > 0
     assert len(ours["generated"]["asked"]) > ours["generated"]["responses"]
     assert torch.equal(ours["generated"]["tokens"], vllms["generated"]["tokens"])
-    for depth in (1, 2):
-        one, other = ours[f"schedules {depth}"], vllms[f"schedules {depth}"]
+    for case in CASES:
+        one, other = ours[case], vllms[case]
         assert one["steps"] == other["steps"] and one["outputs"] == other["outputs"]
         assert one["repeated"] > 0.1 * STEPS and other["repeated"] == 0
         assert one["updated"] < 0.7 * other["updated"] or one["vllm"].startswith("0.25.")
-        assert any(step["preempted"] for step in one["steps"])
+        assert any(step["preempted"] for step in one["steps"]) == (case[1] == "blocks")
 
 
 @contextmanager
@@ -93,7 +99,7 @@ def sampled(engine: VLLMEngine, generate: Generate) -> dict[str, Any]:
     }
 
 
-def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
+def schedules(engine: VLLMEngine, depth: int, scarce: str) -> dict[str, Any]:
     """Schedule requests that come, end, are aborted and preempted, with invented tokens.
 
     With a `depth` of 2, a step is queued behind the one that runs, as on a GPU.
@@ -113,10 +119,15 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
         seen["updated"] += 1
         return type(scheduler)._update_request_with_output(scheduler, *args, **options)
 
-    queued, count, new = [], 0, None
+    def repeated() -> Any:
+        seen["repeated"] += (found := type(steps)._repeated(steps)) is not None
+        return found
+
+    queued, count = [], 0
     with (
-        scarce_blocks(engine, depth),
+        queued_steps(engine, depth, scarce),
         patch.object(scheduler, "_update_request_with_output", update_request),
+        patch.object(steps, "_repeated", repeated),
     ):
         for _ in range(STEPS):
             if len(scheduler.requests) < MOST_OPEN and draw.random() < 0.2:
@@ -133,8 +144,6 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
                 steps.cancel([draw.choice([*scheduler.requests])])
             scheduled = scheduler.schedule()
             seen["steps"].append(plain(scheduled))
-            seen["repeated"] += scheduled.scheduled_new_reqs is new
-            new = scheduled.scheduled_new_reqs
             queued.append(scheduled)
             if len(queued) == depth:
                 scheduled = queued.pop(0)
@@ -152,26 +161,31 @@ def schedules(engine: VLLMEngine, depth: int) -> dict[str, Any]:
 
 
 @contextmanager
-def scarce_blocks(engine: VLLMEngine, depth: int) -> Iterator[None]:
-    """Within this context the cache has few free blocks, and the scheduler queues `depth` steps."""
+def queued_steps(engine: VLLMEngine, depth: int, scarce: str) -> Iterator[None]:
+    """Within this context blocks or places are scarce, and the scheduler queues `depth` steps."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     scheduler = engine._core.engine_core.scheduler
     manager, pool = scheduler.kv_cache_manager, scheduler.kv_cache_manager.block_pool
     block_size = manager.coordinator.single_type_managers[0].block_size
     blocks = MORE_BLOCKS + -(-(max(LENGTHS) + MOST_TOKENS) // block_size)
-    taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+    is_full = scarce == "blocks"
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks) if is_full else []
+    places = scheduler.max_num_running_reqs if is_full else PLACES
     with (
         of_class(scheduler, type(scheduler) if depth == 1 else AsyncScheduler),
         patch.object(scheduler, "_spec_token_placeholders", [], create=True),
         patch.object(scheduler, "pp_size", 1, create=True),
         patch.object(scheduler, "decode_stagger", 1, create=True),
+        patch.object(vllm_steps, "FREE_PLACES", 2 / PLACES if scarce == "pairs" else 0),
+        patch.object(scheduler, "max_num_running_reqs", places),
+        patch.object(scheduler, "max_num_active_reqs", places, create=True),
     ):
         yield
     pool.free_blocks(taken)
 
 
-def ends(engine: VLLMEngine, depth: int, most: int) -> dict[str, Any]:
+def ends(engine: VLLMEngine, depth: int, scarce: str, most: int) -> dict[str, Any]:
     """Tokens and ends of requests whose tokens follow from their name and position.
 
     Up to `most` steps are submitted at once.
@@ -184,11 +198,11 @@ def ends(engine: VLLMEngine, depth: int, most: int) -> dict[str, Any]:
     engine.sync()
     scheduler = engine._core.engine_core.scheduler
     tokens: dict[str, list[int]] = {}
-    seen: dict[str, Any] = {"submitted": 0, "preempted": 0, "ended": {}}
+    seen: dict[str, Any] = {"submitted": 0, "beside": 0, "preempted": 0, "ended": {}}
     lengths = {f"{most}-{k}": draw.choice(LENGTHS) for k in range(STEPS // 10)}
     most_tokens = {name: draw.randint(1, MOST_TOKENS) for name in lengths}
     queued, waiting = [], [*lengths]
-    with scarce_blocks(engine, depth), patch.object(steps, "_most", most):
+    with queued_steps(engine, depth, scarce), patch.object(steps, "_most", most):
         while waiting or scheduler.requests or queued:
             if waiting and len(scheduler.requests) < MOST_OPEN and draw.random() < 0.3:
                 name = waiting.pop(0)
@@ -201,6 +215,7 @@ def ends(engine: VLLMEngine, depth: int, most: int) -> dict[str, Any]:
                 seen["preempted"] += len(scheduled.preempted_req_ids or ())
                 count = steps._multi_step._steps.get(id(scheduled), 1)
                 seen["submitted"] += count > 1
+                seen["beside"] += count > 1 and scheduler.get_request_counts()[1] > 0
                 queued.append((scheduled, count, positions(scheduled)))
                 if len(queued) < depth and scheduled.num_scheduled_tokens:
                     continue

@@ -109,6 +109,15 @@ def test_live_requests_come_and_go_while_others_are_sampled():
     assert sent["late"][0].tokens == [2, 1] and "dropped" not in sent
 
 
+@pytest.mark.parametrize("most_steps", [2, 4, 64])
+def test_live_requests_are_looked_at_as_often_by_an_engine_that_decodes_several_tokens(most_steps):
+    """After MIN_STEPS steps, in which it decodes no more tokens."""
+    asked = [live("pieces", 10, in_pieces=True), live("dropped", 50)]
+    sent = served(FakeEngine(countdown, most_steps=most_steps), asked, ["dropped"], [None])
+    assert [len(one.tokens) for one in sent["pieces"]] == [MIN_STEPS, MIN_STEPS, 2]
+    assert "dropped" not in sent
+
+
 def test_at_the_end_live_requests_are_cut_unless_they_must_finish():
     asked = [live("cut", 50), live("finished", 20, OWN, must_finish=True)]
     sent = served(FakeEngine(countdown), asked, [None])

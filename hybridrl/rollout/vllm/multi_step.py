@@ -90,6 +90,27 @@ def buffers_for(steps: int, device_type: str) -> Iterator[None]:
         yield
 
 
+def steps_ahead(
+    requests: Sequence[Any], max_model_len: int, most: int
+) -> tuple[int, list[int], list[int]]:
+    """Return how many steps of decoding requests may be submitted, 0 to `most`.
+
+    Also their computed and their sampled tokens. A request may end within several steps; its last
+    token is not among single ones, which vLLM schedules as it does.
+    """
+    computed, sampled, steps, longest = [], [], most, 0
+    for request in requests:
+        done, queued = request.num_computed_tokens, request.num_output_placeholders
+        known, prompt = request.num_tokens + queued, request.num_prompt_tokens
+        room, left = max_model_len - known - 1, prompt + request.max_tokens - known - 1
+        if known - done != 1 or room < 1 or (most == 1 and left < 1):
+            return 0, [], []
+        steps, longest = min(steps, room), max(longest, left)
+        computed.append(done)
+        sampled.append(known - prompt)
+    return min(steps, longest), computed, sampled
+
+
 class MultiStep:
     """Model runner that repeats a step as often as the scheduler asks.
 

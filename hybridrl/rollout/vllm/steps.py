@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridrl.rollout.engine import Step
-from hybridrl.rollout.vllm.multi_step import MultiStep
+from hybridrl.rollout.vllm.multi_step import MultiStep, steps_ahead
 
 NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.sampling_params", "SamplingParams.eos_token_id SamplingParams.repetition_detection"),
@@ -57,6 +57,17 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     ("vllm.v1.request", "RequestStatus.RUNNING"),
 )
+# What a schedule may have of requests that begin, as one has it in which none does.
+NOTHING_NEW: dict[str, Any] = {
+    "encoder_input_updates": {},
+    "kv_cache_block_copies": None,
+    "new_block_ids_to_zero": None,
+    "scheduled_encoder_inputs": {},
+    "scheduled_new_reqs": [],
+}
+# Requests that wait begin once this share of the places is free: a step in which some begin has no
+# CUDA graph of all operations, and is submitted alone.
+FREE_PLACES = 1 / 32
 
 
 class CoreSteps:
@@ -65,10 +76,9 @@ class CoreSteps:
     - Log-probs are read before the scheduler splits them by request, which takes a tenth of a step
       with hundreds of sequences.
     - vLLM looks for memory and blocks to cache with each token, and here at the ends of blocks.
-    - A step in which no request begins or ends is scheduled like the one before it; vLLM builds
-      each step's schedule anew.
+    - A step in which no request begins is scheduled like the one before it, also if some wait
+      while few places are free. Several are submitted at once (MultiStep).
     - Tokens that neither end their request nor a block are only added to it (not with vLLM 0.25).
-    - Where no request begins or ends, the scheduler submits several steps at once (MultiStep).
 
     Args:
         core: client of the engine core.
@@ -97,10 +107,8 @@ class CoreSteps:
         known = signature(scheduler._update_request_with_output).parameters
         self._adds_tokens = not others and "is_stale" in known  # not in 0.25
         self._multi_step.most = self._multi_step.most if self._adds_tokens else 1
-        # A schedule's images, which a repeated one must not have.
-        images = {"scheduled_encoder_inputs", "encoder_input_updates"}
-        images &= SchedulerOutput.__annotations__.keys()
-        self._no_images: dict[str, Any] = {name: {} for name in images}
+        fields = SchedulerOutput.__annotations__.keys()
+        self._nothing_new = {name: NOTHING_NEW[name] for name in NOTHING_NEW.keys() & fields}
         if others:
             return
         self._last_schedule: Any = None
@@ -155,7 +163,7 @@ class CoreSteps:
         is_kept = np.arange(log_probs.shape[1]) < counts[:, None]
         names = [name for name, tokens in sampled.items() for _ in tokens]
         tokens = [token for tokens in sampled.values() for token in tokens]
-        return Step(names, tokens, log_probs[is_kept], ended)
+        return Step(names, tokens, log_probs[is_kept], ended, self._sampled)
 
     def drain(self) -> Iterator[Step]:
         """Yield the results of queued steps, of which asynchronous scheduling leaves one behind."""
@@ -206,45 +214,37 @@ class CoreSteps:
     def _repeated(self) -> Any:
         """Return the next schedule, if it is more tokens of each request of the last one."""
         last, scheduler, manager = self._last_schedule, self._scheduler, self._manager
-        running, needs_no_block = scheduler.running, self._needs_no_block
+        running, places = scheduler.running, scheduler.max_num_running_reqs
         names = [request.request_id for request in running]
+        may_begin = places - len(running) >= max(1, FREE_PLACES * places)
         if (
             last is None
             or not running
-            or len(last.num_scheduled_tokens) != last.total_num_scheduled_tokens
             or not last.num_scheduled_tokens.keys() >= set(names)
-            or last.scheduled_new_reqs
-            or last.scheduled_cached_reqs.resumed_req_ids
             or last.has_structured_output_requests
             or last.free_encoder_mm_hashes
-            or scheduler.get_request_counts()[1]  # waiting
+            or (may_begin and scheduler.get_request_counts()[1])  # those that wait
             or scheduler.pause_state
             or manager.block_pool.get_num_free_blocks() < len(running)
         ):
             return None
-        computed, sampled, steps = [], [], min(self._most, self._multi_step.most)
-        for request in running:
-            done, queued = request.num_computed_tokens, request.num_output_placeholders
-            known, prompt = request.num_tokens + queued, request.num_prompt_tokens
-            # vLLM schedules the last token: it counts only one queued token of a request.
-            left = min(prompt + request.max_tokens, scheduler.max_model_len) - known - 1
-            if known - done != 1 or left < 1:
-                return None
-            steps = min(steps, left)
-            computed.append(done)
-            sampled.append(known - prompt)
+        most = min(self._most, self._multi_step.most)
+        steps, computed, sampled = steps_ahead(running, scheduler.max_model_len, most)
+        if not steps:
+            return None
         more_blocks = -(-steps // self._block_size) * len(running)
         if manager.block_pool.get_num_free_blocks() < more_blocks:
             steps = 1
         blocks = [
             None
-            if steps == 1 and needs_no_block(done)
+            if steps == 1 and self._needs_no_block(done)
             else manager.allocate_slots(request, steps).get_block_ids(allow_none=True)
             for request, done in zip(running, computed, strict=True)
         ]
         requests = replace(
             last.scheduled_cached_reqs,
             req_ids=names,
+            resumed_req_ids=set(),
             new_block_ids=blocks,
             num_computed_tokens=computed,
             num_output_tokens=sampled,
@@ -255,7 +255,7 @@ class CoreSteps:
             scheduled_cached_reqs=requests,
             num_scheduled_tokens=dict.fromkeys(names, 1),
             total_num_scheduled_tokens=len(names),
-            **self._no_images,
+            **self._nothing_new,
             finished_req_ids=scheduler.finished_req_ids,
             preempted_req_ids=scheduler.reset_preempted_req_ids,
         )
