@@ -58,7 +58,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.request", "RequestStatus.RUNNING"),
 )
 # What a schedule may have of requests that begin, as one has it in which none does.
-NOTHING_NEW: dict[str, Any] = {
+NOTHING_NEW: dict[str, object] = {
     "encoder_input_updates": {},
     "kv_cache_block_copies": None,
     "new_block_ids_to_zero": None,
