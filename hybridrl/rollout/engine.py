@@ -43,7 +43,7 @@ class Step(NamedTuple):
         log_probs: [n], of `tokens` under the distribution that they were sampled from, nats.
         ended: requests that end with this step, with the reason: STOP or LENGTH, or any other text
             if the engine could not go on.
-        steps: the number of decoding steps.
+        steps: decoding steps, at least 1.
     """
 
     request_ids: list[str]

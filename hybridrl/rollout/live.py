@@ -144,7 +144,7 @@ class Live:
         self.idle_s = 0.0
 
     def goes_on(self) -> int:
-        """Exchange what there is; return the decoding steps until the next look, 0 at the end."""
+        """Exchange what there is; return decoding steps up to about the next look, 0 at the end."""
         call = self._call
         if len(call.responses) > len(call.open):  # one has ended
             self.send()
@@ -152,7 +152,7 @@ class Live:
             if self._has_ended and not call.must_finish:
                 return 0
             self._exchange()
-        return self._next_look - call.num_steps
+        return max(MIN_STEPS, self._next_look - call.num_steps)
 
     def send(self) -> None:
         """Send the tokens of requests in pieces, and of those that are not open any more."""

@@ -1,12 +1,14 @@
 """The loop over an engine's steps: what ends a batch, what live requests get, and failures."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from hybridrl.data.requests import FAILED, STOP, Message, Progress, Request, SamplingParams
 from hybridrl.rollout.live import MIN_STEPS, Live
 from hybridrl.rollout.sampler import Call, Sampler
+from hybridrl.rollout.vllm.multi_step import steps_ahead
 from tests.support.batches import requests_of
 from tests.support.fake_engine import CONFIG, FakeEngine
 
@@ -65,6 +67,19 @@ def test_an_engine_that_sleeps_gets_no_request():
     with pytest.raises(RuntimeError, match="asleep"):
         Sampler(engine, CONFIG).generate(requests_of([[1]], PLAIN, max_tokens=9), 0)
     assert not engine.requests
+
+
+def test_a_prompt_of_which_a_token_is_left_is_not_decoded():
+    """Its grammar, or an image there, is vLLM's to schedule."""
+    state = {"num_tokens": 9, "num_prompt_tokens": 9, "max_tokens": 8, "num_computed_tokens": 8}
+    rest = SimpleNamespace(**state, num_output_placeholders=0, is_prefill_chunk=True)
+    queued = SimpleNamespace(**state | {"num_computed_tokens": 9}, num_output_placeholders=1)
+    queued.is_prefill_chunk = False
+    assert steps_ahead([queued], 40, 4) == (4, [9], [1])
+    assert steps_ahead([queued, rest], 40, 4) == (0, [], [])
+    assert steps_ahead([queued], 13, 4) == (2, [9], [1])  # the context ends
+    queued.max_tokens = 2
+    assert steps_ahead([queued], 40, 4)[0] == 0  # vLLM schedules the last one
 
 
 class Driver:

@@ -3,8 +3,8 @@
 Between two steps of the same requests nothing is needed from the host: on a GPU the runner keeps
 tokens, positions and seeds on the device. So the scheduler allocates the memory of several steps in
 advance, and the runner runs them one after the other. Meanwhile the tokens of an earlier submission
-are read. A request that ends in between goes on to the submission's end; its further tokens are
-dropped. NAMES are the private names in use.
+are read. A request that ends in between goes on to the end of the next submission at most; its
+further tokens are dropped. NAMES are the private names in use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,17 +93,19 @@ def buffers_for(steps: int, device_type: str) -> Iterator[None]:
 def steps_ahead(
     requests: Sequence[Any], max_model_len: int, most: int
 ) -> tuple[int, list[int], list[int]]:
-    """Return how many steps of decoding requests may be submitted, 0 to `most`.
+    """Return how many steps of requests may be submitted, 0 to `most`; 0 if a prompt is left.
 
-    Also their computed and their sampled tokens. A request may end within several steps; its last
-    token is not among single ones, which vLLM schedules as it does.
+    Also their computed and their sampled tokens. A request may end within several steps. Where
+    `most` is 1, its last token is left to vLLM.
     """
     computed, sampled, steps, longest = [], [], most, 0
     for request in requests:
         done, queued = request.num_computed_tokens, request.num_output_placeholders
         known, prompt = request.num_tokens + queued, request.num_prompt_tokens
         room, left = max_model_len - known - 1, prompt + request.max_tokens - known - 1
-        if known - done != 1 or room < 1 or (most == 1 and left < 1):
+        # The chunk's flag: a prompt of which one token is left looks like a sampled token.
+        decodes = known - done == 1 and not request.is_prefill_chunk
+        if not decodes or room < 1 or (most == 1 and left < 1):
             return 0, [], []
         steps, longest = min(steps, room), max(longest, left)
         computed.append(done)

@@ -57,7 +57,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     ("vllm.v1.request", "RequestStatus.RUNNING"),
 )
-# What a schedule may have of requests that begin, as one has it in which none does.
+# Fields about requests that begin, with their values in a schedule in which none does.
 NOTHING_NEW: dict[str, object] = {
     "encoder_input_updates": {},
     "kv_cache_block_copies": None,
@@ -65,8 +65,8 @@ NOTHING_NEW: dict[str, object] = {
     "scheduled_encoder_inputs": {},
     "scheduled_new_reqs": [],
 }
-# Requests that wait begin once this share of the places is free: a step in which some begin has no
-# CUDA graph of all operations, and is submitted alone.
+# Requests that wait begin once this share of the places is free, or places for all of them: a step
+# in which some begin has no CUDA graph of all operations, and is submitted alone.
 FREE_PLACES = 1 / 32
 
 
@@ -94,8 +94,7 @@ class CoreSteps:
         self._most = 1
         self._scheduler = scheduler = core.engine_core.scheduler
         self._manager = manager = scheduler.kv_cache_manager
-        # Of the last output: row of each request, log-probs of sampled tokens, tokens added here,
-        # most tokens of a request.
+        # Of the last output: rows of requests, log-probs of tokens, tokens added here, steps.
         self._rows: dict[str, int] = {}
         self._log_probs: NDArray[np.float32] | None = None
         self._added: dict[str, list[int]] = {}
@@ -216,14 +215,15 @@ class CoreSteps:
         last, scheduler, manager = self._last_schedule, self._scheduler, self._manager
         running, places = scheduler.running, scheduler.max_num_running_reqs
         names = [request.request_id for request in running]
-        may_begin = places - len(running) >= max(1, FREE_PLACES * places)
+        waiting = scheduler.get_request_counts()[1]
+        enough = min(waiting, max(1, FREE_PLACES * places))
         if (
             last is None
             or not running
             or not last.num_scheduled_tokens.keys() >= set(names)
             or last.has_structured_output_requests
             or last.free_encoder_mm_hashes
-            or (may_begin and scheduler.get_request_counts()[1])  # those that wait
+            or (waiting and places - len(running) >= enough)
             or scheduler.pause_state
             or manager.block_pool.get_num_free_blocks() < len(running)
         ):
