@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -110,9 +109,8 @@ class Call:
         Raises:
             RuntimeError: the engine ended a response by itself.
         """
-        steps = count(1)
         while most := goes_on():
-            position.at("decoding step", next(steps))
+            position.at("decoding step", self.num_steps + 1)
             self._keep(self._engine.step(most))
         for step in self._engine.drain():
             self._keep(step)
