@@ -10,10 +10,16 @@ from hybridrl.distributed import position
 
 
 class PartTimer:
-    """Timer of parts on this rank by name, with the device's work; starts after earlier work."""
+    """Timer of parts on this rank by name, with the device's work; starts after earlier work.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: the rank's device.
+        stream: count only the work of this stream. Beside a thread that samples: waiting for the
+            whole device would break a graph that is being captured there.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._device, self._stream = device, stream
         self.seconds: dict[str, float] = {}
         self._start = self._now()
 
@@ -33,6 +39,8 @@ class PartTimer:
         return self._now() - self._start
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
+        if self._stream is not None:
+            self._stream.synchronize()
+        elif self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

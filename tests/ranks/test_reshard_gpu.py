@@ -57,6 +57,7 @@ def test_vllm_holds_what_it_would_load(ranks, case, tmp_path):
             assert all(differing < case.rounding * total for differing, total in one["experts_B"])
         for name, message in one["corrupted"].items():
             assert f"\n  {name} on ranks [{ranks - 1}]" in message, (rank, message)
+        assert one["captured"] == 2
         assert "before reshard" in one["early"]
         assert "before reshard" in one["asleep"]
         assert one["greedy"][0] == one["greedy"][1]

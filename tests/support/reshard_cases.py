@@ -7,6 +7,7 @@ the other, and each time compared with what vLLM loads from a checkpoint of the 
 import copy
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -350,6 +351,8 @@ def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
     if worker.mesh.device_type == "cpu":
         seen["kept"] = kept(worker)
     seen["corrupted"] = corrupted(worker)
+    if worker.mesh.device_type == "cuda":
+        seen["captured"] = beside_a_capture(worker, actor)
     seen |= refusals(worker, actor)
     return seen
 
@@ -406,6 +409,30 @@ def corrupted(worker: RolloutWorker) -> dict[str, str]:
             element.view(torch.uint8)[0] ^= 1
     worker.resharder.verify(5)  # the bits are back
     return found
+
+
+def beside_a_capture(worker: RolloutWorker, actor: Actor) -> float:
+    """What a graph adds, if weights arrived in another thread while this one captured it."""
+    actor.begin()
+    stream, own = torch.cuda.Stream(), torch.cuda.Stream()
+    side = worker.engine.trace, worker.engine.tensors(), Route.colocated(worker.mesh)
+    resharder = Resharder(actor.named_shards(), *side, 1, stream)
+
+    def sync() -> None:
+        with torch.cuda.stream(stream):
+            resharder.sync(6, verify=True)
+
+    sync()  # compiles kernels
+    graph, total = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(own), ThreadPoolExecutor(1) as thread:
+        graph.capture_begin(capture_error_mode="thread_local")
+        total.add_(1)
+        thread.submit(sync).result()
+        total.add_(1)
+        graph.capture_end()
+    graph.replay()
+    return total.item()
 
 
 def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:

@@ -200,7 +200,7 @@ class DecodeGraphs:
         if torch.cuda.mem_get_info()[0] < FREE_BYTES + FREE_BYTES_A_LOGIT * logits:
             torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
-            # Threads such as NCCL's watchdog may go on using CUDA.
+            # Other threads go on using CUDA. None may wait for the whole device.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 action()
