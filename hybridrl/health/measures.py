@@ -27,7 +27,7 @@ SHOWN = 3
 
 
 class MarkedTokens(NamedTuple):
-    """Token ids of a model, int32 as those of responses: comparing them copies nothing.
+    """Token ids of a model, int64.
 
     Attributes:
         ends: those that end a response.
@@ -44,7 +44,7 @@ def marked_tokens(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> M
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
     groups = (ends, sorted(special - {*ends}))
-    return MarkedTokens(*(torch.tensor(ids, dtype=torch.int32) for ids in groups))
+    return MarkedTokens(*(torch.tensor(ids, dtype=torch.int64) for ids in groups))
 
 
 def response_measures(batch: RolloutBatch, tokens: MarkedTokens) -> Row:
@@ -81,7 +81,7 @@ def _is_marked(values: Tensor, tokens: MarkedTokens) -> tuple[Tensor, Tensor]:
     """
     most = max(int(ids.max()) for ids in (values, *tokens) if len(ids))
     kinds = np.zeros(most + 1, np.uint8)
-    kinds[tokens.ends.long()], kinds[tokens.special.long()] = 1, 2
+    kinds[tokens.ends], kinds[tokens.special] = 1, 2
     kind = torch.from_numpy(kinds[values.numpy()])
     return kind == 1, kind == 2
 

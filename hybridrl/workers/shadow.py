@@ -79,8 +79,7 @@ class ShadowCopy:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             wait_for_peers(everyone())
             with _quick_switches():
-                metrics = self._resharder.sync(version, verify=self._verify, kept=True)
-        return metrics
+                return self._resharder.sync(version, verify=self._verify, kept=True)
 
 
 @contextmanager

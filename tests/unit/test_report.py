@@ -136,7 +136,7 @@ def ill_run(folder: Path, steps: range, rows: list[dict[str, float]]) -> list[st
     warnings: list[str] = []
     prompts = PromptSets([], [], [], measures={"data/overlap_fraction": 0.05})
     start = Start(run_config(), folder, rows, prompts, None, warnings.append)
-    checks = HealthChecks(start, MarkedTokens(*torch.empty(2, 0)))
+    checks = HealthChecks(start, MarkedTokens(*torch.empty(2, 0, dtype=torch.int64)))
     checks.begin(lambda batch: None, str)
     if not rows:
         rows.append({"step": 0.0} | checks.first)

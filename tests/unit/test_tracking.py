@@ -287,7 +287,7 @@ def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypa
 
 def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
     """Problem p stands in line p; its two responses fail where p is in `failing`."""
-    nothing = torch.empty(0, dtype=torch.int32)
+    nothing = torch.empty(0, dtype=torch.int64)
     tokens = MarkedTokens(nothing, nothing)
     start = Start(run_config(), tmp_path, [], PromptSets([], [], []), None, print)
     health = HealthChecks(start, tokens)
