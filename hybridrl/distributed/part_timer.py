@@ -14,12 +14,12 @@ class PartTimer:
 
     Args:
         device: the rank's device.
-        stream: count only the work of this stream. Beside a thread that samples: waiting for the
-            whole device would break a graph that is being captured there.
+        one_stream: count the work of the current stream alone. Waiting for the whole device would
+            break a graph that another thread captures.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self._device, self._stream = device, stream
+    def __init__(self, device: torch.device, *, one_stream: bool = False) -> None:
+        self._device, self._one_stream = device, one_stream
         self.seconds: dict[str, float] = {}
         self._start = self._now()
 
@@ -39,8 +39,9 @@ class PartTimer:
         return self._now() - self._start
 
     def _now(self) -> float:
-        if self._stream is not None:
-            self._stream.synchronize()
-        elif self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type == "cuda":
+            if self._one_stream:
+                torch.cuda.current_stream(self._device).synchronize()
+            else:
+                torch.cuda.synchronize(self._device)
         return time.perf_counter()

@@ -39,8 +39,6 @@ class Resharder:
         shards, trace, tensors, route: see `Side`.
         bucket_mb: MiB that a rank sends and receives at a time. Staging memory is at most twice
             that, and exists during `sync` only.
-        stream: the stream of syncs in a thread beside the one that samples. Only its work is timed,
-            see `PartTimer`.
 
     Raises:
         ReshardError: the ranks would compute different plans.
@@ -54,9 +52,8 @@ class Resharder:
         tensors: Mapping[str, Tensor],
         route: Route,
         bucket_mb: int,
-        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._trace, self._stream = trace, stream
+        self._trace = trace
         self._parameters = {name: tensors[name] for name in trace.parameters}
         rounded = (t for name, t in self._parameters.items() if name not in trace.dtypes)
         first = next(rounded)
@@ -117,7 +114,7 @@ class Resharder:
         executors = [e for e in self._executors if not (only_live and e.plan.frozen)]
         # Until the end the content of the parameters is undefined.
         self._frozen_is_there = self._sums_are_known = False
-        timer = PartTimer(self._device, self._stream)
+        timer = PartTimer(self._device, one_stream=True)  # a thread beside sampling may sync
         for executor in executors:
             try:
                 with timer.part("prepare_s"):

@@ -42,10 +42,10 @@ class ShadowCopy:
         shadow = {name: torch.empty_like(live[name]) for name in trace.tensors}
         self._shadow = list(shadow.values())
         side = receiver(trace, shadow, everyone(), config.tensor_parallel_size)
+        self._resharder = Resharder(*side, config.reshard_bucket_mb)
         self._verify = config.verify_reshard
         self._device = self._live[0].device
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
-        self._resharder = Resharder(*side, config.reshard_bucket_mb, self._stream)
         self._thread = ThreadPoolExecutor(1)
         self._arriving: tuple[int, Future[dict[str, float]]] | None = None
 

@@ -416,7 +416,7 @@ def beside_a_capture(worker: RolloutWorker, actor: Actor) -> float:
     actor.begin()
     stream, own = torch.cuda.Stream(), torch.cuda.Stream()
     side = worker.engine.trace, worker.engine.tensors(), Route.colocated(worker.mesh)
-    resharder = Resharder(actor.named_shards(), *side, 1, stream)
+    resharder = Resharder(actor.named_shards(), *side, 1)
 
     def sync() -> None:
         with torch.cuda.stream(stream):
